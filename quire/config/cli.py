@@ -1,0 +1,243 @@
+"""The command line, generated from the declarations of options and sampling parameters."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Collection, Sequence
+from types import NoneType
+from typing import Any, NoReturn
+
+from quire.config.arguments import IGNORED, REFUSED, nearest
+from quire.config.fields import Declaration, kinds
+from quire.config.options import EngineOptions, group_class, option_groups
+from quire.protocol.sampling import RepetitionDetectionParams, SamplingParams
+
+Arguments = argparse.Namespace
+
+# Help for every sampling parameter that has a flag.
+SAMPLING_HELP = {
+    "n": "Completions per prompt.",
+    "temperature": "Spread of the random choice; 0 always takes the most likely token.",
+    "top_p": "Choose among the most likely tokens that together have this probability.",
+    "top_k": "Choose among this many most likely tokens; 0: all.",
+    "min_p": "Leave out tokens less likely than this share of the most likely one.",
+    "presence_penalty": "Lower the score of tokens already generated.",
+    "frequency_penalty": "Lower the score of tokens by how often they were generated.",
+    "repetition_penalty": "Divide the score of tokens seen in prompt or output; 1: off.",
+    "seed": "Draw the same random numbers each time.",
+    "stop": "Text that ends the output; may be given several times.",
+    "stop_token_ids": "Token ids that end the output, such as 1,2.",
+    "include_stop_str_in_output": "Keep the stop text at the end of the output.",
+    "ignore_eos": "Go on after the end-of-sequence token.",
+    "max_tokens": "Most tokens to generate.",
+    "min_tokens": "Least tokens to generate.",
+    "bad_words": "Text that must not appear; may be given several times.",
+    "allowed_token_ids": "Token ids to choose from, such as 1,2.",
+    "logit_bias": 'Numbers added to the scores of tokens, such as {"42": -5}.',
+    "repetition_detection": 'End outputs that repeat a pattern, such as {"max_pattern_size": 8}.',
+    "skip_special_tokens": "Leave special tokens out of the text.",
+    "spaces_between_special_tokens": "Put spaces between special tokens.",
+    "skip_reading_prefix_cache": "Compute the whole prompt even if its prefix is cached.",
+}
+
+# What an output carries besides its text, or is filled in by the program itself.
+SAMPLING_WITHOUT_FLAG = frozenset(
+    {
+        "logprobs",
+        "prompt_logprobs",
+        "logprob_token_ids",
+        "prompt_logprob_token_ids",
+        "prompt_logprob_start",
+        "flat_logprobs",
+        "detokenize",
+        "output_kind",
+        "stream_interval",
+        "extra_args",
+        "structured_outputs",
+        "thinking_token_budget",
+        "trace_decode_token_ids",
+        "routed_experts_prompt_start",
+        "bad_words_token_ids",
+    }
+)
+
+_REPEATED = frozenset({"stop", "bad_words"})
+_METAVARS = {int: "N", float: "X", dict: "JSON", RepetitionDetectionParams: "JSON", list: "IDS"}
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Reports mistakes in one line, takes underscores for dashes, and suggests the nearest flag."""
+
+    def __init__(self, **settings: Any) -> None:
+        settings.setdefault("allow_abbrev", False)
+        settings.setdefault("formatter_class", _HelpFormatter)
+        super().__init__(**settings)
+        self.set_defaults(parser=self)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"quire: error: {message} (see `{self.prog} --help`)\n")
+
+    def read(self, words: Sequence[str]) -> Arguments:
+        """Parse a command line whole."""
+        arguments, unknown = self.parse_known_args(_dashed(words))
+        if unknown:
+            arguments.parser.refuse(unknown[0])
+        return arguments
+
+    def refuse(self, word: str) -> NoReturn:
+        flag = word.partition("=")[0]
+        name = flag.lstrip("-").replace("-", "_")
+        if not flag.startswith("--"):
+            self.error(f"unexpected argument {word!r}; put positional arguments side by side")
+        if name in IGNORED:
+            self.error(f"{flag} has no effect here: {IGNORED[name]}; leave it out")
+        if name in REFUSED:
+            self.error(f"{flag} is refused: {REFUSED[name].reason}; leave it out")
+        self.error(f"unknown flag {flag}. {nearest(flag, self._option_string_actions)}")
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32)
+
+
+def command_words(argv: Sequence[str] | None = None) -> list[str]:
+    """The given words, or those this program was started with."""
+    return list(sys.argv[1:] if argv is None else argv)
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser, exclude: Collection[str] = ()) -> None:
+    """One flag per engine option, grouped as the options are."""
+    for group in dataclasses.fields(EngineOptions):
+        owner = group_class(group)
+        section = parser.add_argument_group(group.metadata["title"])
+        for item in dataclasses.fields(owner):
+            if item.name in exclude:
+                continue
+            declaration: Declaration = item.metadata["declaration"]
+            usual = declaration.default_text or _shown(item.default)
+            section.add_argument(
+                _flag(item.name),
+                dest=item.name,
+                default=argparse.SUPPRESS,
+                help=_help(declaration.help, usual),
+                **_reading(owner, item.name, declaration),
+            )
+
+
+def engine_arguments(arguments: Arguments) -> dict[str, Any]:
+    """The engine options that were given, as keyword arguments of `LLM`."""
+    given = vars(arguments)
+    return {name: given[name] for name in option_groups() if name in given}
+
+
+def engine_options(arguments: Arguments) -> EngineOptions:
+    """The engine options that were given, checked; the others have their defaults."""
+    return EngineOptions.from_arguments(**engine_arguments(arguments))
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser, max_tokens: int | None = None) -> None:
+    """One flag per sampling parameter that shows in text."""
+    section = parser.add_argument_group(
+        "sampling",
+        "Without a flag, the model's generation_config.json decides, then the default shown.",
+    )
+    defaults = {item.name: item.default for item in dataclasses.fields(SamplingParams)}
+    defaults["max_tokens"] = "up to the end of the context" if max_tokens is None else max_tokens
+    for name, text in SAMPLING_HELP.items():
+        section.add_argument(
+            _flag(name),
+            dest=f"sampling_{name}",
+            default=argparse.SUPPRESS,
+            help=_help(text, _shown(defaults[name])),
+            **_reading(SamplingParams, name),
+        )
+
+
+def sampling_arguments(arguments: Arguments) -> dict[str, Any]:
+    """The sampling parameters that were given."""
+    given = vars(arguments)
+    return {
+        name: given[f"sampling_{name}"] for name in SAMPLING_HELP if f"sampling_{name}" in given
+    }
+
+
+def _reading(owner: type, name: str, declaration: Declaration | None = None) -> dict[str, Any]:
+    """How argparse reads a field. Values are checked where they are declared, not here."""
+    accepted = [kind for kind in kinds(owner, name) if kind is not NoneType]
+    if accepted == [bool]:
+        return {"action": argparse.BooleanOptionalAction}
+    if name in _REPEATED:
+        return {"action": "append", "metavar": "TEXT"}
+    kind = accepted[0]
+    settings: dict[str, Any] = {"metavar": _METAVARS.get(kind, "TEXT")}
+    if declaration is not None and declaration.choices is not None:
+        settings["metavar"] = "{" + ",".join(map(str, declaration.choices)) + "}"
+    if declaration is None or declaration.convert is None:
+        settings["type"] = _READERS.get(kind, str)
+    return settings
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
+
+
+def _repetition_detection(text: str) -> RepetitionDetectionParams:
+    values = _json_object(text)
+    try:
+        return RepetitionDetectionParams(**values)
+    except TypeError:
+        names = ", ".join(item.name for item in dataclasses.fields(RepetitionDetectionParams))
+        raise argparse.ArgumentTypeError(f"the keys are {names}, got {text!r}") from None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ids such as 1,2") from None
+
+
+_READERS: dict[type, Any] = {
+    int: int,
+    float: float,
+    dict: _json_object,
+    list: _token_ids,
+    RepetitionDetectionParams: _repetition_detection,
+}
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return "yes" if default else "no"
+    return "none" if default is None else str(default)
+
+
+def _help(text: str, default: str) -> str:
+    return f"{text} (default: {default})".replace("%", "%%")
+
+
+def _dashed(words: Sequence[str]) -> list[str]:
+    """Flags written with underscores become flags with dashes; what follows `--` is left alone."""
+    end = words.index("--") if "--" in words else len(words)
+    dashed = [
+        re.sub(r"^--[a-z][a-z0-9_]*(?==|$)", lambda flag: flag[0].replace("_", "-"), word)
+        for word in words[:end]
+    ]
+    return dashed + list(words[end:])

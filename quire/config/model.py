@@ -1,0 +1,323 @@
+"""`ModelConfig`: everything Quire must know about a model before it loads weights. No torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.config.architectures import SUPPORTED_ARCHITECTURES
+from quire.config.gguf import GGUFFile
+from quire.config.gguf_model import translate_gguf
+from quire.config.json_file import REQUIRED, CheckedValues, read_json_object
+from quire.config.locate import ModelSource, locate_model
+from quire.protocol.errors import ModelError, OptionError
+
+__all__ = ["ModelConfig", "ModelSource", "load_model_config"]
+
+DTYPES = ("bfloat16", "float16", "float32")
+ROPE_FACTORS = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
+"""Numbers that each kind of rope scaling needs."""
+STRETCHED_ROPES = ("linear", "dynamic", "yarn")
+"""Scalings whose `max_position_embeddings` is the length before scaling."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One model: its place, its shape, its token ids."""
+
+    source: ModelSource
+    architecture: str
+    """As in config.json, e.g. "LlamaForCausalLM"."""
+    model_type: str
+    """The module of `quire.models` that implements it, e.g. "llama"."""
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_tokens: int
+    """Longest context the model's positions allow, rope scaling included."""
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    """Always with the key `rope_type`; None where positions are not scaled."""
+    tie_word_embeddings: bool
+    sliding_window: int | None
+    """Window of the layers that have one: see `layer_window`."""
+    attention_bias: bool
+    mlp_bias: bool
+    hidden_act: str
+    dtype: str
+    """As stored: bfloat16, float16 or float32."""
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    quantization: dict[str, Any] | None
+    """`quantization_config` of config.json."""
+    generation: dict[str, Any]
+    """generation_config.json, empty if there is none."""
+    raw: dict[str, Any]
+    """config.json (or GGUF metadata under the same names) with overrides; rope settings are always
+    in `rope_theta` and `rope_scaling`."""
+
+    def layer_window(self, layer: int) -> int | None:
+        """The sliding window of one layer."""
+        kinds = self.raw.get("layer_types")
+        if self.model_type == "mistral":
+            return self.sliding_window
+        if isinstance(kinds, list) and layer < len(kinds):
+            return self.sliding_window if kinds[layer] == "sliding_attention" else None
+        return self.sliding_window if layer >= self.raw.get("max_window_layers", 28) else None
+
+
+@dataclass(frozen=True)
+class _Family:
+    """How one model type names its numbers, and what it takes for granted."""
+
+    hidden: str = "hidden_size"
+    layers: str = "num_hidden_layers"
+    heads: str = "num_attention_heads"
+    kv_heads: str | None = "num_key_value_heads"
+    intermediate: str = "intermediate_size"
+    positions: str = "max_position_embeddings"
+    default_positions: int = 2048
+    eps: str = "rms_norm_eps"
+    default_eps: float = 1e-6
+    act: str = "hidden_act"
+    default_act: str = "silu"
+    head_dim: int | None = None
+    """Used where config.json gives none; None means width / heads."""
+    tied: bool = False
+    bias: bool | str = False
+    """Whether attention has biases, or the key that says so."""
+    mlp_bias: bool | str = False
+
+
+_FAMILIES = {
+    "llama": _Family(bias="attention_bias", mlp_bias="mlp_bias"),
+    "mistral": _Family(default_positions=131072),
+    "qwen2": _Family(default_positions=32768, bias=True),
+    "qwen3": _Family(default_positions=32768, bias="attention_bias", head_dim=128),
+    "opt": _Family(
+        kv_heads=None,
+        intermediate="ffn_dim",
+        eps="layer_norm_eps",
+        default_eps=1e-5,
+        act="activation_function",
+        default_act="relu",
+        tied=True,
+        bias="enable_bias",
+        mlp_bias="enable_bias",
+    ),
+    "gpt2": _Family(
+        hidden="n_embd",
+        layers="n_layer",
+        heads="n_head",
+        kv_heads=None,
+        intermediate="n_inner",
+        positions="n_positions",
+        default_positions=1024,
+        eps="layer_norm_epsilon",
+        default_eps=1e-5,
+        act="activation_function",
+        default_act="gelu_new",
+        tied=True,
+        bias=True,
+        mlp_bias=True,
+    ),
+}
+
+
+def load_model_config(
+    name: str | os.PathLike[str] | None,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    hf_overrides: dict[str, Any] | None = None,
+    load_format: str = "auto",
+) -> ModelConfig:
+    """Find a model (None: the embedded one) and read its configuration; weights stay untouched."""
+    if hf_overrides is not None and not isinstance(hf_overrides, dict):
+        raise OptionError(f"hf_overrides must be a dictionary, got {hf_overrides!r}.")
+    source = locate_model(name, revision=revision, token=token, load_format=load_format)
+    generation: dict[str, Any] = {}
+    if source.kind == "gguf":
+        file, raw = source.path, translate_gguf(GGUFFile(source.path))
+    else:
+        file = source.path / "config.json"
+        raw = read_json_object(file)
+        if (source.path / "generation_config.json").is_file():
+            generation = read_json_object(source.path / "generation_config.json")
+    raw = {**_normalise_rope(file, raw), **_normalise_rope(file, hf_overrides or {})}
+    return _build(source, CheckedValues(file, raw), generation)
+
+
+def _build(source: ModelSource, values: CheckedValues, generation: dict[str, Any]) -> ModelConfig:
+    architecture = _architecture(values)
+    model_type = SUPPORTED_ARCHITECTURES[architecture]
+    family = _FAMILIES[model_type]
+    hidden = values.count(family.hidden)
+    num_heads, num_kv_heads, head_dim = _heads(values, family, model_type, hidden)
+    rope_scaling = _rope_scaling(values)
+    # GPT-2 leaves its MLP width null to mean four times the model width.
+    ffn_default = 4 * hidden if model_type == "gpt2" else REQUIRED
+    generated = CheckedValues(source.path / "generation_config.json", generation)
+    bos = values.token_ids("bos_token_id") or generated.token_ids("bos_token_id")
+    return ModelConfig(
+        source=source,
+        architecture=architecture,
+        model_type=model_type,
+        hidden_size=hidden,
+        num_layers=values.count(family.layers),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=values.count(family.intermediate, ffn_default),
+        vocab_size=values.count("vocab_size"),
+        max_position_tokens=_max_positions(values, family, rope_scaling),
+        norm_eps=values.number(family.eps, family.default_eps),
+        rope_theta=values.number("rope_theta", 10000.0),
+        rope_scaling=rope_scaling,
+        tie_word_embeddings=values.boolean("tie_word_embeddings", family.tied),
+        sliding_window=_sliding_window(values, model_type),
+        attention_bias=_bias(values, family.bias),
+        mlp_bias=_bias(values, family.mlp_bias),
+        hidden_act=values.text(family.act, family.default_act),
+        dtype=_dtype(values),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=generated.token_ids("eos_token_id") or values.token_ids("eos_token_id"),
+        quantization=values.mapping("quantization_config"),
+        generation=generation,
+        raw=values.values,
+    )
+
+
+def _architecture(values: CheckedValues) -> str:
+    names = values.values.get("architectures")
+    if names is None:
+        model_type = values.text("model_type")
+        names = [n for n, module in SUPPORTED_ARCHITECTURES.items() if module == model_type]
+        names = names or [model_type]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        values.fail("architectures", "a list of names", names)
+    for name in names:
+        if name in SUPPORTED_ARCHITECTURES:
+            return str(name)
+    raise ModelError(
+        f"{values.file}: architecture {', '.join(names) or 'none'} is not supported; "
+        f"Quire runs {', '.join(SUPPORTED_ARCHITECTURES)}."
+    )
+
+
+def _heads(
+    values: CheckedValues, family: _Family, model_type: str, hidden: int
+) -> tuple[int, int, int]:
+    """Query heads, key/value heads and the size of a head."""
+    num_heads = values.count(family.heads)
+    num_kv_heads = num_heads
+    if family.kv_heads is not None:
+        # Only the first Llama models left the key out.
+        absent_is_error = model_type != "llama" and family.kv_heads not in values.values
+        num_kv_heads = values.count(family.kv_heads, REQUIRED if absent_is_error else num_heads)
+    if num_heads % num_kv_heads:
+        values.fail(
+            str(family.kv_heads), f"a divisor of {family.heads} ({num_heads})", num_kv_heads
+        )
+    head_dim = values.integer("head_dim", family.head_dim) if family.kv_heads else None
+    if head_dim is None:
+        if hidden % num_heads:
+            values.fail(family.heads, f"a divisor of {family.hidden} ({hidden})", num_heads)
+        head_dim = hidden // num_heads
+    return num_heads, num_kv_heads, head_dim
+
+
+def _normalise_rope(file: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """Turn transformers 5's `rope_parameters` into `rope_theta` and `rope_scaling`."""
+    raw = dict(raw)
+    if raw.get("rope_parameters") is None:
+        return raw
+    checked = CheckedValues(file, raw)
+    parameters = dict(checked.mapping("rope_parameters") or {})
+    if any(isinstance(value, dict) for value in parameters.values()):
+        checked.fail("rope_parameters", "the same for all layers", parameters)
+    del raw["rope_parameters"]
+    theta = parameters.pop("rope_theta", None)
+    if theta is not None:
+        raw["rope_theta"] = theta
+    raw["rope_scaling"] = parameters or None
+    return raw
+
+
+def _rope_scaling(values: CheckedValues) -> dict[str, Any] | None:
+    scaling = values.mapping("rope_scaling")
+    if not scaling:
+        return None
+    scaling = dict(scaling)
+    kind = scaling.pop("type", None)
+    kind = scaling.setdefault("rope_type", kind)
+    if not isinstance(kind, str):
+        values.fail("rope_scaling", "an object with a rope_type", scaling)
+    if kind == "default":
+        return None
+    for key in ROPE_FACTORS.get(kind, ()):
+        number = scaling.get(key)
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not number > 0:
+            values.fail(f"rope_scaling[{key!r}]", f"a positive number for {kind}", number)
+    return scaling
+
+
+def _max_positions(
+    values: CheckedValues, family: _Family, rope_scaling: dict[str, Any] | None
+) -> int:
+    positions = values.count(family.positions, family.default_positions)
+    if rope_scaling is None or rope_scaling["rope_type"] not in STRETCHED_ROPES:
+        return positions
+    original = rope_scaling.get("original_max_position_embeddings", positions)
+    if isinstance(original, bool) or not isinstance(original, (int, float)) or original < 1:
+        values.fail(
+            "rope_scaling['original_max_position_embeddings']", "a positive integer", original
+        )
+    return max(positions, int(original * rope_scaling["factor"]))
+
+
+def _sliding_window(values: CheckedValues, model_type: str) -> int | None:
+    if model_type == "mistral":
+        # Null means no window; a missing key means the window of the first Mistral.
+        return values.integer("sliding_window", None if "sliding_window" in values.values else 4096)
+    if model_type not in ("qwen2", "qwen3") or not values.boolean("use_sliding_window", False):
+        return None
+    window = values.integer("sliding_window", None)
+    kinds = values.values.get("layer_types")
+    if isinstance(kinds, list):
+        return window if "sliding_attention" in kinds else None
+    first = values.values.get("max_window_layers", 28)
+    if isinstance(first, bool) or not isinstance(first, int):
+        values.fail("max_window_layers", "an integer", first)
+    return window if first < values.count("num_hidden_layers") else None
+
+
+def _bias(values: CheckedValues, rule: bool | str) -> bool:
+    if isinstance(rule, bool):
+        return rule
+    return values.boolean(rule, rule == "enable_bias")
+
+
+def _dtype(values: CheckedValues) -> str:
+    key = "dtype" if values.values.get("dtype") is not None else "torch_dtype"
+    dtype = values.text(key, "float32").removeprefix("torch.")
+    if dtype not in DTYPES:
+        values.fail(key, f"one of {', '.join(DTYPES)}", dtype)
+    return dtype

@@ -1,0 +1,292 @@
+"""The options of an engine: frozen, nested, each declared once. Flat names are vLLM's."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass, field
+from os import PathLike, fspath
+from typing import Any
+
+from quire.config.arguments import accepted_arguments
+from quire.config.fields import check, option
+
+AUTO_LENGTH = -1
+BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+_DTYPE_ALIASES = {"float": "float32", "half": "float16"}
+_BYTE_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def _text(value: Any) -> Any:
+    return fspath(value) if isinstance(value, PathLike) else value
+
+
+def _token(value: Any) -> Any:
+    """True asks for the stored token, which is the default."""
+    return None if value is True else value
+
+
+def _dtype(value: Any) -> Any:
+    """Names and torch.dtype objects alike, without importing torch."""
+    name = str(value).removeprefix("torch.")
+    return _DTYPE_ALIASES.get(name, name)
+
+
+def _device(value: Any) -> Any:
+    return value if value is None else str(value).removesuffix(":0")
+
+
+def _length(value: Any) -> Any:
+    if value == "auto":
+        return AUTO_LENGTH
+    return int(value) if isinstance(value, str) and value.lstrip("-").isdecimal() else value
+
+
+def _bytes(value: Any) -> Any:
+    """Sizes such as 2GiB, 512MB or 1.5G; KB is 1000 bytes, K and KiB are 1024."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?", value.strip(), re.IGNORECASE)
+    if match is None:
+        return value
+    number, prefix, suffix = match.groups()
+    base = 1000 if (suffix or "").upper() == "B" else 1024
+    return int(float(number) * base ** _BYTE_UNITS[prefix.upper()])
+
+
+class _Checked:
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True)
+class ModelOptions(_Checked):
+    """Which model, and how it is read."""
+
+    model: str | None = option(
+        None,
+        "A folder, a .gguf file, or a name on the Hugging Face hub.",
+        default_text="the embedded SmolLM2-135M-Instruct",
+        convert=_text,
+    )
+    tokenizer: str | None = option(
+        None, "Folder or hub name of the tokenizer.", default_text="the model's", convert=_text
+    )
+    tokenizer_mode: str = option(
+        "auto",
+        "Kept for compatibility: all modes give the same tokens.",
+        choices=("auto", "hf", "slow"),
+    )
+    skip_tokenizer_init: bool = option(
+        False, "Load no tokenizer: prompts are token ids, outputs have no text."
+    )
+    revision: str | None = option(
+        None, "Branch, tag or commit of the model on the hub.", default_text="the main branch"
+    )
+    tokenizer_revision: str | None = option(
+        None, "Branch, tag or commit of the tokenizer on the hub.", default_text="as revision"
+    )
+    hf_token: str | None = option(
+        None,
+        "Access token for the hub.",
+        default_text="the one that huggingface_hub has stored",
+        convert=_token,
+        secret=True,
+    )
+    hf_overrides: dict[str, Any] | None = option(
+        None, "Values that replace those of config.json (JSON).", default_text="none"
+    )
+    chat_template: str | None = option(
+        None, "A Jinja template or the path of one.", default_text="the model's", convert=_text
+    )
+    dtype: str = option(
+        "auto",
+        "Type of weights and activations. auto: float32 on a CPU, as stored on a GPU.",
+        choices=DTYPES,
+        convert=_dtype,
+    )
+    quantization: str | None = option(
+        None, "How the weights are quantised.", default_text="as the model's files say"
+    )
+    load_format: str = option(
+        "auto",
+        "Which weight files to read; dummy makes random weights.",
+        choices=("auto", "safetensors", "pt", "gguf", "dummy"),
+    )
+    seed: int = option(0, "Seeds requests that bring no seed, and dummy weights.")
+    max_model_len: int | None = option(
+        None,
+        "Longest prompt plus output in tokens. -1 or auto: the longest that fits in memory.",
+        default_text="the model's",
+        accepts=lambda value: value == AUTO_LENGTH or value >= 1,
+        rule="at least 1, or -1 or 'auto' for the longest that fits",
+        convert=_length,
+    )
+    generation_config: str = option(
+        "auto",
+        "Where default sampling parameters come from. auto: the model's generation_config.json; "
+        "vllm: nowhere; else a folder that holds such a file.",
+        convert=_text,
+    )
+    max_logprobs: int = option(
+        20, "Most logprobs a request may ask for per token; -1: no limit.", minimum=-1
+    )
+    logprobs_mode: str = option(
+        "raw_logprobs", "Which values logprobs are.", choices=("raw_logprobs",)
+    )
+
+
+@dataclass(frozen=True)
+class CacheOptions(_Checked):
+    """How the KV cache is cut into blocks, and how much memory it takes."""
+
+    block_size: int = option(
+        16, "Tokens per block.", choices=BLOCK_SIZES, rule="a power of two from 4 to 128"
+    )
+    gpu_memory_utilization: float | None = option(
+        None,
+        "Share of the device's memory that the engine may use.",
+        default_text="0.9; on a CPU the cache takes 4 GiB or a quarter of the memory available, "
+        "whichever is less",
+        accepts=lambda value: 0 < value <= 1,
+        rule="above 0 and at most 1",
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None,
+        "Memory for the KV cache, such as 2GiB; overrides gpu_memory_utilization.",
+        default_text="measured",
+        accepts=lambda value: value >= 1,
+        rule="a number of bytes or a size such as 2GiB",
+        convert=_bytes,
+    )
+    num_gpu_blocks_override: int | None = option(
+        None, "Number of blocks, whatever the memory.", default_text="measured", minimum=1
+    )
+    enable_prefix_caching: bool = option(True, "Share the blocks of common prompt prefixes.")
+    kv_cache_dtype: str = option(
+        "auto", "Type of keys and values. auto: as dtype.", choices=("auto",)
+    )
+
+
+@dataclass(frozen=True)
+class SchedulerOptions(_Checked):
+    """What runs in a step."""
+
+    max_num_seqs: int | None = option(
+        None, "Most sequences in a step.", default_text="256; 1024 on large GPUs", minimum=1
+    )
+    max_num_batched_tokens: int | None = option(
+        None,
+        "Most tokens in a step.",
+        default_text="4096 on a CPU, 8192 or 16384 on a GPU",
+        minimum=1,
+    )
+    scheduling_policy: str = option(
+        "fcfs",
+        "Order of waiting requests: first come first served, or lowest priority value first.",
+        choices=("fcfs", "priority"),
+    )
+    enable_chunked_prefill: bool = option(
+        True, "Spread long prompts over several steps, between other requests' tokens."
+    )
+    max_steps_in_flight: int | None = option(
+        None,
+        "Steps launched before the first one's result is read.",
+        default_text="1 on a CPU, 2 on a GPU",
+        minimum=1,
+    )
+    long_prefill_token_threshold: int = option(
+        0, "Most prompt tokens that one request may compute in a step; 0: no limit.", minimum=0
+    )
+    reservation: str = option(
+        "paged",
+        "paged takes blocks as they are needed. max_length reserves each request's longest "
+        "possible length up front and exists for comparison only.",
+        choices=("paged", "max_length"),
+    )
+
+
+@dataclass(frozen=True)
+class DeviceOptions(_Checked):
+    """Where the model runs."""
+
+    device: str = option(
+        "auto",
+        "Where to run. auto: a GPU if there is one.",
+        choices=("auto", "cpu", "cuda"),
+        convert=_device,
+    )
+    tensor_parallel_size: int = option(1, "Devices that share each layer.", minimum=1)
+    attention_backend: str | None = option(
+        None, "Which attention kernel to use.", default_text="the fastest that can do the job"
+    )
+    enforce_eager: bool = option(False, "Run a GPU without CUDA graphs.")
+    num_threads: int | None = option(
+        None, "CPU threads.", default_text="the cores this process may use", minimum=1
+    )
+
+
+@dataclass(frozen=True)
+class ObservabilityOptions(_Checked):
+    """What the engine tells about itself."""
+
+    disable_log_stats: bool = option(True, "Log no statistics while running.")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """All options of one engine."""
+
+    model: ModelOptions = field(default_factory=ModelOptions, metadata={"title": "model"})
+    cache: CacheOptions = field(default_factory=CacheOptions, metadata={"title": "KV cache"})
+    scheduler: SchedulerOptions = field(
+        default_factory=SchedulerOptions, metadata={"title": "scheduler"}
+    )
+    device: DeviceOptions = field(default_factory=DeviceOptions, metadata={"title": "device"})
+    observability: ObservabilityOptions = field(
+        default_factory=ObservabilityOptions, metadata={"title": "observability"}
+    )
+
+    @classmethod
+    def from_arguments(cls, **arguments: Any) -> EngineOptions:
+        """Options from flat keyword arguments, as `LLM` takes them; None means the default."""
+        accepted = accepted_arguments(arguments, option_groups(), stacklevel=4)
+        return cls().replace(**{k: v for k, v in accepted.items() if v is not None})
+
+    def replace(self, **values: Any) -> EngineOptions:
+        """A copy with some options changed, given by their flat names."""
+        groups = option_groups()
+        changes: dict[str, dict[str, Any]] = {}
+        for name, value in values.items():
+            changes.setdefault(groups[name], {})[name] = value
+        return dataclasses.replace(
+            self,
+            **{
+                group: dataclasses.replace(getattr(self, group), **changed)
+                for group, changed in changes.items()
+            },
+        )
+
+    def flat(self) -> dict[str, Any]:
+        """Every option by its flat name."""
+        return {
+            name: getattr(getattr(self, group), name) for name, group in option_groups().items()
+        }
+
+
+def option_groups() -> dict[str, str]:
+    """Flat option name -> the group of `EngineOptions` it belongs to."""
+    return {
+        item.name: group.name
+        for group in dataclasses.fields(EngineOptions)
+        for item in dataclasses.fields(group_class(group))
+    }
+
+
+def group_class(group: dataclasses.Field[Any]) -> type[Any]:
+    """The dataclass of one group of `EngineOptions`."""
+    kind = group.default_factory
+    assert isinstance(kind, type)
+    return kind

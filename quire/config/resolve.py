@@ -1,0 +1,187 @@
+"""Turns what the user wrote into what the engine runs with, and says why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quire.config.options import AUTO_LENGTH, CacheOptions, EngineOptions
+from quire.protocol.errors import OptionError
+
+if TYPE_CHECKING:
+    from quire.config.device import DeviceInfo
+    from quire.config.model import ModelConfig
+
+GIB = 1 << 30
+DEFAULT_MEMORY_UTILIZATION = 0.9
+MAX_DEFAULT_CPU_CACHE_BYTES = 4 * GIB
+
+# Tokens and sequences per step.
+_CPU_LIMITS = (4096, 256)
+_LARGE_GPU_LIMITS = (16384, 1024)
+_SMALL_GPU_LIMITS = (8192, 256)
+_LARGE_GPU_BYTES = 70 * GIB
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The final options and how they came about."""
+
+    options: EngineOptions
+    notes: list[str]
+    """Sentences of the form "X became Y because Z"."""
+    fits_max_model_len: bool = False
+    """Whether max_model_len is an upper bound, to be lowered to what fits in the KV cache."""
+
+
+def resolve(options: EngineOptions, model: ModelConfig, device: DeviceInfo) -> Resolved:
+    """Fill in every option that depends on the model or the device.
+
+    What stays None has no default to fill in (names, revisions, memory that must be measured).
+    """
+    notes: list[str] = []
+    _check_device(options, device)
+    _check_quantization(options, model)
+    fits = options.model.max_model_len == AUTO_LENGTH
+    options = options.replace(
+        device=device.type,
+        dtype=_dtype(options, model, device, notes),
+        max_model_len=_max_model_len(options, model, notes),
+        num_threads=options.device.num_threads or device.num_threads,
+        max_steps_in_flight=options.scheduler.max_steps_in_flight
+        or (1 if device.type == "cpu" else 2),
+    )
+    if device.type != "cpu" and options.cache.gpu_memory_utilization is None:
+        options = options.replace(gpu_memory_utilization=DEFAULT_MEMORY_UTILIZATION)
+    options = _with_step_limits(options, device, notes)
+    return Resolved(options, notes, fits)
+
+
+def cpu_cache_bytes(cache: CacheOptions, available_bytes: int, total_bytes: int) -> int:
+    """Memory for the KV cache on a CPU, given what is free once the weights are loaded."""
+    if cache.kv_cache_memory_bytes is not None:
+        return cache.kv_cache_memory_bytes
+    if cache.gpu_memory_utilization is None:
+        return min(MAX_DEFAULT_CPU_CACHE_BYTES, available_bytes // 4)
+    used = total_bytes - available_bytes
+    left = int(cache.gpu_memory_utilization * total_bytes) - used
+    if left <= 0:
+        raise OptionError(
+            f"gpu_memory_utilization={cache.gpu_memory_utilization:g} of {_gib(total_bytes)} "
+            f"leaves no memory for the KV cache: {_gib(used)} are in use. Raise it, free memory, "
+            "or set kv_cache_memory_bytes."
+        )
+    return left
+
+
+def _check_device(options: EngineOptions, device: DeviceInfo) -> None:
+    if options.device.device not in ("auto", device.type):
+        raise OptionError(
+            f"device={options.device.device!r} was not found; this machine offers {device.type!r} "
+            f"({device.name}). Leave device unset."
+        )
+    size = options.device.tensor_parallel_size
+    if size > 1:
+        raise OptionError(
+            f"tensor_parallel_size={size} is not supported yet: a model runs on one device. "
+            "Set tensor_parallel_size=1; if the model is then too large, choose a smaller one."
+        )
+
+
+def _check_quantization(options: EngineOptions, model: ModelConfig) -> None:
+    wanted = options.model.quantization
+    if wanted is not None and not (wanted == "gguf" and model.source.kind == "gguf"):
+        raise OptionError(
+            f"quantization={wanted!r} is not supported yet. Leave it unset and use an unquantised "
+            "checkpoint or a GGUF file."
+        )
+    if model.quantization is not None:
+        method = model.quantization.get("quant_method", "an unnamed method")
+        raise OptionError(
+            f"model={model.source.name!r} is quantised with {method!r}, which is not supported "
+            "yet. Use an unquantised checkpoint or a GGUF file."
+        )
+
+
+def _dtype(options: EngineOptions, model: ModelConfig, device: DeviceInfo, notes: list[str]) -> str:
+    wanted = options.model.dtype
+    if wanted == "bfloat16" and not device.supports_bfloat16:
+        raise OptionError(
+            f"dtype='bfloat16' is not supported by {device.name}. Use 'float16' or 'float32'."
+        )
+    if wanted != "auto":
+        return wanted
+    if device.type == "cpu":
+        if model.dtype != "float32":
+            notes.append(
+                f"dtype became float32 because CPUs compute slowly in {model.dtype}, "
+                "the stored type"
+            )
+        return "float32"
+    if model.dtype == "float32":
+        chosen = "bfloat16" if device.supports_bfloat16 else "float16"
+        notes.append(f"dtype became {chosen} because float32, the stored type, is slow on a GPU")
+        return chosen
+    if model.dtype == "bfloat16" and not device.supports_bfloat16:
+        notes.append(f"dtype became float16 because {device.name} cannot compute in bfloat16")
+        return "float16"
+    return model.dtype
+
+
+def _max_model_len(options: EngineOptions, model: ModelConfig, notes: list[str]) -> int:
+    wanted, longest = options.model.max_model_len, model.max_position_tokens
+    if wanted is None or wanted == AUTO_LENGTH:
+        notes.append(f"max_model_len became {longest} because the model was made for that length")
+        return longest
+    if wanted > longest:
+        raise OptionError(
+            f"max_model_len={wanted} is longer than the {longest} tokens that "
+            f"{model.source.name!r} was made for. Use at most {longest}, or raise the limit of the "
+            f"model itself with hf_overrides={{'max_position_embeddings': {wanted}}}."
+        )
+    return wanted
+
+
+def _with_step_limits(
+    options: EngineOptions, device: DeviceInfo, notes: list[str]
+) -> EngineOptions:
+    wanted, length = options.scheduler, options.model.max_model_len
+    assert length is not None
+    usual_tokens, usual_seqs = _usual_step_limits(device)
+    seqs = wanted.max_num_seqs or usual_seqs
+    if wanted.max_num_batched_tokens is None:
+        tokens = max(usual_tokens, seqs)
+        if not wanted.enable_chunked_prefill:
+            tokens = max(tokens, length)
+        if tokens != usual_tokens:
+            notes.append(
+                f"max_num_batched_tokens became {tokens} because a step must have room for "
+                f"{seqs} sequences"
+                + ("" if wanted.enable_chunked_prefill else " and whole prompts")
+            )
+    else:
+        tokens = wanted.max_num_batched_tokens
+    if not wanted.enable_chunked_prefill and tokens < length:
+        raise OptionError(
+            f"max_num_batched_tokens={tokens} is less than max_model_len={length} while "
+            "enable_chunked_prefill=False, so long prompts would never fit in a step. Raise it, "
+            "lower max_model_len, or enable chunked prefill."
+        )
+    if seqs > tokens:
+        notes.append(
+            f"max_num_seqs became {tokens} because no more than {tokens} tokens "
+            "(max_num_batched_tokens) run in a step"
+        )
+        seqs = tokens
+    return options.replace(max_num_seqs=seqs, max_num_batched_tokens=tokens)
+
+
+def _usual_step_limits(device: DeviceInfo) -> tuple[int, int]:
+    if device.type == "cpu":
+        return _CPU_LIMITS
+    large = device.total_memory_bytes >= _LARGE_GPU_BYTES and "A100" not in device.name
+    return _LARGE_GPU_LIMITS if large else _SMALL_GPU_LIMITS
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.1f} GiB"

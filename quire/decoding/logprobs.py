@@ -1,0 +1,167 @@
+"""Log-probabilities of sampled and of prompt tokens, from the model's logits as they came."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.decoding.rows import Batch, Lines, RowColumns, RowSet, Slots, fit, upload
+from quire.protocol.plan import AddedRow, Int32Array, LogprobArrays
+
+# Bounds the float32 temporaries [MAX_LINES, vocab_size].
+MAX_LINES = 256
+# topk orders equal scores as it likes; with a few more than asked for, all ties at the end of the
+# list are nearly always in view, and the lowest ids among them are reported.
+TIE_MARGIN = 8
+
+
+@dataclass
+class LogprobTensors:
+    """`LogprobArrays` still on the device."""
+
+    index: Int32Array
+    token_ids: Tensor
+    logprobs: Tensor
+    ranks: Tensor
+
+    def to_host(self) -> LogprobArrays:
+        """Copy to the host, waiting for the device."""
+        return LogprobArrays(
+            self.index,
+            self.token_ids.cpu().numpy(),
+            self.logprobs.cpu().numpy(),
+            self.ranks.cpu().numpy(),
+        )
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which tokens to report beside the chosen one, for some lines."""
+
+    max_top: int
+    """Most likely tokens of the line that wants most of them."""
+    num_top: Tensor
+    """int32 [n]: most likely tokens wanted by each line."""
+    named: Tensor | None = None
+    """int32 [n, m]: tokens asked for by id, -1 as padding."""
+
+
+def _top_ids(logits: Tensor, count: int) -> Tensor:
+    """Ids of the `count` highest logits [n, count], equal ones in the order of their ids."""
+    vocab_size = logits.shape[1]
+    if count + TIE_MARGIN >= vocab_size:
+        return logits.sort(stable=True, dim=-1, descending=True).indices[:, :count]
+    ids = logits.topk(count + TIE_MARGIN).indices.sort(-1).values
+    order = logits.gather(1, ids).sort(stable=True, dim=-1, descending=True).indices[:, :count]
+    return ids.gather(1, order)
+
+
+def _pad(ids: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(ids, (0, width - ids.shape[1]), value=-1)
+
+
+def _reported_ids(logits: Tensor, wanted: Wanted) -> Tensor:
+    """[n, k] token ids beside the chosen one, -1 where a line wants fewer."""
+    top = logits.new_empty((len(logits), 0), dtype=torch.int64)
+    if wanted.max_top:
+        top = _top_ids(logits, wanted.max_top)
+        column = torch.arange(wanted.max_top, device=logits.device)
+        top = top.masked_fill(column >= wanted.num_top[:, None], -1)
+    if wanted.named is None:
+        return top
+    width = max(top.shape[1], wanted.named.shape[1])
+    return torch.maximum(_pad(top, width), _pad(wanted.named.long(), width))
+
+
+def measure(logits: Tensor, tokens: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids [n, 1 + k], their logprobs, and the ranks [n] of `tokens` given logits [n, V]."""
+    raw = logits.float()
+    chosen = tokens[:, None].long()
+    ids = torch.cat([chosen, _reported_ids(raw, wanted)], -1)
+    best = raw.amax(-1, keepdim=True)
+    total = (raw - best).exp_().sum(-1, keepdim=True, dtype=torch.float64)
+    logprobs = raw.gather(1, ids.clamp_min(0)) - best - total.log_().float()
+    logprobs.masked_fill_(ids < 0, -math.inf)
+    ranks = (raw > raw.gather(1, chosen)).sum(-1, dtype=torch.int32) + 1
+    return ids.int(), logprobs, ranks
+
+
+class Logprobs:
+    """What each row wants reported, for sampled tokens and for its prompt."""
+
+    def __init__(self, vocab_size: int, columns: RowColumns) -> None:
+        self.users = RowSet(columns.max_rows)
+        self._named_users = RowSet(columns.max_rows)
+        self._vocab_size = vocab_size
+        self._num_top = columns.integers()
+        self._slots = Slots(columns)
+        self._named = torch.full((0, 1), -1, dtype=torch.int32, device=columns.device)
+        self._num_prompt_top: dict[int, int] = {}
+        self._prompt_named: dict[int, list[int]] = {}
+
+    def add(self, added: AddedRow) -> None:
+        row, named = added.row, added.params.logprob_token_ids
+        if named is not None:
+            self.users.add(row)
+            self._named_users.add(row)
+            self._num_top.host[row] = 0
+            slot = self._slots.take(row)
+            self._named = fit(self._named, (self._slots.capacity, len(named)), -1)
+            ids = np.full(self._named.shape[1], -1, np.int32)
+            ids[: len(named)] = named
+            self._named[slot] = upload(ids, self._named.device)
+        elif added.num_logprobs >= 0:
+            self.users.add(row)
+            self._num_top.host[row] = min(added.num_logprobs, self._vocab_size)
+        if (prompt_named := added.params.prompt_logprob_token_ids) is not None:
+            self._prompt_named[row] = prompt_named
+        elif added.num_prompt_logprobs >= 0:
+            self._num_prompt_top[row] = min(added.num_prompt_logprobs, self._vocab_size)
+
+    def remove(self, row: int) -> None:
+        if row in self._named_users:
+            self._named_users.discard(row)
+            self._slots.release(row)
+        self.users.discard(row)
+        self._num_prompt_top.pop(row, None)
+        self._prompt_named.pop(row, None)
+
+    def apply(self, logits: Tensor, tokens: Tensor, batch: Batch) -> LogprobTensors | None:
+        """Logprobs of the sampled `tokens` in the lines that want them."""
+        if (lines := batch.lines(self.users)) is None:
+            return None
+        max_top = int(self._num_top.host[lines.host_rows].max())
+        any_named = batch.lines(self._named_users) is not None
+        parts = [
+            measure(piece.take(logits), piece.take(tokens), self._wanted(piece, max_top, any_named))
+            for piece in lines.pieces(MAX_LINES)
+        ]
+        token_ids, logprobs, ranks = (torch.cat(part) for part in zip(*parts, strict=True))
+        return LogprobTensors(lines.host_numbers.astype(np.int32), token_ids, logprobs, ranks)
+
+    def _wanted(self, lines: Lines, max_top: int, any_named: bool) -> Wanted:
+        named = self._named.index_select(0, self._slots.of(lines.rows)) if any_named else None
+        return Wanted(max_top, self._num_top.device[lines.rows], named)
+
+    def prompt(
+        self, row: int, logits: Tensor, target_ids: Tensor, positions: Int32Array
+    ) -> LogprobArrays:
+        """Logprobs of prompt tokens `target_ids` [n] that the logits [n, V] predict."""
+        max_top = self._num_prompt_top.get(row, 0)
+        parts = []
+        for start in range(0, len(logits), MAX_LINES):
+            part = logits[start : start + MAX_LINES]
+            num_top = torch.full((len(part),), max_top, dtype=torch.int32, device=logits.device)
+            named = None
+            if row in self._prompt_named:
+                ids = upload(np.array([self._prompt_named[row]], np.int32), logits.device)
+                named = ids.expand(len(part), -1)
+            targets = target_ids[start : start + MAX_LINES]
+            measured = measure(part, targets, Wanted(max_top, num_top, named))
+            parts.append([tensor.cpu().numpy() for tensor in measured])
+        token_ids, logprobs, ranks = (np.concatenate(part) for part in zip(*parts, strict=True))
+        return LogprobArrays(np.asarray(positions, np.int32), token_ids, logprobs, ranks)

@@ -1,0 +1,185 @@
+"""Forbidden and favoured tokens: allowed ids, bad words, min_tokens and logit_bias.
+
+All but allowed ids keep short lists of tokens per row, padded to a common width, and change only
+the listed scores.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.decoding.rows import Batch, RowColumns, RowSet, Slots, fit, upload
+from quire.protocol.plan import AddedRow, Int32Array
+
+# Contents of a bad word's prefix; token ids are never negative.
+ANY_TOKEN = -1
+NO_TOKEN = -2
+BEFORE_START = -3
+
+
+def _forbid(where: Tensor) -> Tensor:
+    """What to add to a score: minus infinity where `where`, else nothing."""
+    return torch.zeros_like(where, dtype=torch.float32).masked_fill_(where, -math.inf)
+
+
+class AllowedTokens:
+    """`allowed_token_ids`: every other token is forbidden."""
+
+    def __init__(self, vocab_size: int, columns: RowColumns) -> None:
+        self.users = RowSet(columns.max_rows)
+        self._slots = Slots(columns)
+        self._forbidden = torch.ones((0, vocab_size), dtype=torch.bool, device=columns.device)
+
+    def add(self, added: AddedRow, token_ids: Int32Array) -> None:
+        allowed = added.params.allowed_token_ids
+        if allowed is None:
+            return
+        self.users.add(added.row)
+        slot = self._slots.take(added.row)
+        self._forbidden = fit(self._forbidden, (self._slots.capacity, self._forbidden.shape[1]), 1)
+        self._forbidden[slot].fill_(True)
+        ids = upload(np.array(allowed, np.int64), self._forbidden.device)
+        self._forbidden[slot].index_fill_(0, ids, False)
+
+    def remove(self, row: int) -> None:
+        if row in self.users:
+            self.users.discard(row)
+            self._slots.release(row)
+
+    def apply(self, scores: Tensor, batch: Batch) -> None:
+        if (lines := batch.lines(self.users)) is None:
+            return
+        part = lines.take(scores)
+        forbidden = self._forbidden.index_select(0, self._slots.of(lines.rows))
+        lines.put(scores, part.masked_fill_(forbidden, -math.inf))
+
+
+class BadWords:
+    """`bad_words`: a word's last token is forbidden where the tokens before it are the tail."""
+
+    def __init__(
+        self, vocab_size: int, columns: RowColumns, token_ids: Tensor, num_tokens: Tensor
+    ) -> None:
+        self.users = RowSet(columns.max_rows)
+        self._token_ids = token_ids
+        self._num_tokens = num_tokens
+        self._slots = Slots(columns)
+        # [slot, word, 1 + p]: the word's last token, then the tokens before it, nearest first, then
+        # ANY_TOKEN. A prefix of NO_TOKEN never matches and marks an unused entry.
+        self._words = torch.empty((0, 1, 2), dtype=torch.int32, device=columns.device)
+
+    def add(self, added: AddedRow, token_ids: Int32Array) -> None:
+        words = [word for word in added.params.bad_words_token_ids if word]
+        if not words:
+            return
+        self.users.add(added.row)
+        slot = self._slots.take(added.row)
+        length = max(2, *map(len, words))
+        self._fit((self._slots.capacity, len(words), length))
+        entries = np.full(self._words.shape[1:], ANY_TOKEN, np.int32)
+        entries[len(words) :] = NO_TOKEN
+        entries[len(words) :, 0] = 0
+        for entry, word in zip(entries, words, strict=False):
+            entry[: len(word)] = word[::-1]
+        self._words[slot] = upload(entries, self._words.device)
+
+    def _fit(self, shape: tuple[int, int, int]) -> None:
+        """Make room, keeping unused words unmatched and longer prefixes open at their far end."""
+        slots, words, length = shape
+        self._words = fit(self._words, (*self._words.shape[:2], length), ANY_TOKEN)
+        had_words = self._words.shape[1]
+        self._words = fit(self._words, (slots, words, self._words.shape[2]), NO_TOKEN)
+        self._words[:, had_words:, 0] = 0
+
+    def remove(self, row: int) -> None:
+        if row in self.users:
+            self.users.discard(row)
+            self._slots.release(row)
+
+    def apply(self, scores: Tensor, batch: Batch) -> None:
+        if (lines := batch.lines(self.users)) is None:
+            return
+        words = self._words.index_select(0, self._slots.of(lines.rows))
+        back = torch.arange(1, words.shape[2], device=scores.device)
+        at = self._num_tokens[lines.rows][:, None].long() - back
+        tail = self._token_ids[lines.rows[:, None], at.clamp_min(0)]
+        tail = tail.masked_fill(at < 0, BEFORE_START)[:, None, :]
+        prefixes = words[:, :, 1:]
+        matches = ((prefixes == tail) | (prefixes == ANY_TOKEN)).all(-1)
+        lines.add_at(scores, words[:, :, 0], _forbid(matches))
+
+
+class MinTokens:
+    """`min_tokens`: ids that would end a request are forbidden until it has generated enough."""
+
+    def __init__(self, vocab_size: int, columns: RowColumns, num_tokens: Tensor) -> None:
+        self.users = RowSet(columns.max_rows)
+        self._num_tokens = num_tokens
+        self._until = columns.integers()
+        self._slots = Slots(columns)
+        # [slot, j]: ids that end the request, padded with -1.
+        self._ids = torch.empty((0, 1), dtype=torch.int32, device=columns.device)
+
+    def add(self, added: AddedRow, token_ids: Int32Array) -> None:
+        until = added.num_prompt_tokens + added.params.min_tokens
+        if len(token_ids) >= until or not added.stop_token_ids:
+            return
+        self.users.add(added.row)
+        self._until.host[added.row] = until
+        slot = self._slots.take(added.row)
+        self._ids = fit(self._ids, (self._slots.capacity, len(added.stop_token_ids)), -1)
+        ids = np.full(self._ids.shape[1], -1, np.int32)
+        ids[: len(added.stop_token_ids)] = added.stop_token_ids
+        self._ids[slot] = upload(ids, self._ids.device)
+
+    def remove(self, row: int) -> None:
+        if row in self.users:
+            self.users.discard(row)
+            self._slots.release(row)
+
+    def apply(self, scores: Tensor, batch: Batch) -> None:
+        if (lines := batch.lines(self.users)) is None:
+            return
+        ids = self._ids.index_select(0, self._slots.of(lines.rows))
+        early = self._num_tokens[lines.rows] < self._until.device[lines.rows]
+        lines.add_at(scores, ids.clamp_min(0), _forbid(early[:, None] & (ids >= 0)))
+
+
+class LogitBias:
+    """`logit_bias`: a number added to the scores of some tokens."""
+
+    def __init__(self, vocab_size: int, columns: RowColumns) -> None:
+        self.users = RowSet(columns.max_rows)
+        self._slots = Slots(columns)
+        self._ids = torch.empty((0, 1), dtype=torch.int32, device=columns.device)
+        self._amounts = torch.empty((0, 1), dtype=torch.float32, device=columns.device)
+
+    def add(self, added: AddedRow, token_ids: Int32Array) -> None:
+        bias = added.params.logit_bias
+        if not bias:
+            return
+        self.users.add(added.row)
+        slot = self._slots.take(added.row)
+        shape = (self._slots.capacity, len(bias))
+        self._ids = fit(self._ids, shape, 0)
+        self._amounts = fit(self._amounts, shape, 0.0)
+        ids = np.zeros(self._ids.shape[1], np.int32)
+        amounts = np.zeros(self._ids.shape[1], np.float32)
+        ids[: len(bias)], amounts[: len(bias)] = list(bias.keys()), list(bias.values())
+        self._ids[slot] = upload(ids, self._ids.device)
+        self._amounts[slot] = upload(amounts, self._ids.device)
+
+    def remove(self, row: int) -> None:
+        if row in self.users:
+            self.users.discard(row)
+            self._slots.release(row)
+
+    def apply(self, scores: Tensor, batch: Batch) -> None:
+        if (lines := batch.lines(self.users)) is None:
+            return
+        slots = self._slots.of(lines.rows)
+        lines.add_at(scores, self._ids.index_select(0, slots), self._amounts.index_select(0, slots))

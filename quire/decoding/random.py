@@ -1,0 +1,122 @@
+"""Random numbers that depend only on (seed, position, token id), and choice by them.
+
+A token is drawn by the Gumbel-max rule: the largest `logit + gumbel(seed, position, token)`. So a
+request draws the same numbers whatever shares its batch, whichever row it has, and however few
+candidates are looked at. This is the specification, to be reproduced by kernels. All integers are
+32 bits and wrap around; `>>` shifts in zeros; `^` is exclusive or:
+
+    mix(x):    x ^= x >> 16;  x *= 0x7FEB352D;  x ^= x >> 15;  x *= 0x846CA68B;  x ^= x >> 16
+    key0     = mix(low word of seed  ^ mix(position + 0x9E3779B9))
+    key1     = mix(high word of seed ^ mix(position + key0))
+    x        = mix(token + 0x9E3779B9) ^ key0
+    bits     = mix(x), but with `x ^= key1` just after its first multiplication
+    w        = float32(bits & 0x7FFFFFFF) * 2^-31 + 2^-32, at most 1 - 2^-24
+    gumbel   = -log(-log1p(-w))
+
+The conversion to float32 rounds to nearest even; the product is exact, so that a fused multiply-add
+changes nothing. `w` keeps its full relative precision near 0, where the largest gumbels come from:
+24 bits would be too coarse for a vocabulary of 2^17. `gumbel` is finite, in [-2.9, 22.2]. Up to `w`
+all devices agree bit for bit; the logarithms may differ in the last place. Among equal sums the
+lowest token id wins.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.decoding.rows import RowColumns
+
+_FACTOR_1 = 0x7FEB352D
+_FACTOR_2 = 0x846CA68B - (1 << 32)
+_STRIDE = 0x9E3779B9 - (1 << 32)
+_BITS_31 = 0x7FFFFFFF
+_BELOW_ONE = 1.0 - 2.0**-24
+
+
+def _fold(x: Tensor, bits: int, scratch: Tensor) -> None:
+    """x ^= x >> bits, in place; torch's shift copies the sign, so it is masked off."""
+    torch.bitwise_right_shift(x, bits, out=scratch)
+    scratch.bitwise_and_((1 << (32 - bits)) - 1)
+    x.bitwise_xor_(scratch)
+
+
+def _mix(x: Tensor, key: Tensor | None = None) -> Tensor:
+    """`mix` of the module's description, in place, with `key` injected if there is one."""
+    scratch = torch.empty_like(x)
+    _fold(x, 16, scratch)
+    x.mul_(_FACTOR_1)
+    if key is not None:
+        x.bitwise_xor_(key)
+    _fold(x, 15, scratch)
+    x.mul_(_FACTOR_2)
+    _fold(x, 16, scratch)
+    return x
+
+
+def hash_tokens(vocab_size: int, device: torch.device) -> Tensor:
+    """mix(token + 0x9E3779B9) for each token id: the part of the noise that never changes."""
+    return _mix(torch.arange(vocab_size, dtype=torch.int32, device=device) + _STRIDE)
+
+
+def uniform(hashed_tokens: Tensor, key0: Tensor, key1: Tensor) -> Tensor:
+    """`w` [S, C] for hashed tokens [S, C] (or [C], the same for all lines) and keys [S]."""
+    bits = _mix(hashed_tokens ^ key0[:, None], key1[:, None]).bitwise_and_(_BITS_31)
+    return bits.to(torch.float32).mul_(2.0**-31).add_(2.0**-32).clamp_max_(_BELOW_ONE)
+
+
+def gumbel(hashed_tokens: Tensor, key0: Tensor, key1: Tensor) -> Tensor:
+    w = uniform(hashed_tokens, key0, key1)
+    return w.neg_().log1p_().neg_().log_().neg_()
+
+
+class Draw:
+    """Random choice for some lines, one token each."""
+
+    def __init__(self, hashed_tokens: Tensor, key0: Tensor, key1: Tensor) -> None:
+        self._hashed_tokens = hashed_tokens
+        self._key0 = key0
+        self._key1 = key1
+
+    def lines(self, index: Tensor) -> Draw:
+        """The same choice for fewer lines."""
+        return Draw(self._hashed_tokens, self._key0[index], self._key1[index])
+
+    def pieces(self, max_lines: int) -> list[Draw]:
+        """The same choice, at most `max_lines` at a time."""
+        keys = zip(self._key0.split(max_lines), self._key1.split(max_lines), strict=True)
+        return [Draw(self._hashed_tokens, key0, key1) for key0, key1 in keys]
+
+    def from_all(self, scores: Tensor) -> Tensor:
+        """Draw from softmax(scores [S, V]); int64 [S]."""
+        return gumbel(self._hashed_tokens, self._key0, self._key1).add_(scores).argmax(-1)
+
+    def from_candidates(self, scores: Tensor, token_ids: Tensor) -> Tensor:
+        """Draw from softmax(scores [S, C]) of the tokens `token_ids`; int64 [S].
+
+        The same as `from_all` would give with every other token's score at minus infinity.
+        """
+        noise = gumbel(self._hashed_tokens[token_ids], self._key0, self._key1)
+        noisy = noise.add_(scores)
+        best = noisy == noisy.amax(-1, keepdim=True)
+        return token_ids.masked_fill(~best, torch.iinfo(torch.int64).max).amin(-1)
+
+
+class Noise:
+    """Each row's seed, and the draws made with it."""
+
+    def __init__(self, vocab_size: int, columns: RowColumns) -> None:
+        self._low = columns.integers()
+        self._high = columns.integers()
+        self._hashed_tokens = hash_tokens(vocab_size, columns.device)
+
+    def add(self, row: int, seed: int) -> None:
+        self._low.host.view("uint32")[row] = seed & 0xFFFFFFFF
+        self._high.host.view("uint32")[row] = (seed >> 32) & 0xFFFFFFFF
+
+    def draw(self, rows: Tensor, positions: Tensor) -> Draw:
+        """The draw of `rows` for tokens at `positions` (int32)."""
+        key0 = self._low.device[rows] ^ _mix(positions + _STRIDE)
+        key0 = _mix(key0)
+        key1 = _mix(self._high.device[rows] ^ _mix(positions + key0))
+        return Draw(self._hashed_tokens, key0, key1)

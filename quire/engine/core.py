@@ -1,0 +1,134 @@
+"""`EngineCore`: the loop that every frontend and every executor uses."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from quire.engine.executors.base import Executor, PendingResult
+from quire.metrics.engine import EngineMetrics, EngineStatistics
+from quire.metrics.instruments import Metric
+from quire.protocol.errors import EngineDeadError
+from quire.protocol.output import StepOutput
+from quire.protocol.plan import StepPlan
+from quire.protocol.request import NewRequest
+from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+MAX_CONSECUTIVE_FAILURES = 3
+
+
+class EngineCore:
+    """Plans steps ahead of their results: up to `max_steps_in_flight` are under way at once."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        limits: SchedulerLimits,
+        max_steps_in_flight: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.executor = executor
+        self.metrics = EngineMetrics()
+        self.scheduler = Scheduler(limits, self.metrics)
+        self.max_steps_in_flight = max_steps_in_flight
+        self.clock = clock
+        self.death: str | None = None
+        """Why the engine stopped, once it has."""
+        self._in_flight: deque[tuple[StepPlan, PendingResult]] = deque()
+        self._num_failures = 0
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_unfinished or bool(self._in_flight)
+
+    def check(self, request: NewRequest) -> None:
+        """Raise if the request would be refused; `add` then takes it for certain."""
+        if self.death is not None:
+            raise EngineDeadError(f"the engine has stopped: {self.death}")
+        self.scheduler.check(request)
+
+    def add(self, request: NewRequest) -> None:
+        self.check(request)
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str, reason: str = "abort", key: int | None = None) -> None:
+        """End a request, or one sequence of it. Unknown ones are ignored: ends and aborts cross."""
+        self.scheduler.abort(request_id, reason, key)
+
+    def take_ended(self) -> StepOutput:
+        """Terminal outputs that wait for no step (aborts without tokens in flight)."""
+        return StepOutput(finished=self.scheduler.take_ended())
+
+    def step(self) -> StepOutput:
+        """Schedule, execute, apply. Results come `max_steps_in_flight - 1` steps later."""
+        started = time.perf_counter()
+        plan = self.scheduler.schedule(self.clock())
+        host_s = time.perf_counter() - started
+        output = StepOutput()
+        try:
+            if plan is not None:
+                self._launch(plan)
+            if self._in_flight and (plan is None or self._is_full):
+                output, apply_s = self._complete()
+                host_s += apply_s
+        except Exception as error:
+            oldest = self._in_flight[0][0] if self._in_flight else plan
+            assert oldest is not None
+            self._recover(oldest.step, error)
+        output.finished.extend(self.scheduler.take_ended())
+        if plan is not None:
+            self.metrics.step_host.observe(host_s)
+        if not self.has_work:
+            self.scheduler.check_books()
+        return output
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._in_flight) >= self.max_steps_in_flight
+
+    def _launch(self, plan: StepPlan) -> None:
+        self.executor.execute(plan)
+        self._in_flight.append((plan, self.executor.sample(plan.step)))
+
+    def _complete(self) -> tuple[StepOutput, float]:
+        """Wait for the oldest step and take its result in; also says how long the latter took."""
+        plan, pending = self._in_flight[0]
+        result = pending.result()
+        self._in_flight.popleft()
+        started = time.perf_counter()
+        output = self.scheduler.apply(plan, result, self.clock())
+        self._num_failures = 0
+        return output, time.perf_counter() - started
+
+    def _recover(self, failed_step: int, error: Exception) -> None:
+        """A step failed: start its requests over, or give up if it keeps failing."""
+        self._num_failures += 1
+        self._in_flight.clear()
+        logger.error("step %d failed: %s", failed_step, error, exc_info=error)
+        self.scheduler.recover(failed_step)
+        if self._num_failures >= MAX_CONSECUTIVE_FAILURES:
+            self.death = f"{self._num_failures} steps in a row failed, the last with: {error}"
+            self.scheduler.fail_all(self.death)
+
+    def read_metrics(self) -> list[Metric]:
+        scheduler, metrics = self.scheduler, self.metrics
+        metrics.running.set(scheduler.num_running)
+        metrics.waiting.set(len(scheduler.waiting))
+        metrics.cache_usage.set(scheduler.kv.pool.num_used / scheduler.limits.num_blocks)
+        return metrics.read()
+
+    def statistics(self) -> EngineStatistics:
+        limits = self.scheduler.limits
+        return self.metrics.statistics(limits.num_blocks, limits.block_size)
+
+    def shutdown(self) -> None:
+        """End what is left and free the workers."""
+        self.death = "it was shut down"
+        self.scheduler.fail_all(self.death)
+        self._in_flight.clear()
+        self.executor.shutdown()

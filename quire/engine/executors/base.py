@@ -1,0 +1,37 @@
+"""`Executor`: what the engine needs from whatever runs its plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire.protocol.plan import BoolArray, StepPlan, StepResult
+
+
+class PendingResult(Protocol):
+    """A result that may be on its way; `result` waits for it, or raises if the step failed."""
+
+    def result(self) -> StepResult: ...
+
+
+@dataclass(frozen=True)
+class TokenMasks:
+    """Tokens that grammars allow: `allowed[i]` covers the vocabulary for `samples[i]`."""
+
+    samples: list[int]
+    allowed: BoolArray
+
+
+class Executor(Protocol):
+    """Runs plans in order. `execute` and `sample` return at once; failures surface in `result`."""
+
+    num_blocks: int
+    """KV blocks the workers have room for."""
+
+    def execute(self, plan: StepPlan) -> None:
+        """Start the forward pass of a step."""
+
+    def sample(self, step: int, masks: TokenMasks | None = None) -> PendingResult:
+        """Start sampling for the executed step."""
+
+    def shutdown(self) -> None: ...

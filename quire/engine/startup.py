@@ -1,0 +1,85 @@
+"""From options to a running engine: find the model, resolve the options, start the workers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+from quire.config.device import cpu_device
+from quire.config.model import ModelConfig, load_model_config
+from quire.config.options import EngineOptions
+from quire.config.resolve import resolve
+from quire.engine.core import EngineCore
+from quire.scheduler.limits import SchedulerLimits
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A started engine and what it was started with."""
+
+    core: EngineCore
+    model: ModelConfig
+    options: EngineOptions
+
+
+def start_engine(options: EngineOptions) -> Engine:
+    started = time.perf_counter()
+    model = load_model_config(
+        options.model.model,
+        revision=options.model.revision,
+        token=options.model.hf_token,
+        hf_overrides=options.model.hf_overrides,
+        load_format=options.model.load_format,
+    )
+    device = cpu_device()
+    resolved = resolve(options, model, device)
+    for note in resolved.notes:
+        logger.info("%s", note)
+    # Imported here: the executor brings torch, which `quire --help` must not wait for.
+    from quire.engine.executors.local import LocalExecutor
+
+    executor = LocalExecutor(
+        resolved.options, model, device, fits_max_model_len=resolved.fits_max_model_len
+    )
+    final = resolved.options.replace(max_model_len=executor.max_model_len)
+    core = EngineCore(
+        executor,
+        scheduler_limits(final, model, executor.num_blocks),
+        max_steps_in_flight=final.scheduler.max_steps_in_flight or 1,
+    )
+    logger.info(
+        "ready in %.1f s: %s on %s", time.perf_counter() - started, model.source.name, device.name
+    )
+    return Engine(core, model, final)
+
+
+def scheduler_limits(
+    options: EngineOptions, model: ModelConfig, num_blocks: int
+) -> SchedulerLimits:
+    """What the scheduler needs of fully resolved options."""
+    wanted = options.scheduler
+    assert options.model.max_model_len is not None
+    assert wanted.max_num_seqs is not None and wanted.max_num_batched_tokens is not None
+    identity = (
+        model.source.name,
+        options.model.revision or "",
+        options.model.dtype,
+        str(options.cache.block_size),
+    )
+    return SchedulerLimits(
+        num_blocks=num_blocks,
+        block_size=options.cache.block_size,
+        max_model_len=options.model.max_model_len,
+        max_num_seqs=wanted.max_num_seqs,
+        max_num_batched_tokens=wanted.max_num_batched_tokens,
+        policy=wanted.scheduling_policy,
+        enable_prefix_caching=options.cache.enable_prefix_caching,
+        enable_chunked_prefill=wanted.enable_chunked_prefill,
+        long_prefill_token_threshold=wanted.long_prefill_token_threshold,
+        reserves_max_length=wanted.reservation == "max_length",
+        seed=options.model.seed,
+        cache_identity=identity,
+    )

@@ -1,0 +1,248 @@
+"""`Collector`: gathers what the engine reports into the outputs that callers read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quire.frontend.detokenizer import IncrementalDetokenizer
+from quire.frontend.outputs import (
+    CompletionOutput,
+    FlatLogprobs,
+    Logprob,
+    PromptLogprobs,
+    RequestMetrics,
+    RequestOutput,
+    SampleLogprobs,
+)
+from quire.frontend.repetition import repeats
+from quire.frontend.tokenizer import Tokenizer
+from quire.protocol.output import FinishedSequence, StepOutput
+from quire.protocol.plan import LogprobArrays
+from quire.protocol.request import NewRequest
+from quire.protocol.sampling import RequestOutputKind, SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class OpenSequence:
+    """One sequence that may still grow."""
+
+    key: int
+    index: int
+    request: OpenRequest
+    token_ids: list[int] = field(default_factory=list)
+    detokenizer: IncrementalDetokenizer | None = None
+    logprobs: SampleLogprobs | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    ended: bool = False
+    """The engine has confirmed the end. A stop string is found here before it is."""
+    num_read: int = 0
+    """Tokens that earlier outputs showed."""
+    end_read: bool = False
+
+    def append(self, token: int) -> None:
+        """Take one streamed token and look for a reason to stop that the engine cannot see."""
+        self.token_ids.append(token)
+        if self.detokenizer is not None:
+            stop = self.detokenizer.append([token])
+            if stop is not None:
+                self.finish_reason, self.stop_reason = "stop", stop
+        detection = self.request.params.repetition_detection
+        if (
+            detection is not None
+            and self.finish_reason is None
+            and repeats(self.token_ids, detection)
+        ):
+            self.finish_reason = "repetition"
+
+    def finish(self, ended: FinishedSequence) -> None:
+        self.ended = True
+        if self.finish_reason is not None:
+            return  # what came after the stop is not part of the output
+        missing = ended.token_ids[len(self.token_ids) :].tolist()
+        self.token_ids.extend(missing)
+        if self.detokenizer is not None and missing:
+            self.detokenizer.append(missing)
+        if self.detokenizer is not None:
+            self.detokenizer.finish()
+        self.finish_reason, self.stop_reason = ended.finish_reason, ended.stop_reason
+
+    @property
+    def has_news(self) -> bool:
+        return len(self.token_ids) > self.num_read or (self.ended and not self.end_read)
+
+    def read(self, delta: bool) -> CompletionOutput:
+        """An output with everything so far, or with what is new since the last one."""
+        first = self.num_read if delta else 0
+        text = ""
+        if self.detokenizer is not None:
+            text = self.detokenizer.delta(self.ended) if delta else self.detokenizer.text
+        self.num_read, self.end_read = len(self.token_ids), self.ended
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=self.token_ids[first:],
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else self.logprobs[first:],
+            finish_reason=self.finish_reason if self.ended else None,
+            stop_reason=self.stop_reason if self.ended else None,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """A request between its arrival and its last output."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    kind: RequestOutputKind
+    sequences: list[OpenSequence] = field(default_factory=list)
+    prompt_logprobs: dict[int, dict[int, Logprob]] | None = None
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    num_cached_tokens: int | None = None
+    error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.ended for sequence in self.sequences)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether an output now would tell the reader something it has not seen."""
+        if self.kind is RequestOutputKind.FINAL_ONLY:
+            return self.finished
+        interval = self.params.stream_interval or 1
+        return self.finished or any(
+            len(s.token_ids) - s.num_read >= interval or (s.num_read == 0 and s.token_ids)
+            for s in self.sequences
+        )
+
+    def read(self) -> RequestOutput:
+        delta = self.kind is RequestOutputKind.DELTA
+        news = [s for s in self.sequences if not delta or s.has_news]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=self._read_prompt_logprobs(),
+            outputs=[sequence.read(delta) for sequence in news],
+            finished=self.finished,
+            metrics=self.metrics,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+    def _read_prompt_logprobs(self) -> PromptLogprobs | None:
+        """One entry per prompt token, None for the first, which nothing predicts."""
+        if self.prompt_logprobs is None:
+            return None
+        start = max(self.params.prompt_logprob_start or 0, 1)
+        flat: PromptLogprobs = FlatLogprobs() if self.params.flat_logprobs else []
+        for position in range(len(self.prompt_token_ids)):
+            known = self.prompt_logprobs.get(position) if position >= start else None
+            flat.append(known)
+        return flat
+
+
+class Collector:
+    """All open requests of one client."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self.tokenizer = tokenizer
+        self._by_key: dict[int, OpenSequence] = {}
+        self._decoded: dict[int, str] = {}
+
+    def open(self, new: NewRequest, prompt: str | None, kind: RequestOutputKind) -> OpenRequest:
+        params = new.params
+        ids = new.prompt_token_ids.tolist()
+        request = OpenRequest(new.request_id, prompt, ids, params, kind)
+        request.metrics.arrival_time = new.arrival_time
+        if params.wants_prompt_logprobs:
+            request.prompt_logprobs = {}
+        for index in range(params.n):
+            sequence = OpenSequence(new.key + index, index, request)
+            if params.detokenize and self.tokenizer is not None:
+                sequence.detokenizer = IncrementalDetokenizer(self.tokenizer, ids, params)
+            if params.wants_logprobs:
+                sequence.logprobs = FlatLogprobs() if params.flat_logprobs else []
+                sequence.cumulative_logprob = 0.0
+            request.sequences.append(sequence)
+            self._by_key[sequence.key] = sequence
+        return request
+
+    def close(self, request: OpenRequest) -> None:
+        """Stop listening for a request, ended or not."""
+        for sequence in request.sequences:
+            self._by_key.pop(sequence.key, None)
+
+    def process(self, output: StepOutput) -> tuple[list[OpenRequest], list[OpenSequence]]:
+        """Take a step's report in. Returns requests that changed and sequences to stop."""
+        touched: dict[int, OpenRequest] = {}
+        stopped: list[OpenSequence] = []
+        for part in output.prompt_logprobs:
+            sequence = self._by_key.get(part.key)
+            if sequence is not None and sequence.request.prompt_logprobs is not None:
+                self._add_prompt_logprobs(sequence.request, part.arrays)
+        lines = {} if output.logprobs is None else _line_of(output.logprobs)
+        for i, (key, token) in enumerate(
+            zip(output.keys.tolist(), output.tokens.tolist(), strict=True)
+        ):
+            sequence = self._by_key.get(key)
+            if sequence is None or sequence.finish_reason is not None:
+                continue
+            if sequence.logprobs is not None and output.logprobs is not None and i in lines:
+                self._add_logprobs(sequence, output.logprobs, lines[i])
+            sequence.append(token)
+            touched[id(sequence.request)] = sequence.request
+            if sequence.finish_reason is not None:
+                stopped.append(sequence)
+        for ended in output.finished:
+            sequence = self._by_key.pop(ended.key, None)
+            if sequence is not None:
+                self._finish(sequence, ended)
+                touched[id(sequence.request)] = sequence.request
+        return list(touched.values()), stopped
+
+    def _finish(self, sequence: OpenSequence, ended: FinishedSequence) -> None:
+        request = sequence.request
+        sequence.finish(ended)
+        request.error = request.error or ended.error
+        if sequence.index == 0:
+            request.num_cached_tokens = ended.num_cached_tokens
+        request.metrics.first_scheduled_time = ended.first_scheduled_time
+        request.metrics.first_token_time = ended.first_token_time
+        request.metrics.finished_time = ended.finished_time
+
+    def _add_logprobs(self, sequence: OpenSequence, arrays: LogprobArrays, line: int) -> None:
+        assert sequence.logprobs is not None and sequence.cumulative_logprob is not None
+        ranked = sequence.request.params.logprob_token_ids is None
+        sequence.logprobs.append(self._entry(arrays, line, ranked))
+        sequence.cumulative_logprob += float(arrays.logprobs[line, 0])
+
+    def _add_prompt_logprobs(self, request: OpenRequest, arrays: LogprobArrays) -> None:
+        assert request.prompt_logprobs is not None
+        ranked = request.params.prompt_logprob_token_ids is None
+        for line, position in enumerate(arrays.index.tolist()):
+            request.prompt_logprobs[position] = self._entry(arrays, line, ranked)
+
+    def _entry(self, arrays: LogprobArrays, line: int, ranked: bool) -> dict[int, Logprob]:
+        """Token -> logprob at one position: the token itself first, then the candidates."""
+        ids, values = arrays.token_ids[line].tolist(), arrays.logprobs[line].tolist()
+        entry = {ids[0]: Logprob(values[0], int(arrays.ranks[line]), self._text(ids[0]))}
+        for rank, (token, value) in enumerate(zip(ids[1:], values[1:], strict=True), 1):
+            if token >= 0 and token not in entry:
+                entry[token] = Logprob(value, rank if ranked else None, self._text(token))
+        return entry
+
+    def _text(self, token: int) -> str | None:
+        if self.tokenizer is None:
+            return None
+        if token not in self._decoded:
+            self._decoded[token] = self.tokenizer.decode([token])
+        return self._decoded[token]
+
+
+def _line_of(arrays: LogprobArrays) -> dict[int, int]:
+    return {sample: line for line, sample in enumerate(arrays.index.tolist())}

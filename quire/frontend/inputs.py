@@ -1,0 +1,324 @@
+"""From what a caller passes to checked requests. Bad input ends here, before any work is done."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quire.config.model import ModelConfig
+from quire.config.options import EngineOptions
+from quire.frontend.tokenizer import Tokenizer
+from quire.protocol.errors import RequestError
+from quire.protocol.plan import Int32Array
+from quire.protocol.request import NewRequest
+from quire.protocol.sampling import BeamSearchParams, SamplingParams
+
+REFUSED_PROMPT_KEYS = (
+    "multi_modal_data",
+    "multi_modal_uuids",
+    "mm_processor_kwargs",
+    "prompt_embeds",
+    "encoder_prompt",
+    "decoder_prompt",
+    "negative_prompt",
+)
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One prompt as the caller gave it: text, token ids, or both."""
+
+    text: str | None
+    token_ids: Int32Array | None
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True)
+class TokenizationOptions:
+    """`tokenization_kwargs` of `generate` and `chat`."""
+
+    add_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str = "left"
+
+    @classmethod
+    def from_kwargs(cls, kwargs: Mapping[str, Any] | None, **defaults: Any) -> TokenizationOptions:
+        values = {**defaults, **(kwargs or {})}
+        unknown = sorted(set(values) - set(cls.__dataclass_fields__))
+        if unknown:
+            raise RequestError(
+                f"tokenization_kwargs[{unknown[0]!r}] is not supported; use "
+                f"{', '.join(cls.__dataclass_fields__)}."
+            )
+        options = cls(**values)
+        limit = options.truncate_prompt_tokens
+        if limit is not None and (not isinstance(limit, int) or limit < -1 or limit == 0):
+            raise RequestError(
+                f"truncate_prompt_tokens must be -1 (to the context) or at least 1, got {limit!r}."
+            )
+        if options.truncation_side not in ("left", "right"):
+            raise RequestError(
+                f"truncation_side must be 'left' or 'right', got {options.truncation_side!r}."
+            )
+        return options
+
+
+def parse_prompts(prompts: Any) -> list[Prompt]:
+    """One prompt or many, each a string, a list of token ids or a dictionary."""
+    if isinstance(prompts, str | Mapping) or _is_token_ids(prompts):
+        return [_parse_prompt(prompts)]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise RequestError(
+            "prompts must be a string, a dictionary, a list of token ids, or a list of these, "
+            f"got {type(prompts).__name__}."
+        )
+    parsed = []
+    for i, prompt in enumerate(prompts):
+        with naming_index(i):
+            parsed.append(_parse_prompt(prompt))
+    return parsed
+
+
+def _is_token_ids(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.ndim == 1 and value.dtype.kind in "iu"
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str | bytes)
+        and len(value) > 0
+        and all(isinstance(token, int | np.integer) for token in value)
+    )
+
+
+def _parse_prompt(prompt: Any) -> Prompt:
+    if isinstance(prompt, str):
+        return Prompt(prompt, None)
+    if isinstance(prompt, Mapping):
+        for key in prompt:
+            if key in REFUSED_PROMPT_KEYS and prompt[key] is not None:
+                raise RequestError(f"prompt key {key!r} is not supported; pass text or token ids.")
+            if key not in PROMPT_KEYS and key not in REFUSED_PROMPT_KEYS:
+                raise RequestError(
+                    f"prompt key {key!r} is unknown; use one of {', '.join(PROMPT_KEYS)}."
+                )
+        text, ids, salt = (
+            prompt.get("prompt"),
+            prompt.get("prompt_token_ids"),
+            prompt.get("cache_salt"),
+        )
+        if text is not None and not isinstance(text, str):
+            raise RequestError(f"prompt must be a string, got {text!r}.")
+        if salt is not None and not isinstance(salt, str):
+            raise RequestError(f"cache_salt must be a string, got {salt!r}.")
+        if text is None and ids is None:
+            raise RequestError("prompt dictionary needs 'prompt' or 'prompt_token_ids'.")
+        return Prompt(text, None if ids is None else _token_array(ids), salt)
+    if _is_token_ids(prompt):
+        return Prompt(None, _token_array(prompt))
+    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes) and not len(prompt):
+        raise RequestError("prompt is empty; give at least one token.")
+    raise RequestError(
+        f"prompt must be a string, a dictionary or a list of token ids, got {prompt!r}."
+    )
+
+
+def _token_array(ids: Any) -> Int32Array:
+    if isinstance(ids, str | bytes):
+        raise RequestError(f"prompt_token_ids must be a list of token ids, got {ids!r}.")
+    try:
+        array = np.asarray(ids)
+    except (TypeError, ValueError):
+        array = np.empty((0, 0))
+    if not array.size:
+        if array.ndim == 1:
+            raise RequestError("prompt_token_ids is empty; give at least one token.")
+        array = np.empty((0, 0))
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise RequestError(f"prompt_token_ids must be a list of integers, got {ids!r}.")
+    if int(array.max()) > np.iinfo(np.int32).max or int(array.min()) < 0:
+        bad = next(int(token) for token in array if not 0 <= token <= np.iinfo(np.int32).max)
+        raise RequestError(f"prompt_token_ids holds {bad}, which is outside the vocabulary.")
+    return array.astype(np.int32)
+
+
+class naming_index:
+    """Prefixes a `RequestError` raised inside with the index of the prompt it is about."""
+
+    def __init__(self, index: int, total: int | None = None) -> None:
+        self.index, self.total = index, total
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RequestError):
+            raise RequestError(f"prompts[{self.index}]: {error}") from None
+
+
+class InputProcessor:
+    """Makes valid `NewRequest`s for one engine."""
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, model: ModelConfig, options: EngineOptions
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = model.vocab_size
+        assert options.model.max_model_len is not None
+        self.max_model_len = options.model.max_model_len
+        self.max_logprobs = options.model.max_logprobs
+        self.uses_priority = options.scheduler.scheduling_policy == "priority"
+        eos = list(model.eos_token_ids)
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            eos.append(tokenizer.eos_token_id)
+        self.eos_token_ids = tuple(dict.fromkeys(eos))
+
+    def tokenize(self, prompts: list[Prompt], options: TokenizationOptions) -> None:
+        """Fill in the token ids of text prompts, then check all of them."""
+        texts = [i for i, prompt in enumerate(prompts) if prompt.token_ids is None]
+        if texts and self.tokenizer is None:
+            raise RequestError(
+                f"prompts[{texts[0]}] is text, but the engine was started with "
+                "skip_tokenizer_init=True; pass prompt_token_ids."
+            )
+        if texts:
+            assert self.tokenizer is not None
+            strings = [prompts[i].text or "" for i in texts]
+            encoded = self.tokenizer.encode_batch(strings, options.add_special_tokens)
+            for i, ids in zip(texts, encoded, strict=True):
+                prompts[i].token_ids = np.array(ids, np.int32)
+        for i, prompt in enumerate(prompts):
+            with naming_index(i):
+                self._truncate(prompt, options)
+                self._check_prompt(prompt)
+
+    def _truncate(self, prompt: Prompt, options: TokenizationOptions) -> None:
+        limit = options.truncate_prompt_tokens
+        if limit is None or prompt.token_ids is None:
+            return
+        limit = self.max_model_len - 1 if limit == -1 else limit
+        ids = prompt.token_ids
+        prompt.token_ids = ids[-limit:] if options.truncation_side == "left" else ids[:limit]
+
+    def _check_prompt(self, prompt: Prompt) -> None:
+        ids = prompt.token_ids
+        assert ids is not None
+        if prompt.text == "" or not len(ids):
+            raise RequestError("prompt is empty; give at least one token.")
+        outside = ids[(ids < 0) | (ids >= self.vocab_size)]
+        if len(outside):
+            raise RequestError(
+                f"prompt_token_ids holds {int(outside[0])}, which is outside the vocabulary of "
+                f"{self.vocab_size} tokens (0 to {self.vocab_size - 1})."
+            )
+        if len(ids) >= self.max_model_len:
+            raise RequestError(
+                f"prompt has {len(ids)} tokens, but max_model_len={self.max_model_len} leaves room "
+                f"for at most {self.max_model_len - 1} and one generated token. Shorten the prompt "
+                "or raise max_model_len."
+            )
+
+    def prepare_params(self, params: SamplingParams) -> SamplingParams:
+        """Check parameters against the model and fill in what only the tokenizer knows."""
+        for name in ("allowed_token_ids", "logprob_token_ids", "prompt_logprob_token_ids"):
+            self._check_ids(name, getattr(params, name) or ())
+        self._check_ids("logit_bias", params.logit_bias or ())
+        prepared = copy.copy(params)
+        prepared.logprobs = self._logprob_count("logprobs", params.logprobs)
+        prepared.prompt_logprobs = self._logprob_count("prompt_logprobs", params.prompt_logprobs)
+        needs_text = "stop" if params.stop else "bad_words" if params.bad_words else None
+        if needs_text and self.tokenizer is None:
+            raise RequestError(
+                f"{needs_text}={getattr(params, needs_text)!r} needs a tokenizer, but the engine "
+                "was started with skip_tokenizer_init=True."
+            )
+        if params.bad_words:
+            assert self.tokenizer is not None
+            prepared.bad_words_token_ids = self.tokenizer.bad_words_ids(params.bad_words)
+        return prepared
+
+    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
+        for token in ids:
+            if token >= self.vocab_size:
+                raise RequestError(
+                    f"{name} holds {token}, which is outside the vocabulary of {self.vocab_size} "
+                    "tokens."
+                )
+
+    def _logprob_count(self, name: str, wanted: int | None) -> int | None:
+        if wanted is None:
+            return None
+        count = self.vocab_size if wanted == -1 else wanted
+        if self.max_logprobs != -1 and count > self.max_logprobs:
+            raise RequestError(
+                f"{name}={wanted} asks for {count} logprobs per token, but max_logprobs is "
+                f"{self.max_logprobs}. Lower {name}, or start the engine with a larger "
+                "max_logprobs (-1 for no limit)."
+            )
+        return min(count, self.vocab_size)
+
+    def check_priority(self, priority: int) -> int:
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError(f"priority must be an integer, got {priority!r}.")
+        if priority and not self.uses_priority:
+            raise RequestError(
+                f"priority={priority} has no effect under scheduling_policy='fcfs'; start the "
+                "engine with scheduling_policy='priority'."
+            )
+        return priority
+
+    def new_request(
+        self,
+        key: int,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        arrival_time: float,
+        priority: int = 0,
+        streams: bool = False,
+    ) -> NewRequest:
+        """A request from a checked prompt and prepared parameters."""
+        assert prompt.token_ids is not None
+        return NewRequest(
+            key=key,
+            request_id=request_id,
+            prompt_token_ids=prompt.token_ids,
+            params=params,
+            arrival_time=arrival_time,
+            eos_token_ids=self.eos_token_ids,
+            priority=self.check_priority(priority),
+            cache_salt=prompt.cache_salt,
+            streams=streams or watches_tokens(params),
+        )
+
+    def new_beam_search(
+        self,
+        key: int,
+        request_id: str,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        arrival_time: float,
+    ) -> NewRequest:
+        assert prompt.token_ids is not None
+        return NewRequest(
+            key=key,
+            request_id=request_id,
+            prompt_token_ids=prompt.token_ids,
+            params=SamplingParams(
+                temperature=0.0, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos
+            ),
+            arrival_time=arrival_time,
+            eos_token_ids=self.eos_token_ids,
+            beam_width=params.beam_width,
+            length_penalty=params.length_penalty,
+        )
+
+
+def watches_tokens(params: SamplingParams) -> bool:
+    """Whether the frontend must see tokens as they come even if nobody reads the text."""
+    return bool(params.stop) or params.wants_logprobs or params.repetition_detection is not None

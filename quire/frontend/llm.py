@@ -1,0 +1,368 @@
+"""`LLM`: the offline Python API. Prompts in, finished texts out, in one process."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from quire.frontend.collector import OpenRequest
+from quire.frontend.inputs import (
+    Prompt,
+    TokenizationOptions,
+    naming_index,
+    parse_prompts,
+)
+from quire.frontend.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from quire.frontend.progress import ProgressBar
+from quire.frontend.session import Session
+from quire.frontend.tokenizer import Tokenizer
+from quire.metrics.engine import EngineStatistics
+from quire.metrics.instruments import Metric
+from quire.protocol.errors import EngineDeadError, QuireError, RequestError
+from quire.protocol.output import FinishedSequence
+from quire.protocol.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+def _refused(name: str, reason: str) -> Any:
+    def method(self: LLM, *args: Any, **kwargs: Any) -> Any:
+        raise QuireError(f"LLM.{name} is not supported yet: {reason}.")
+
+    method.__name__ = name
+    method.__doc__ = f"Not supported yet: {reason}."
+    return method
+
+
+class LLM:
+    """A model ready to generate. Arguments are vLLM's; without a model the embedded one is used."""
+
+    def __init__(self, model: str | None = None, **arguments: Any) -> None:
+        self._session = Session({"model": model, **arguments})
+        self._core = self._session.core
+        self._inputs = self._session.inputs
+        self._collector = self._session.collector
+        self.options = self._session.options
+        self.model_config = self._session.model_config
+        self._enqueued: list[OpenRequest] = []
+
+    # --- generating -----------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        lora_request: Any = None,
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts: strings, lists of token ids, `{"prompt": ...}` or
+        `{"prompt_token_ids": ...}`, one or many. Outputs come in the order of the prompts."""
+        _refuse_extras(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        options = TokenizationOptions.from_kwargs(tokenization_kwargs)
+        requests = self._submit(parse_prompts(prompts), sampling_params, priority, options)
+        return self._finish(requests, use_tqdm)
+
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        lora_request: Any = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of several."""
+        _refuse_extras(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        prompts = self._session.render(
+            messages,
+            chat_template=chat_template,
+            content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template_kwargs=chat_template_kwargs,
+        )
+        options = TokenizationOptions.from_kwargs(tokenization_kwargs, add_special_tokens=False)
+        requests = self._submit(prompts, sampling_params, priority, options)
+        return self._finish(requests, use_tqdm)
+
+    def stream(
+        self, prompt: Any, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Complete one prompt, yielding new text as it comes (or as `output_kind` says)."""
+        options = TokenizationOptions()
+        return self._stream(parse_prompts(prompt), sampling_params, options)
+
+    def stream_chat(
+        self,
+        messages: Any,
+        sampling_params: SamplingParams | None = None,
+        **template_options: Any,
+    ) -> Iterator[RequestOutput]:
+        """Answer one conversation, yielding new text as it comes."""
+        options = TokenizationOptions(add_special_tokens=False)
+        prompts = self._session.render(messages, **template_options)
+        return self._stream(prompts, sampling_params, options)
+
+    def enqueue(
+        self,
+        prompts: Any,
+        sampling_params: Params = None,
+        *,
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Take prompts in without waiting; `wait_for_completion` returns their outputs."""
+        options = TokenizationOptions.from_kwargs(tokenization_kwargs)
+        requests = self._submit(parse_prompts(prompts), sampling_params, priority, options)
+        self._enqueued.extend(requests)
+        return [request.request_id for request in requests]
+
+    def enqueue_chat(
+        self, messages: Any, sampling_params: Params = None, **template_options: Any
+    ) -> list[str]:
+        options = TokenizationOptions(add_special_tokens=False)
+        prompts = self._session.render(messages, **template_options)
+        requests = self._submit(prompts, sampling_params, None, options)
+        self._enqueued.extend(requests)
+        return [request.request_id for request in requests]
+
+    def wait_for_completion(self, *, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Outputs of everything enqueued, in order."""
+        requests, self._enqueued = self._enqueued, []
+        return self._finish(requests, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Any,
+        params: BeamSearchParams,
+        lora_request: Any = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` best continuations of each prompt, sharing their common blocks."""
+        _refuse_extras(lora_request=lora_request)
+        if concurrency_limit is not None and concurrency_limit < 1:
+            raise RequestError(f"concurrency_limit must be at least 1, got {concurrency_limit}.")
+        parsed = parse_prompts(prompts)
+        self._inputs.tokenize(parsed, TokenizationOptions())
+        size = concurrency_limit or len(parsed)
+        outputs: list[BeamSearchOutput] = []
+        with ProgressBar(len(parsed), use_tqdm) as bar:
+            for start in range(0, len(parsed), size):
+                outputs.extend(self._search_beams(parsed[start : start + size], params, bar))
+        return outputs
+
+    # --- asking -----------------------------------------------------------------------------------
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._session.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses where no parameters are given."""
+        return self._session.default_params.clone()
+
+    def get_metrics(self) -> list[Metric]:
+        return self._core.read_metrics()
+
+    def statistics(self) -> EngineStatistics:
+        """A short summary of the engine's life so far."""
+        return self._core.statistics()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes."""
+        self._core.scheduler.reset_prefix_cache()
+        return True
+
+    # --- ending -----------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Free weights and KV cache. The object cannot be used afterwards."""
+        if self._core.death is None:
+            self._core.shutdown()
+            gc.collect()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+    encode = _refused("encode", "pooling models are not served")
+    embed = _refused("embed", "pooling models are not served")
+    classify = _refused("classify", "pooling models are not served")
+    score = _refused("score", "pooling models are not served")
+    reward = _refused("reward", "pooling models are not served")
+    sleep = _refused("sleep", "memory cannot be released while the engine lives; use shutdown()")
+    wake_up = _refused("wake_up", "the engine never sleeps")
+    collective_rpc = _refused("collective_rpc", "there is one worker, in this process")
+    apply_model = _refused("apply_model", "the model is not exposed")
+    start_profile = _refused("start_profile", "use a profiler on this process")
+    stop_profile = _refused("stop_profile", "use a profiler on this process")
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _submit(
+        self,
+        prompts: list[Prompt],
+        sampling_params: Params,
+        priority: Sequence[int] | None,
+        options: TokenizationOptions,
+        kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY,
+    ) -> list[OpenRequest]:
+        """Check everything, then hand all requests to the engine; none if one is bad."""
+        params = self._params_per_prompt(sampling_params, len(prompts))
+        if priority is not None and len(priority) != len(prompts):
+            raise RequestError(
+                f"priority has {len(priority)} entries for {len(prompts)} prompts; give one each."
+            )
+        self._inputs.tokenize(prompts, options)
+        now = self._core.clock()
+        news = []
+        for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            with naming_index(i):
+                key = self._session.take_keys(one.n)
+                new = self._inputs.new_request(
+                    key,
+                    str(key),
+                    prompt,
+                    self._inputs.prepare_params(one),
+                    arrival_time=now,
+                    priority=priority[i] if priority is not None else 0,
+                    streams=kind is not RequestOutputKind.FINAL_ONLY,
+                )
+                self._core.check(new)
+            news.append(new)
+        requests = []
+        for new, prompt in zip(news, prompts, strict=True):
+            self._core.add(new)
+            requests.append(self._collector.open(new, prompt.text, kind))
+        return requests
+
+    def _params_per_prompt(self, params: Params, count: int) -> list[SamplingParams]:
+        if params is None:
+            params = self._session.default_params
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        given = list(params) if isinstance(params, Sequence) else [params]
+        for i, one in enumerate(given):
+            if not isinstance(one, SamplingParams):
+                raise RequestError(f"sampling_params[{i}] must be SamplingParams, got {one!r}.")
+        if len(given) != count:
+            raise RequestError(
+                f"sampling_params has {len(given)} entries for {count} prompts; give one, or one "
+                "for each prompt."
+            )
+        return given
+
+    def _finish(self, requests: list[OpenRequest], use_tqdm: bool) -> list[RequestOutput]:
+        """Step until the given requests have ended."""
+        left = {id(request) for request in requests}
+        try:
+            with ProgressBar(len(requests), use_tqdm) as bar:
+                while left:
+                    for request in self._step():
+                        if request.finished and id(request) in left:
+                            left.remove(id(request))
+                            bar.add(request)
+        finally:
+            self._forget(requests)
+        for request in requests:
+            if request.error is not None:
+                raise EngineDeadError(f"the engine failed: {request.error}")
+        return [request.read() for request in requests]
+
+    def _stream(
+        self, prompts: list[Prompt], params: SamplingParams | None, options: TokenizationOptions
+    ) -> Iterator[RequestOutput]:
+        if len(prompts) != 1:
+            raise RequestError(f"stream takes one prompt, got {len(prompts)}.")
+        kind = RequestOutputKind.DELTA if params is None else params.output_kind
+        (request,) = self._submit(prompts, params, None, options, kind)
+
+        def outputs() -> Iterator[RequestOutput]:
+            try:
+                while not request.finished:
+                    self._step()
+                    if request.error is not None:
+                        raise EngineDeadError(f"the engine failed: {request.error}")
+                    if request.has_news:
+                        yield request.read()
+            finally:
+                self._forget([request])
+
+        return outputs()
+
+    def _step(self) -> list[OpenRequest]:
+        """One engine step; returns the requests it changed."""
+        changed, stopped = self._collector.process(self._core.step())
+        for sequence in stopped:
+            reason = sequence.finish_reason or "stop"
+            self._core.abort(sequence.request.request_id, reason, sequence.key)
+        if stopped:
+            changed += self._collector.process(self._core.take_ended())[0]
+        return changed
+
+    def _forget(self, requests: list[OpenRequest]) -> None:
+        """Abort what an exception or a closed iterator left unfinished."""
+        for request in requests:
+            if not request.finished:
+                self._core.abort(request.request_id)
+            self._collector.close(request)
+
+    def _search_beams(
+        self, prompts: list[Prompt], params: BeamSearchParams, bar: ProgressBar
+    ) -> Iterator[BeamSearchOutput]:
+        keys = []
+        for prompt in prompts:
+            key = self._session.take_keys(1)
+            new = self._inputs.new_beam_search(key, str(key), prompt, params, self._core.clock())
+            self._core.add(new)
+            keys.append(new.key)
+        ended: dict[int, FinishedSequence] = {}
+        while len(ended) < len(keys):
+            output = self._core.step()
+            self._collector.process(output)
+            for sequence in output.finished:
+                if sequence.key in keys:
+                    ended[sequence.key] = sequence
+                    bar.update(1)
+        for key, prompt in zip(keys, prompts, strict=True):
+            yield self._beam_output(ended[key], prompt)
+
+    def _beam_output(self, ended: FinishedSequence, prompt: Prompt) -> BeamSearchOutput:
+        if ended.error is not None:
+            raise EngineDeadError(f"the engine failed: {ended.error}")
+        assert ended.beams is not None and prompt.token_ids is not None
+        tokenizer = self._inputs.tokenizer
+        sequences = []
+        for beam in ended.beams:
+            tokens = [*prompt.token_ids.tolist(), *beam.token_ids]
+            sequences.append(
+                BeamSearchSequence(
+                    tokens=tokens,
+                    cum_logprob=beam.cumulative_logprob,
+                    text=tokenizer.decode(tokens) if tokenizer else None,
+                    finish_reason="stop" if beam.finished_by_eos else "length",
+                )
+            )
+        return BeamSearchOutput(sequences)
+
+
+def _refuse_extras(**extras: Any) -> None:
+    for name, value in extras.items():
+        if value is not None:
+            raise RequestError(f"{name} is not supported yet, got {value!r}; leave it unset.")

@@ -1,0 +1,68 @@
+"""`Session`: what `LLM` and `AsyncLLM` share: a started engine, its tokenizer and its defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.config.locate import locate_model
+from quire.config.log import configure_logging
+from quire.config.model import ModelConfig
+from quire.config.options import EngineOptions
+from quire.engine.startup import start_engine
+from quire.frontend.chat_inputs import parse_conversations, render_conversations
+from quire.frontend.collector import Collector
+from quire.frontend.generation_defaults import generation_defaults
+from quire.frontend.inputs import InputProcessor, Prompt
+from quire.frontend.tokenizer import Tokenizer, load_tokenizer
+from quire.protocol.errors import QuireError
+from quire.protocol.sampling import SamplingParams
+
+
+class Session:
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        configure_logging()
+        engine = start_engine(EngineOptions.from_arguments(**arguments))
+        self.options = engine.options
+        self.model_config = engine.model
+        self.core = engine.core
+        self._tokenizer = _load_tokenizer(engine.model, engine.options)
+        self.default_params: SamplingParams = generation_defaults(
+            engine.options.model.generation_config, engine.model.generation
+        )
+        self.inputs = InputProcessor(self._tokenizer, engine.model, engine.options)
+        self.collector = Collector(self._tokenizer)
+        self._next_key = 0
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise QuireError(
+                "the engine has no tokenizer: it was started with skip_tokenizer_init=True."
+            )
+        return self._tokenizer
+
+    def take_keys(self, count: int) -> int:
+        """The first of `count` consecutive sequence keys."""
+        first = self._next_key
+        self._next_key += count
+        return first
+
+    def render(self, messages: Any, **options: Any) -> list[Prompt]:
+        """Prompts of one or several conversations."""
+        texts = render_conversations(self.tokenizer, parse_conversations(messages), **options)
+        return [Prompt(text, None) for text in texts]
+
+
+def _load_tokenizer(model: ModelConfig, options: EngineOptions) -> Tokenizer | None:
+    wanted = options.model
+    if wanted.skip_tokenizer_init:
+        return None
+    source = model.source
+    if wanted.tokenizer is not None and wanted.tokenizer != source.name:
+        source = locate_model(
+            wanted.tokenizer,
+            revision=wanted.tokenizer_revision or wanted.revision,
+            token=wanted.hf_token,
+            load_format="dummy",  # no weights are wanted
+        )
+    return load_tokenizer(source, wanted.chat_template)

@@ -1,0 +1,1 @@
+"""Pure tensor functions. Each native kernel has a plain-torch twin, which is its specification."""

@@ -1,0 +1,125 @@
+"""Paged attention for float32 on a CPU: a small C++ library that the package builds (see src/).
+
+`write_kv` and `paged_attention` have the signatures of their twins in
+`quire.kernels.torch.attention`. For a step of many layers, `prepare_*` does once what the layers
+share. The library is optional: `available` says whether it is there, and if not, why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu.library import AttentionCall, WriteCall, available, isas, native, set_isa
+
+__all__ = [
+    "attend",
+    "available",
+    "isas",
+    "paged_attention",
+    "prepare_attention",
+    "prepare_write",
+    "set_isa",
+    "write",
+    "write_kv",
+]
+
+# Positions minus a window must stay within int32.
+NO_WINDOW = 2**30
+
+
+def write_kv(kv_layer: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Stores `k` and `v` [tokens, num_kv_heads, head_dim] at `slots` (block * block_size + offset)."""
+    write(prepare_write(kv_layer, slots), kv_layer, k, v)
+
+
+def paged_attention(
+    q: Tensor,
+    kv_layer: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Causal attention of every request's new tokens over its cache; see the twin."""
+    call = prepare_attention(kv_layer, query_start, context_lens, block_tables)
+    return attend(call, q, kv_layer, scale, window)
+
+
+def prepare_write(kv_layer: Tensor, slots: Tensor) -> WriteCall:
+    """What the layers of a step share. It holds addresses: `slots` must outlive it."""
+    require(slots, torch.int64)
+    call = WriteCall()
+    call.slots, call.num_tokens = slots.data_ptr(), slots.shape[0]
+    set_shape(call, kv_layer)
+    return call
+
+
+def write(call: WriteCall, kv_layer: Tensor, k: Tensor, v: Tensor) -> None:
+    """`write_kv` with a prepared call, whose layer was shaped like `kv_layer`."""
+    k, v = packed_heads(k), packed_heads(v)
+    call.k, call.k_stride = k.data_ptr(), k.stride(0)
+    call.v, call.v_stride = v.data_ptr(), v.stride(0)
+    call.keys, call.values = kv_addresses(kv_layer)
+    native().quire_write_kv(ctypes.byref(call))
+
+
+def prepare_attention(
+    kv_layer: Tensor, query_start: Tensor, context_lens: Tensor, block_tables: Tensor
+) -> AttentionCall:
+    """What the layers of a step share. It holds addresses: the tensors must outlive it."""
+    for tensor in (query_start, context_lens, block_tables):
+        require(tensor, torch.int32)
+    call = AttentionCall()
+    call.query_start, call.context_lens = query_start.data_ptr(), context_lens.data_ptr()
+    call.block_tables, call.table_stride = block_tables.data_ptr(), block_tables.stride(0)
+    call.num_requests = context_lens.shape[0]
+    set_shape(call, kv_layer)
+    return call
+
+
+def attend(
+    call: AttentionCall, q: Tensor, kv_layer: Tensor, scale: float, window: int | None
+) -> Tensor:
+    """`paged_attention` with a prepared call, whose layer was shaped like `kv_layer`."""
+    q = packed_heads(q)
+    out = torch.empty(q.shape, dtype=torch.float32)
+    call.q, call.q_stride, call.num_heads = q.data_ptr(), q.stride(0), q.shape[1]
+    call.out, call.out_stride = out.data_ptr(), out.stride(0)
+    call.keys, call.values = kv_addresses(kv_layer)
+    call.scale, call.window = scale, NO_WINDOW if window is None else min(window, NO_WINDOW)
+    if native().quire_paged_attention(ctypes.byref(call)) != 0:
+        raise MemoryError("no memory for the working space of paged attention")
+    return out
+
+
+def set_shape(call: AttentionCall | WriteCall, kv_layer: Tensor) -> None:
+    """Enters the shape of a layer's cache and the number of threads."""
+    require(kv_layer, torch.float32)
+    _, call.block_stride, call.head_stride, call.token_stride, _ = kv_layer.stride()
+    _, _, call.num_kv_heads, call.block_size, call.head_dim = kv_layer.shape
+    call.num_threads = torch.get_num_threads()
+
+
+def kv_addresses(kv_layer: Tensor) -> tuple[int, int]:
+    """Where a layer's keys and values begin."""
+    keys = kv_layer.data_ptr()
+    return keys, keys + kv_layer.stride(0) * kv_layer.element_size()
+
+
+def packed_heads(x: Tensor) -> Tensor:
+    """`x` [tokens, heads, head_dim] with each token's heads contiguous; tokens may be apart."""
+    require(x, torch.float32)
+    return x if x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def require(x: Tensor, dtype: torch.dtype) -> None:
+    """Refuses what the library would read wrongly."""
+    if x.dtype != dtype or x.device.type != "cpu" or (x.stride(-1) != 1 and x.numel() > 1):
+        raise ValueError(
+            f"expected a {dtype} tensor on the CPU, contiguous in its last dimension; "
+            f"got {x.dtype} on {x.device} with strides {x.stride()}"
+        )

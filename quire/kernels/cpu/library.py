@@ -1,0 +1,132 @@
+"""Finds and loads the native library, and ties it to torch's threads."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cache
+from pathlib import Path
+
+import torch
+
+LIBRARY = Path(__file__).with_name("libquire_cpu.so")
+ISAS = ("generic", "avx2", "avx512")
+ABI = 1
+
+
+class AttentionCall(ctypes.Structure):
+    """Mirrors `AttentionCall` in src/attention.h."""
+
+    _fields_ = (
+        ("q", ctypes.c_void_p),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("query_start", ctypes.c_void_p),
+        ("context_lens", ctypes.c_void_p),
+        ("block_tables", ctypes.c_void_p),
+        ("q_stride", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
+        ("block_stride", ctypes.c_int64),
+        ("head_stride", ctypes.c_int64),
+        ("token_stride", ctypes.c_int64),
+        ("table_stride", ctypes.c_int64),
+        ("num_requests", ctypes.c_int32),
+        ("num_heads", ctypes.c_int32),
+        ("num_kv_heads", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("block_size", ctypes.c_int32),
+        ("window", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+        ("num_threads", ctypes.c_int32),
+    )
+
+
+class WriteCall(ctypes.Structure):
+    """Mirrors `WriteCall` in src/attention.h."""
+
+    _fields_ = (
+        ("k", ctypes.c_void_p),
+        ("v", ctypes.c_void_p),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("k_stride", ctypes.c_int64),
+        ("v_stride", ctypes.c_int64),
+        ("block_stride", ctypes.c_int64),
+        ("head_stride", ctypes.c_int64),
+        ("token_stride", ctypes.c_int64),
+        ("num_tokens", ctypes.c_int64),
+        ("num_kv_heads", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("block_size", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
+    )
+
+
+def available() -> tuple[bool, str]:
+    """Whether the native library can be used, and what it is or why it cannot be."""
+    library, reason = load(LIBRARY)
+    return library is not None, reason
+
+
+def native() -> ctypes.CDLL:
+    """The library, for callers that have asked `available`."""
+    library, reason = load(LIBRARY)
+    if library is None:
+        raise RuntimeError(reason)
+    return library
+
+
+def isas() -> tuple[str, ...]:
+    """The instruction sets that this processor has, widest last."""
+    return ISAS[: native().quire_best_isa() + 1]
+
+
+def set_isa(isa: str | None) -> None:
+    """Forces an instruction set; None goes back to the widest one. For tests and benchmarks."""
+    name = isas()[-1] if isa is None else isa
+    if name not in ISAS or native().quire_set_isa(ISAS.index(name)) != 0:
+        raise ValueError(f"isa={name!r}: this processor has {', '.join(isas())}")
+
+
+@cache
+def load(path: Path) -> tuple[ctypes.CDLL | None, str]:
+    """The library at `path` and a description of it, or None and the reason."""
+    if not path.exists():
+        return None, (
+            "the native library was not built; install a C++ compiler, then install quire again"
+        )
+    try:
+        library = ctypes.CDLL(str(path))
+        abi = library.quire_abi()
+    except (OSError, AttributeError) as error:
+        return None, f"the native library cannot be loaded: {error}"
+    if abi != ABI:
+        return None, f"the native library has ABI {abi}, not {ABI}; install quire again"
+    library.quire_paged_attention.argtypes = (ctypes.POINTER(AttentionCall),)
+    library.quire_write_kv.argtypes = (ctypes.POINTER(WriteCall),)
+    library.quire_write_kv.restype = None
+    library.quire_set_parallel.argtypes = (ctypes.c_void_p,)
+    library.quire_set_parallel.restype = None
+    parallel = find_parallel()
+    library.quire_set_parallel(parallel)
+    threads = "torch's threads" if parallel else "one thread, as no OpenMP runtime was found"
+    return library, f"native library, {ISAS[library.quire_best_isa()]}, {threads}"
+
+
+def find_parallel() -> int | None:
+    """The address of `GOMP_parallel` in the OpenMP runtime that torch itself uses.
+
+    A lookup through torch's library also searches what that is linked with, and so finds the right
+    runtime whatever its file is called; a second one would oversubscribe the cores. GNU's, LLVM's
+    and Intel's runtimes all have this function.
+    """
+    suffix = "dylib" if sys.platform == "darwin" else "so"
+    torch_library = Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{suffix}"
+    for name in (str(torch_library), "libgomp.so.1"):
+        try:
+            return ctypes.cast(ctypes.CDLL(name).GOMP_parallel, ctypes.c_void_p).value
+        except (OSError, AttributeError):
+            continue
+    return None

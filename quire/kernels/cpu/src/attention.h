@@ -1,0 +1,91 @@
+// The contract between the entry points (library.cpp) and the kernels, which are compiled once per
+// instruction set.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace quire {
+
+// One step of one layer. `AttentionCall` in ../library.py mirrors this struct field by field.
+// Strides count floats (table_stride counts int32). The last dimension of every tensor is
+// contiguous, and so are the heads of one token of q and out.
+struct AttentionCall {
+  const float* q;               // [tokens, num_heads, head_dim]
+  const float* keys;            // [blocks, num_kv_heads, block_size, head_dim]
+  const float* values;          // as keys
+  float* out;                   // as q
+  const int32_t* query_start;   // [num_requests + 1], first token of each request in q
+  const int32_t* context_lens;  // [num_requests], tokens in the cache, those of this step included
+  const int32_t* block_tables;  // [num_requests, table_stride]
+  int64_t q_stride;
+  int64_t out_stride;
+  int64_t block_stride;
+  int64_t head_stride;
+  int64_t token_stride;
+  int64_t table_stride;
+  int32_t num_requests;
+  int32_t num_heads;
+  int32_t num_kv_heads;
+  int32_t head_dim;
+  int32_t block_size;  // a power of two, at least 4
+  int32_t window;      // a query at position p sees the keys in (p - window, p]; at most 2^30
+  float scale;
+  int32_t num_threads;
+};
+
+// The new keys and values of a step and the places they go to. `WriteCall` mirrors this struct.
+struct WriteCall {
+  const float* k;  // [tokens, num_kv_heads, head_dim]
+  const float* v;  // as k
+  float* keys;     // [blocks, num_kv_heads, block_size, head_dim]
+  float* values;   // as keys
+  const int64_t* slots;
+  int64_t k_stride;
+  int64_t v_stride;
+  int64_t block_stride;
+  int64_t head_stride;
+  int64_t token_stride;
+  int64_t num_tokens;
+  int32_t num_kv_heads;
+  int32_t head_dim;
+  int32_t block_size;
+  int32_t num_threads;
+};
+
+// The heads that share a KV head are packed as extra query rows: row = query * group + head in group.
+inline int32_t group_size(const AttentionCall& call) { return call.num_heads / call.num_kv_heads; }
+
+// Some packed rows of one request and KV head against some of its keys.
+struct Task {
+  int32_t request;
+  int32_t kv_head;
+  int32_t first_row;
+  int32_t num_rows;
+  int32_t first_key;
+  int32_t end_key;
+  int32_t split;   // index of the split this task is a part of; -1: the task alone gives the result
+  float* partial;  // where a part leaves its state: maxima[rows], sums[rows], values[rows][head_dim]
+};
+
+inline size_t partial_floats(int32_t num_rows, int32_t head_dim) {
+  return static_cast<size_t>(num_rows) * (static_cast<size_t>(head_dim) + 2);
+}
+
+// What one instruction set offers.
+struct Kernel {
+  int32_t few_rows;   // up to this many rows the lanes of a vector hold head dimensions, ...
+  int32_t tile_rows;  // ... above it they hold rows, at most this many in one task
+  size_t (*scratch_floats)(int32_t head_dim);
+  void (*attend)(const AttentionCall& call, const Task& task, float* scratch);
+  // Joins consecutive partials of the rows of `task` into the result.
+  void (*merge)(const AttentionCall& call, const Task& task, const float* partials, int32_t count);
+};
+
+extern const Kernel kernel_generic;
+#if defined(__x86_64__)
+extern const Kernel kernel_avx2;
+extern const Kernel kernel_avx512;
+#endif
+
+}  // namespace quire

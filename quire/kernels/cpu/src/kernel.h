@@ -1,0 +1,65 @@
+// The kernel of the instruction set this file is compiled for, ready to be put in its `Kernel`.
+#pragma once
+
+#include "dims.h"
+#include "rows.h"
+
+namespace quire {
+namespace {
+
+size_t scratch_floats(int32_t head_dim) {
+  const size_t rows = rows_scratch_floats(head_dim), dims = dims_scratch_floats(head_dim);
+  return rows > dims ? rows : dims;
+}
+
+// Calls the dims kernel that was compiled for the task's number of rows.
+template <int R = 1>
+void attend_few(const AttentionCall& call, const Task& task, float* scratch) {
+  if constexpr (R < kFewRows)
+    if (task.num_rows > R) return attend_few<R + 1>(call, task, scratch);
+  attend_dims<R>(call, task, scratch);
+}
+
+// Calls the rows kernel that was compiled for the task's number of vectors.
+template <int V = 1>
+void attend_many(const AttentionCall& call, const Task& task, float* scratch) {
+  if constexpr (V < kRowVectors)
+    if (task.num_rows > V * kLanes) return attend_many<V + 1>(call, task, scratch);
+  attend_rows<V>(call, task, scratch);
+}
+
+void attend(const AttentionCall& call, const Task& task, float* scratch) {
+  if (task.num_rows <= kFewRows)
+    attend_few(call, task, scratch);
+  else
+    attend_many(call, task, scratch);
+}
+
+void merge(const AttentionCall& call, const Task& task, const float* partials, int32_t count) {
+  const Rows rows{call, task};
+  const size_t stride = partial_floats(task.num_rows, call.head_dim);
+  for (int row = 0; row < task.num_rows; ++row) {
+    float maximum = kMasked;
+    for (int part = 0; part < count; ++part) {
+      const float m = partials[part * stride + row];
+      maximum = m > maximum ? m : maximum;
+    }
+    float* out = rows.out(row);
+    for (int d = 0; d < call.head_dim; ++d) out[d] = 0.0f;
+    float total = 0.0f;
+    for (int part = 0; part < count; ++part) {
+      const float* partial = partials + part * stride;
+      const float weight = exp2(splat(partial[row] - maximum))[0];
+      const float* values = partial + 2 * task.num_rows + static_cast<size_t>(row) * call.head_dim;
+      total += weight * partial[task.num_rows + row];
+      for (int d = 0; d < call.head_dim; ++d) out[d] += weight * values[d];
+    }
+    const float factor = 1.0f / total;
+    for (int d = 0; d < call.head_dim; ++d) out[d] *= factor;
+  }
+}
+
+constexpr Kernel kKernel = {kFewRows, kRowVectors * kLanes, scratch_floats, attend, merge};
+
+}  // namespace
+}  // namespace quire

@@ -1,0 +1,3 @@
+#include "kernel.h"
+
+const quire::Kernel quire::kernel_generic = quire::kKernel;

@@ -1,0 +1,124 @@
+// Where the keys and values of a tile lie, and which of them a row may see.
+#pragma once
+
+#include "attention.h"
+#include "vector.h"
+
+namespace quire {
+namespace {
+
+constexpr float kLog2e = 1.4426950408889634f;
+
+// Keys are taken in tiles of this many, aligned to their absolute position, so that a request is
+// always cut in the same way.
+constexpr int kTileKeys = 64;
+// Tokens read together. Blocks hold a multiple of it, so such a group never leaves its block.
+constexpr int kGroup = 4;
+
+struct KeyTile {
+  int begin, end;  // keys wanted, counted from the tile's start
+  int start;       // position of the tile's first key
+  const float* keys[kTileKeys / kGroup];  // first token of each group
+  const float* values[kTileKeys];
+};
+
+QUIRE_INLINE int first_group(const KeyTile& tile) { return tile.begin / kGroup; }
+QUIRE_INLINE int end_group(const KeyTile& tile) { return (tile.end + kGroup - 1) / kGroup; }
+
+// The tile that holds the key at position `key`, as far as the task wants it.
+inline void find_tile(const AttentionCall& call, const Task& task, int key, KeyTile& tile) {
+  const int32_t* table = call.block_tables + task.request * call.table_stride;
+  const int shift = __builtin_ctz(static_cast<unsigned>(call.block_size));
+  tile.start = key & ~(kTileKeys - 1);
+  tile.begin = key - tile.start;
+  const int left = task.end_key - tile.start;
+  tile.end = left < kTileKeys ? left : kTileKeys;
+  for (int group = first_group(tile); group < end_group(tile); ++group) {
+    const int position = tile.start + group * kGroup;
+    const int64_t offset = table[position >> shift] * call.block_stride +
+                           task.kv_head * call.head_stride +
+                           (position & (call.block_size - 1)) * call.token_stride;
+    tile.keys[group] = call.keys + offset;
+    for (int i = 0; i < kGroup; ++i)
+      tile.values[group * kGroup + i] = call.values + offset + i * call.token_stride;
+  }
+}
+
+// Goes over the tiles of a task. It is one tile ahead, because the processor's own prefetcher does not
+// know where the next block lies.
+class TileWalk {
+ public:
+  TileWalk(const AttentionCall& call, const Task& task) : call_(call), task_(task) {
+    find_tile(call, task, task.first_key, tiles_[0]);
+    find_next();
+  }
+
+  bool done() const { return tile().begin == tile().end; }
+  const KeyTile& tile() const { return tiles_[current_]; }
+
+  void advance() {
+    current_ ^= 1;
+    if (!done()) find_next();
+  }
+
+  // Asks for the values of a group of this tile, and the keys of the same group of the next one.
+  QUIRE_INLINE void prefetch(int group) const {
+    prefetch_group(tile().values[group * kGroup]);
+    const KeyTile& next = tiles_[current_ ^ 1];
+    if (group < end_group(next)) prefetch_group(next.keys[group]);
+  }
+
+ private:
+  void find_next() {
+    KeyTile& next = tiles_[current_ ^ 1];
+    const int key = tile().start + kTileKeys;
+    if (key < task_.end_key)
+      find_tile(call_, task_, key, next);
+    else
+      next.begin = next.end = 0;
+  }
+
+  QUIRE_INLINE void prefetch_group(const float* tokens) const {
+    constexpr int kFloatsPerLine = 16;
+    for (int i = 0; i < kGroup; ++i)
+      for (int d = 0; d < call_.head_dim; d += kFloatsPerLine)
+        __builtin_prefetch(tokens + i * call_.token_stride + d);
+  }
+
+  const AttentionCall& call_;
+  const Task& task_;
+  KeyTile tiles_[2];
+  int current_ = 0;
+};
+
+// What the packed rows of a task stand for.
+struct Rows {
+  const AttentionCall& call;
+  const Task& task;
+
+  int query(int row) const { return (task.first_row + row) / group_size(call); }
+  int position(int row) const {
+    const int32_t* start = call.query_start + task.request;
+    return call.context_lens[task.request] - (start[1] - start[0]) + query(row);
+  }
+  const float* q(int row) const { return call.q + offset(row, call.q_stride); }
+  float* out(int row) const { return call.out + offset(row, call.out_stride); }
+  // Where the row's values go: into the result, or with the rest of its state into the partial.
+  float* result(int row, float maximum, float sum) const {
+    if (!task.partial) return call.out + offset(row, call.out_stride);
+    task.partial[row] = maximum;
+    task.partial[task.num_rows + row] = sum;
+    return task.partial + 2 * task.num_rows + static_cast<size_t>(row) * call.head_dim;
+  }
+
+ private:
+  int64_t offset(int row, int64_t stride) const {
+    const int group = group_size(call);
+    const int head = task.kv_head * group + (task.first_row + row) % group;
+    return (call.query_start[task.request] + query(row)) * stride +
+           static_cast<int64_t>(head) * call.head_dim;
+  }
+};
+
+}  // namespace
+}  // namespace quire

@@ -1,0 +1,81 @@
+"""Paged attention in plain torch, for any device and floating-point type.
+
+A layer's cache is `kv_layer [2, num_blocks, num_kv_heads, block_size, head_dim]`: keys, then values.
+The token at position p of a request lies in block `block_tables[request, p // block_size]`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Bounds the score matrix of a long prefill; the result does not depend on it.
+MAX_QUERIES_AT_ONCE = 256
+
+
+def write_kv(kv_layer: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Stores `k` and `v` [tokens, num_kv_heads, head_dim] at `slots` (block * block_size + offset)."""
+    block_size = kv_layer.shape[3]
+    blocks, offsets = slots // block_size, slots % block_size
+    keys, values = kv_layer.unbind(0)
+    keys[blocks, :, offsets] = k.to(kv_layer.dtype)
+    values[blocks, :, offsets] = v.to(kv_layer.dtype)
+
+
+def paged_attention(
+    q: Tensor,
+    kv_layer: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Causal attention of every request's new tokens over its cache.
+
+    Request r owns the rows `query_start[r]` to `query_start[r + 1]` of `q` [tokens, num_heads,
+    head_dim]; they are the last of its `context_lens[r]` tokens, all of which are in the cache. A
+    query at position p sees the keys in (p - window, p]. Scores and softmax are in float32.
+    """
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    starts, contexts = query_start.tolist(), context_lens.tolist()
+    for request, context in enumerate(contexts):
+        first, end = starts[request], starts[request + 1]
+        for begin in range(first, end, MAX_QUERIES_AT_ONCE):
+            chunk_end = min(begin + MAX_QUERIES_AT_ONCE, end)
+            end_key = context - (end - chunk_end)
+            first_key = 0 if window is None else max(0, end_key - (chunk_end - begin) + 1 - window)
+            k, v = gather_kv(kv_layer, block_tables[request], first_key, end_key)
+            out[begin:chunk_end] = attend(q[begin:chunk_end], k, v, scale, window)
+    return out
+
+
+def gather_kv(
+    kv_layer: Tensor, block_table: Tensor, first_key: int, end_key: int
+) -> tuple[Tensor, Tensor]:
+    """The keys and values of the positions [first_key, end_key), each [num_kv_heads, keys, head_dim]."""
+    block_size = kv_layer.shape[3]
+    first_block, end_block = first_key // block_size, -(-end_key // block_size)
+    blocks = block_table[first_block:end_block].long()
+    skipped = first_block * block_size
+    pages = kv_layer[:, blocks].transpose(1, 2).flatten(2, 3)
+    k, v = pages[:, :, first_key - skipped : end_key - skipped].unbind(0)
+    return k, v
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """Attention of the queries [n, num_heads, head_dim] that belong to the last n keys."""
+    num_queries, num_heads, head_dim = q.shape
+    num_kv_heads, num_keys, _ = k.shape
+    group = num_heads // num_kv_heads
+    compute = torch.promote_types(q.dtype, torch.float32)
+    rows = q.to(compute).view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    scores = rows @ k.to(compute).transpose(1, 2).unsqueeze(1) * scale
+    position = torch.arange(num_keys - num_queries, num_keys, device=q.device).unsqueeze(1)
+    key = torch.arange(num_keys, device=q.device)
+    hidden = key > position
+    if window is not None:
+        hidden |= key <= position - window
+    probabilities = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    out = probabilities @ v.to(compute).unsqueeze(1)
+    return out.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_dim).to(q.dtype)

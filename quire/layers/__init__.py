@@ -1,0 +1,1 @@
+"""Modules that models are made of. They know about ranks and quantisation, models do not."""

@@ -1,0 +1,48 @@
+"""Activation functions by the names that model configurations use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from quire.protocol.errors import ModelError
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+_gelu_tanh = partial(F.gelu, approximate="tanh")
+
+ACTIVATIONS: dict[str, Activation] = {
+    "relu": F.relu,
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_new": _gelu_tanh,
+    "gelu_fast": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+}
+
+
+def activation(name: str) -> Activation:
+    """The function called `name` in a model's configuration."""
+    if name not in ACTIVATIONS:
+        raise ModelError(
+            f"Activation function {name!r} (hidden_act or activation_function in config.json) is "
+            f"not supported; supported are {', '.join(sorted(ACTIVATIONS))}."
+        )
+    return ACTIVATIONS[name]
+
+
+class GatedActivation(nn.Module):
+    """act(gate) * up, for gate and up joined in the last dimension."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.activation = activation(name)
+
+    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.activation(gate) * up

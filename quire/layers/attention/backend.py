@@ -1,0 +1,135 @@
+"""What an attention backend is, what it declares, and how one is chosen at start-up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from quire.protocol.errors import OptionError
+
+BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """Where the tokens of a step belong. Request r owns the tokens query_start[r]:query_start[r+1].
+
+    All tensors are on the backend's device.
+    """
+
+    query_start: Tensor  # int32 [requests + 1]
+    context_lens: Tensor  # int32 [requests], tokens in the cache, those of this step included
+    block_tables: Tensor  # int32 [requests, max_blocks]
+    slots: Tensor  # int64 [tokens], block * block_size + offset, where each new token is stored
+    max_query_len: int
+    max_context_len: int
+
+
+@dataclass(frozen=True)
+class BackendSupport:
+    """What a backend can do. `head_dims` None means any."""
+
+    name: str
+    device_types: tuple[str, ...] | None  # None: any
+    dtypes: tuple[torch.dtype, ...]
+    block_sizes: tuple[int, ...]
+    head_dims: tuple[int, ...] | None
+    sliding_window: bool
+    batch_invariant: bool  # a request's result does not depend on what else is in the batch
+
+
+class AttentionStep(Protocol):
+    """A planned step; called once per layer."""
+
+    def attend(
+        self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """Stores k and v [tokens, num_kv_heads, head_dim], then attends with q [tokens, num_heads,
+        head_dim] and returns a tensor of q's shape. A query at position p sees (p - window, p]."""
+        ...
+
+
+class AttentionBackend(Protocol):
+    """Computes attention over `kv [layers, 2, blocks, num_kv_heads, block_size, head_dim]`."""
+
+    support: ClassVar[BackendSupport]
+
+    def __init__(
+        self, kv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+    ) -> None: ...
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """Why the backend cannot run on this machine at all, or None if it can."""
+        ...
+
+    def plan(self, inputs: AttentionInputs) -> AttentionStep:
+        """Does the host work of a step, once for all layers."""
+        ...
+
+
+def candidates() -> tuple[type[AttentionBackend], ...]:
+    """All backends, the most wanted first."""
+    # Imported here because they are written in terms of this module.
+    from quire.layers.attention.cpu import CpuBackend
+    from quire.layers.attention.torch import TorchBackend
+
+    return (CpuBackend, TorchBackend)
+
+
+def select_backend(
+    device_type: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    window: int | None = None,
+    wanted: str | None = None,
+) -> tuple[type[AttentionBackend], list[str]]:
+    """The first backend that can do what is asked (or the `wanted` one), and why the others before it
+    were skipped."""
+    backends = candidates()
+    if wanted is not None:
+        names = ", ".join(backend.support.name for backend in backends)
+        backends = tuple(backend for backend in backends if backend.support.name == wanted)
+        if not backends:
+            raise OptionError(f"attention_backend={wanted!r} does not exist; choose from {names}.")
+    reasons = []
+    for backend in backends:
+        reason = unsupported(backend.support, device_type, dtype, head_dim, block_size, window)
+        reason = reason or backend.missing()
+        if reason is None:
+            return backend, reasons
+        reasons.append(f"{backend.support.name}: {reason}")
+    raise OptionError(
+        f"No attention backend can do block_size={block_size} with head size {head_dim} in {dtype} "
+        f"on {device_type!r}: {'; '.join(reasons)}."
+    )
+
+
+def unsupported(
+    support: BackendSupport,
+    device_type: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    window: int | None,
+) -> str | None:
+    """The first thing that is asked for and not declared, or None."""
+    if support.device_types is not None and device_type not in support.device_types:
+        return f"runs on {listed(support.device_types)}, not {device_type}"
+    if dtype not in support.dtypes:
+        return f"computes in {listed(support.dtypes)}, not {dtype}"
+    if block_size not in support.block_sizes:
+        return f"block_size must be one of {listed(support.block_sizes)}, not {block_size}"
+    if support.head_dims is not None and head_dim not in support.head_dims:
+        return f"the head size must be one of {listed(support.head_dims)}, not {head_dim}"
+    if window is not None and not support.sliding_window:
+        return f"has no sliding window, the model has one of {window} tokens"
+    return None
+
+
+def listed(items: tuple[object, ...]) -> str:
+    return ", ".join(str(item) for item in items)

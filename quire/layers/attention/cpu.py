@@ -1,0 +1,57 @@
+"""Attention on a CPU in float32, by the native library."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from quire.kernels import cpu
+from quire.layers.attention.backend import BLOCK_SIZES, AttentionInputs, BackendSupport
+
+
+class CpuBackend:
+    """All rows of a step in one call, shared among torch's threads."""
+
+    support: ClassVar[BackendSupport] = BackendSupport(
+        name="cpu",
+        device_types=("cpu",),
+        dtypes=(torch.float32,),
+        block_sizes=BLOCK_SIZES,
+        head_dims=None,
+        sliding_window=True,
+        batch_invariant=True,
+    )
+
+    def __init__(
+        self, kv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+    ) -> None:
+        self.layers = kv.unbind(0)
+
+    @classmethod
+    def missing(cls) -> str | None:
+        is_there, description = cpu.available()
+        return None if is_there else description
+
+    def plan(self, inputs: AttentionInputs) -> CpuStep:
+        return CpuStep(self.layers, inputs)
+
+
+class CpuStep:
+    """A step over the layers of a cache."""
+
+    def __init__(self, layers: tuple[Tensor, ...], inputs: AttentionInputs) -> None:
+        self.layers = layers
+        self.inputs = inputs  # the prepared calls hold addresses of these tensors
+        self.write = cpu.prepare_write(layers[0], inputs.slots)
+        self.attention = cpu.prepare_attention(
+            layers[0], inputs.query_start, inputs.context_lens, inputs.block_tables
+        )
+
+    def attend(
+        self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        layer = self.layers[layer_index]
+        cpu.write(self.write, layer, k, v)
+        return cpu.attend(self.attention, q, layer, scale, window)

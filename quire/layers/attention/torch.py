@@ -1,0 +1,61 @@
+"""Attention in plain torch, on any device: the specification, and the fallback."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from quire.kernels.torch.attention import paged_attention, write_kv
+from quire.layers.attention.backend import BLOCK_SIZES, AttentionInputs, BackendSupport
+
+
+class TorchBackend:
+    """Works everywhere, one request at a time."""
+
+    support: ClassVar[BackendSupport] = BackendSupport(
+        name="torch",
+        device_types=None,
+        dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+        block_sizes=BLOCK_SIZES,
+        head_dims=None,
+        sliding_window=True,
+        batch_invariant=True,
+    )
+
+    def __init__(
+        self, kv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+    ) -> None:
+        self.layers = kv.unbind(0)
+
+    @classmethod
+    def missing(cls) -> str | None:
+        return None
+
+    def plan(self, inputs: AttentionInputs) -> TorchStep:
+        # The twin reads lengths on the host: fetch them once, not in every layer.
+        on_host = replace(
+            inputs,
+            query_start=inputs.query_start.cpu(),
+            context_lens=inputs.context_lens.cpu(),
+        )
+        return TorchStep(self.layers, on_host)
+
+
+class TorchStep:
+    """A step over the layers of a cache."""
+
+    def __init__(self, layers: tuple[Tensor, ...], inputs: AttentionInputs) -> None:
+        self.layers = layers
+        self.inputs = inputs
+
+    def attend(
+        self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        layer, inputs = self.layers[layer_index], self.inputs
+        write_kv(layer, k, v, inputs.slots)
+        return paged_attention(
+            q, layer, inputs.query_start, inputs.context_lens, inputs.block_tables, scale, window
+        )

@@ -1,0 +1,70 @@
+"""Token and position embeddings, and the head that turns hidden states into logits."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from quire.layers.parallel import Axis, Part, Placement, WeightedLayer, whole
+
+
+def vocabulary_axis(vocab_size: int, place: Placement) -> Axis:
+    """Each rank keeps an equal number of vocabulary entries; the last ones may be padding."""
+    share = -(-vocab_size // place.parallel.size)
+    return (Part(vocab_size, place.parallel.rank * share, share),)
+
+
+class Embedding(WeightedLayer):
+    """A table that every rank keeps entirely, such as learned positions."""
+
+    weight: nn.Parameter
+
+    def __init__(self, num_rows: int, dim: int, place: Placement) -> None:
+        super().__init__()
+        self.add_weight("weight", (whole(num_rows), whole(dim)), place)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.weight)
+
+
+class VocabEmbedding(WeightedLayer):
+    """Token embeddings, divided among ranks by token id."""
+
+    weight: nn.Parameter
+
+    def __init__(self, vocab_size: int, dim: int, place: Placement) -> None:
+        super().__init__()
+        self.parallel = place.parallel
+        rows = vocabulary_axis(vocab_size, place)
+        self.first, self.num_rows = rows[0].start, rows[0].size
+        self.add_weight("weight", (rows, whole(dim)), place)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self.parallel.size == 1:
+            return F.embedding(token_ids, self.weight)
+        local = token_ids - self.first
+        elsewhere = (local < 0) | (local >= self.num_rows)
+        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self.parallel.all_reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+
+class LMHead(WeightedLayer):
+    """Logits over the vocabulary. With `tied`, the weight is that embedding's."""
+
+    weight: nn.Parameter
+
+    def __init__(
+        self, vocab_size: int, dim: int, place: Placement, tied: VocabEmbedding | None = None
+    ) -> None:
+        super().__init__()
+        self.parallel = place.parallel
+        self.vocab_size = vocab_size
+        if tied is None:
+            self.add_weight("weight", (vocabulary_axis(vocab_size, place), whole(dim)), place)
+        else:
+            self.weight = tied.weight
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.parallel.all_gather(F.linear(hidden, self.weight))
+        return logits[:, : self.vocab_size]

@@ -1,0 +1,102 @@
+"""Linear layers that keep one rank's share of their weight and combine the ranks' results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from quire.layers.parallel import Axis, Part, Placement, WeightedLayer, divided, whole
+
+
+class Linear(WeightedLayer):
+    """x W^T + b over the given axes. Used as it is where every rank keeps the whole weight."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, inputs: Axis, outputs: Axis, bias: bool, place: Placement) -> None:
+        super().__init__()
+        self.parallel = place.parallel
+        self.scheme = place.scheme
+        self.scheme.create_weights(self, outputs, inputs, place)
+        if bias:
+            self.add_weight("bias", (outputs,), place)
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scheme.apply(self, x, self.bias)
+
+    def finish_loading(self) -> None:
+        self.scheme.finish_loading(self)
+
+
+class ColumnLinear(Linear):
+    """Each rank computes its share of the outputs."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, place: Placement) -> None:
+        outputs = divided(out_features, place.parallel, "layer width")
+        super().__init__(whole(in_features), outputs, bias, place)
+
+
+class MergedLinear(Linear):
+    """Several column-parallel layers over one input at once; their outputs are joined in order."""
+
+    def __init__(
+        self, in_features: int, out_features: Mapping[str, int], bias: bool, place: Placement
+    ) -> None:
+        outputs: Axis = ()
+        for name, size in out_features.items():
+            outputs += divided(size, place.parallel, "layer width", name)
+        super().__init__(whole(in_features), outputs, bias, place)
+
+
+class QKVLinear(Linear):
+    """Query, key and value projections at once, divided by heads.
+
+    KV heads are kept by several ranks where there are fewer of them than ranks.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        bias: bool,
+        place: Placement,
+    ) -> None:
+        parallel = place.parallel
+        q_heads = parallel.share(num_heads, "num_attention_heads")
+        kv_heads = parallel.kv_heads(num_kv_heads)
+
+        def part(name: str, total: int, first: int, count: int) -> Part:
+            return Part(total * head_dim, first * head_dim, count * head_dim, name)
+
+        kv_first = parallel.rank * num_kv_heads // parallel.size
+        outputs = (
+            part("q", num_heads, parallel.rank * q_heads, q_heads),
+            part("k", num_kv_heads, kv_first, kv_heads),
+            part("v", num_kv_heads, kv_first, kv_heads),
+        )
+        super().__init__(whole(in_features), outputs, bias, place)
+        self.head_dim = head_dim
+        self.heads = (q_heads, kv_heads, kv_heads)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        """q [T, heads, head_dim], k and v [T, kv_heads, head_dim]; views of one tensor."""
+        joined = super().forward(x).view(x.shape[0], -1, self.head_dim)
+        return joined.split(self.heads, dim=1)
+
+
+class RowLinear(Linear):
+    """Each rank multiplies its share of the inputs; the results are summed over ranks."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, place: Placement) -> None:
+        inputs = divided(in_features, place.parallel, "layer width")
+        super().__init__(inputs, whole(out_features), bias, place)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.bias if self.parallel.rank == 0 else None
+        return self.parallel.all_reduce(self.scheme.apply(self, x, bias))

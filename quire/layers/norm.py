@@ -1,0 +1,73 @@
+"""Normalisation in fp32. With a residual, the sum is normalised and returned beside the result."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import overload
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from quire.layers.parallel import Placement, WeightedLayer, whole
+
+
+class Norm(WeightedLayer, ABC):
+    """Adds the residual, if any, and normalises the last dimension."""
+
+    @abstractmethod
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        """norm(x), in x's dtype."""
+
+    @overload
+    def forward(self, x: torch.Tensor) -> torch.Tensor: ...
+    @overload
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """norm(x), or (norm(x + residual), x + residual)."""
+        if residual is None:
+            return self.normalize(x)
+        residual = x + residual
+        return self.normalize(residual), residual
+
+    def fill_dummy(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+        tensor.fill_(1.0 if name == "weight" else 0.0)
+
+
+class RMSNorm(Norm):
+    """x / rms(x) * weight."""
+
+    weight: nn.Parameter
+
+    def __init__(self, dim: int, eps: float, place: Placement) -> None:
+        super().__init__()
+        self.eps = eps
+        self.add_weight("weight", (whole(dim),), place)
+
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * (wide * scale).to(x.dtype)
+
+
+class LayerNorm(Norm):
+    """(x - mean) / deviation, times weight plus bias where `affine`."""
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(self, dim: int, eps: float, place: Placement, affine: bool = True) -> None:
+        super().__init__()
+        self.dim, self.eps = dim, eps
+        for name in ("weight", "bias"):
+            if affine:
+                self.add_weight(name, (whole(dim),), place)
+            else:
+                self.register_parameter(name, None)
+
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, (self.dim,), self.weight, self.bias, self.eps)

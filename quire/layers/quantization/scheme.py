@@ -1,0 +1,44 @@
+"""`Scheme`: the three verbs of a weight format. A layer never asks which format it has."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from quire.layers.parallel import Axis, Placement, WeightedLayer
+
+
+class Scheme(Protocol):
+    """A weight format. One object serves all layers of a model; parameters belong to the layers."""
+
+    def create_weights(
+        self, layer: WeightedLayer, outputs: Axis, inputs: Axis, place: Placement
+    ) -> None:
+        """Adds to `layer` the parameters that stand for its [outputs, inputs] matrix."""
+
+    def finish_loading(self, layer: WeightedLayer) -> None:
+        """Repacks the loaded parameters into the form that `apply` reads."""
+
+    def apply(
+        self, layer: WeightedLayer, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x W^T + bias."""
+
+
+class Unquantized:
+    """The matrix itself, in the model's dtype."""
+
+    def create_weights(
+        self, layer: WeightedLayer, outputs: Axis, inputs: Axis, place: Placement
+    ) -> None:
+        layer.add_weight("weight", (outputs, inputs), place)
+
+    def finish_loading(self, layer: WeightedLayer) -> None:
+        """The matrix is used as it was loaded."""
+
+    def apply(
+        self, layer: WeightedLayer, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return F.linear(x, layer.get_parameter("weight"), bias)

@@ -1,0 +1,105 @@
+"""GPT-2: learned positions, LayerNorm before the blocks, weights stored [in, out]."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from quire.config.model import ModelConfig
+from quire.layers.activation import activation
+from quire.layers.attention.backend import AttentionStep
+from quire.layers.embedding import Embedding, LMHead, VocabEmbedding
+from quire.layers.linear import ColumnLinear, QKVLinear, RowLinear
+from quire.layers.norm import LayerNorm
+from quire.layers.parallel import Placement
+from quire.models.registry import CausalLM, WeightMap
+
+
+def _attention_scale(config: ModelConfig, layer_index: int) -> float:
+    scale = config.head_dim**-0.5 if config.raw.get("scale_attn_weights", True) else 1.0
+    if config.raw.get("scale_attn_by_inverse_layer_idx", False):
+        scale /= layer_index + 1
+    return scale
+
+
+class GPT2Attention(nn.Module):
+    def __init__(self, config: ModelConfig, layer_index: int, place: Placement) -> None:
+        super().__init__()
+        hidden, heads, head_dim = config.hidden_size, config.num_heads, config.head_dim
+        self.c_attn = QKVLinear(hidden, head_dim, heads, config.num_kv_heads, True, place)
+        self.c_proj = RowLinear(heads * head_dim, hidden, True, place)
+        self.layer_index = layer_index
+        self.scale = _attention_scale(config, layer_index)
+
+    def forward(self, x: torch.Tensor, attention: AttentionStep) -> torch.Tensor:
+        q, k, v = self.c_attn(x)
+        out = attention.attend(self.layer_index, q, k, v, self.scale, None)
+        return self.c_proj(out.flatten(1))
+
+
+class GPT2MLP(nn.Module):
+    def __init__(self, config: ModelConfig, place: Placement) -> None:
+        super().__init__()
+        self.c_fc = ColumnLinear(config.hidden_size, config.intermediate_size, True, place)
+        self.activation = activation(config.hidden_act)
+        self.c_proj = RowLinear(config.intermediate_size, config.hidden_size, True, place)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c_proj(self.activation(self.c_fc(x)))
+
+
+class GPT2Block(nn.Module):
+    def __init__(self, config: ModelConfig, layer_index: int, place: Placement) -> None:
+        super().__init__()
+        self.ln_1 = LayerNorm(config.hidden_size, config.norm_eps, place)
+        self.attn = GPT2Attention(config, layer_index, place)
+        self.ln_2 = LayerNorm(config.hidden_size, config.norm_eps, place)
+        self.mlp = GPT2MLP(config, place)
+
+    def forward(self, x: torch.Tensor, attention: AttentionStep) -> torch.Tensor:
+        x = x + self.attn(self.ln_1(x), attention)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT2Model(nn.Module):
+    def __init__(self, config: ModelConfig, place: Placement) -> None:
+        super().__init__()
+        self.wte = VocabEmbedding(config.vocab_size, config.hidden_size, place)
+        self.wpe = Embedding(config.max_position_tokens, config.hidden_size, place)
+        self.h = nn.ModuleList(
+            GPT2Block(config, index, place) for index in range(config.num_layers)
+        )
+        self.ln_f = LayerNorm(config.hidden_size, config.norm_eps, place)
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionStep
+    ) -> torch.Tensor:
+        x = self.wte(token_ids) + self.wpe(positions)
+        for block in self.h:
+            x = block(x, attention)
+        return self.ln_f(x)
+
+
+def _rename(name: str) -> str:
+    known = name.startswith(("transformer.", "lm_head."))
+    return name if known else f"transformer.{name}"
+
+
+class GPT2LMHeadModel(CausalLM):
+    weight_map = WeightMap(
+        rename=_rename,
+        transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight"),
+        ignored=(".attn.bias", ".attn.masked_bias"),
+        embedding="transformer.wte.weight",
+    )
+
+    def __init__(self, config: ModelConfig, place: Placement) -> None:
+        super().__init__(config, place)
+        self.transformer = GPT2Model(config, place)
+        tied = self.transformer.wte if config.tie_word_embeddings else None
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, place, tied)
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionStep
+    ) -> torch.Tensor:
+        return self.transformer(token_ids, positions, attention)

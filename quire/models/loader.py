@@ -1,0 +1,151 @@
+"""Builds a model and streams its weights into place, or says exactly which tensors do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from quire.config.model import ModelConfig
+from quire.layers.parallel import Parallel, Placement, WeightedLayer
+from quire.layers.quantization.scheme import Unquantized
+from quire.models.registry import CausalLM, model_class
+from quire.models.weights import iter_weights
+from quire.protocol.errors import ModelError
+
+MAX_NAMED_TENSORS = 10
+ONE_RANK = Parallel(0, 1)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where one checkpoint tensor goes."""
+
+    layer: WeightedLayer
+    parameter: str
+    shard: str | None
+    transposed: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor in the checkpoint."""
+        shape = self.layer.checkpoint_shape(self.parameter, self.shard)
+        return shape[::-1] if self.transposed else shape
+
+    def load(self, tensor: torch.Tensor) -> None:
+        self.layer.load(self.parameter, self.shard, tensor.t() if self.transposed else tensor)
+
+
+def load_model(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    load_format: str = "auto",
+    parallel: Parallel = ONE_RANK,
+    seed: int = 0,
+) -> CausalLM:
+    """The model of `config` with its weights, or this rank's share of them, on `device`.
+
+    `load_format="dummy"` makes random weights instead: equal for equal seeds on one type of device.
+    """
+    if config.quantization:
+        raise ModelError(
+            f"{config.source.name} is quantised: quant_method "
+            f"{config.quantization.get('quant_method')!r} in quantization_config is not supported "
+            f"yet; use the unquantised model or a GGUF file of it."
+        )
+    place = Placement(dtype, torch.device(device), parallel, Unquantized())
+    model = model_class(config.architecture)(config, place)
+    if load_format == "dummy":
+        load_dummy_weights(model, place, seed)
+    else:
+        load_weights(model, config, iter_weights(config.source, load_format))
+    for layer in model.modules():
+        if isinstance(layer, WeightedLayer):
+            layer.finish_loading()
+    return model.eval()
+
+
+def weight_targets(model: CausalLM) -> dict[str, Target]:
+    """Every tensor that a checkpoint of `model` must hold, by its name there."""
+    weight_map = model.weight_map
+    targets: dict[str, Target] = {}
+    for path, layer in model.named_modules():
+        if not isinstance(layer, WeightedLayer):
+            continue
+        parent, _, own_name = path.rpartition(".")
+        fused = weight_map.fused.get(own_name)
+        sources: list[tuple[str | None, str]]
+        sources = [*fused.items()] if fused else [(None, own_name)]
+        for parameter in layer.axes:
+            for shard, module_name in sources:
+                name = ".".join(filter(None, (parent, module_name, parameter)))
+                transposed = name.endswith(weight_map.transposed)
+                targets[name] = Target(layer, parameter, shard, transposed)
+    return targets
+
+
+def load_weights(
+    model: CausalLM, config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Streams (checkpoint name, tensor) pairs into `model`, holding on to none of the tensors."""
+    weight_map = model.weight_map
+    missing = weight_targets(model)
+    extra: list[str] = []
+    misshapen: list[str] = []
+    tied = (weight_map.embedding, weight_map.head) if config.tie_word_embeddings else ()
+    tied_rows: dict[str, torch.Tensor] = {}
+    for original_name, tensor in weights:
+        name = weight_map.rename(original_name)
+        target = missing.pop(name, None)
+        if name in tied:
+            tied_rows[name] = _some_rows(tensor)
+        if target is None:
+            if name not in tied_rows and not name.endswith(weight_map.ignored):
+                extra.append(original_name)
+        elif tuple(tensor.shape) != target.shape:
+            found = list(tensor.shape)
+            misshapen.append(f"{original_name} (expected {list(target.shape)}, found {found})")
+        else:
+            target.load(tensor)
+    problems = [
+        _listed("missing", list(missing)),
+        _listed("not part of the model", extra),
+        _listed("of the wrong shape", misshapen),
+    ]
+    if len(tied_rows) == 2 and not torch.equal(*tied_rows.values()):
+        problems.append(
+            f"{weight_map.head} differs from {weight_map.embedding} although tie_word_embeddings "
+            f"is true (if the weights are right, set it to false by hf_overrides)"
+        )
+    if any(problems):
+        raise ModelError(
+            f"The weights of {config.source.name} do not fit {config.architecture}: "
+            f"{'; '.join(filter(None, problems))}. Check that config.json belongs to these weights "
+            f"and that the download is complete."
+        )
+
+
+def _some_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Enough of a matrix to tell it from another one, in memory of its own."""
+    return tensor[:: max(1, len(tensor) // 64)].clone()
+
+
+def _listed(what: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    named = ", ".join(names[:MAX_NAMED_TENSORS])
+    more = len(names) - MAX_NAMED_TENSORS
+    rest = f", and {more} more" if more > 0 else ""
+    return f"{len(names)} {'tensor' if len(names) == 1 else 'tensors'} {what}: {named}{rest}"
+
+
+def load_dummy_weights(model: CausalLM, place: Placement, seed: int) -> None:
+    """Random weights, made on the device one whole tensor at a time, so that all ranks agree."""
+    generator = torch.Generator(place.device).manual_seed(seed)
+    for target in weight_targets(model).values():
+        tensor = torch.empty(target.shape, dtype=place.dtype, device=place.device)
+        target.layer.fill_dummy(target.parameter, tensor, generator)
+        target.load(tensor)

@@ -1,0 +1,125 @@
+"""OPT: learned positions, LayerNorm before the blocks (after them in opt-350m), ReLU."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from quire.config.model import ModelConfig
+from quire.layers.activation import activation
+from quire.layers.attention.backend import AttentionStep
+from quire.layers.embedding import Embedding, LMHead, VocabEmbedding
+from quire.layers.linear import ColumnLinear, Linear, QKVLinear, RowLinear
+from quire.layers.norm import LayerNorm
+from quire.layers.parallel import Placement, whole
+from quire.models.registry import CausalLM, WeightMap
+
+POSITION_OFFSET = 2
+"""Rows at the head of OPT's position table that no token uses."""
+
+
+def _norm(config: ModelConfig, place: Placement) -> LayerNorm:
+    affine = config.raw.get("layer_norm_elementwise_affine", True)
+    return LayerNorm(config.hidden_size, config.norm_eps, place, affine)
+
+
+class OPTAttention(nn.Module):
+    def __init__(self, config: ModelConfig, layer_index: int, place: Placement) -> None:
+        super().__init__()
+        hidden, heads, head_dim = config.hidden_size, config.num_heads, config.head_dim
+        bias = config.attention_bias
+        self.qkv_proj = QKVLinear(hidden, head_dim, heads, config.num_kv_heads, bias, place)
+        self.out_proj = RowLinear(heads * head_dim, hidden, bias, place)
+        self.layer_index, self.scale = layer_index, head_dim**-0.5
+
+    def forward(self, x: torch.Tensor, attention: AttentionStep) -> torch.Tensor:
+        q, k, v = self.qkv_proj(x)
+        out = attention.attend(self.layer_index, q, k, v, self.scale, None)
+        return self.out_proj(out.flatten(1))
+
+
+class OPTLayer(nn.Module):
+    def __init__(self, config: ModelConfig, layer_index: int, place: Placement) -> None:
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.norm_first = config.raw.get("do_layer_norm_before", True)
+        self.self_attn_layer_norm = _norm(config, place)
+        self.self_attn = OPTAttention(config, layer_index, place)
+        self.final_layer_norm = _norm(config, place)
+        self.fc1 = ColumnLinear(hidden, inner, bias, place)
+        self.activation = activation(config.hidden_act)
+        self.fc2 = RowLinear(inner, hidden, bias, place)
+
+    def forward(self, x: torch.Tensor, attention: AttentionStep) -> torch.Tensor:
+        if self.norm_first:
+            x = x + self.self_attn(self.self_attn_layer_norm(x), attention)
+            return x + self.mlp(self.final_layer_norm(x))
+        x = self.self_attn_layer_norm(x + self.self_attn(x, attention))
+        return self.final_layer_norm(x + self.mlp(x))
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.activation(self.fc1(x)))
+
+
+class OPTDecoder(nn.Module):
+    def __init__(self, config: ModelConfig, place: Placement) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.embed_dim = config.raw.get("word_embed_proj_dim") or hidden
+        self.embed_tokens = VocabEmbedding(config.vocab_size, self.embed_dim, place)
+        num_positions = config.max_position_tokens + POSITION_OFFSET
+        self.embed_positions = Embedding(num_positions, hidden, place)
+        self.project_in: nn.Module = nn.Identity()
+        self.project_out: nn.Module = nn.Identity()
+        if self.embed_dim != hidden:
+            self.project_in = Linear(whole(self.embed_dim), whole(hidden), False, place)
+            self.project_out = Linear(whole(hidden), whole(self.embed_dim), False, place)
+        self.layers = nn.ModuleList(
+            OPTLayer(config, index, place) for index in range(config.num_layers)
+        )
+        self.final_layer_norm: nn.Module = nn.Identity()
+        norm_first = config.raw.get("do_layer_norm_before", True)
+        if norm_first and not config.raw.get("_remove_final_layer_norm", False):
+            self.final_layer_norm = _norm(config, place)
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionStep
+    ) -> torch.Tensor:
+        x = self.project_in(self.embed_tokens(token_ids))
+        x = x + self.embed_positions(positions + POSITION_OFFSET)
+        for layer in self.layers:
+            x = layer(x, attention)
+        return self.project_out(self.final_layer_norm(x))
+
+
+class OPTModel(nn.Module):
+    """Exists for the sake of its name in checkpoints."""
+
+    def __init__(self, config: ModelConfig, place: Placement) -> None:
+        super().__init__()
+        self.decoder = OPTDecoder(config, place)
+
+
+def _rename(name: str) -> str:
+    return f"model.{name}" if name.startswith("decoder.") else name
+
+
+class OPTForCausalLM(CausalLM):
+    weight_map = WeightMap(
+        fused={"qkv_proj": {"q": "q_proj", "k": "k_proj", "v": "v_proj"}},
+        rename=_rename,
+        ignored=("decoder.version",),
+        embedding="model.decoder.embed_tokens.weight",
+    )
+
+    def __init__(self, config: ModelConfig, place: Placement) -> None:
+        super().__init__(config, place)
+        self.model = OPTModel(config, place)
+        decoder = self.model.decoder
+        tied = decoder.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = LMHead(config.vocab_size, decoder.embed_dim, place, tied)
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionStep
+    ) -> torch.Tensor:
+        return self.model.decoder(token_ids, positions, attention)

@@ -1,0 +1,76 @@
+"""What a model is to the rest of Quire, and which class runs which architecture."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from quire.config.architectures import SUPPORTED_ARCHITECTURES
+from quire.config.model import ModelConfig
+from quire.layers.attention.backend import AttentionStep
+from quire.layers.embedding import LMHead
+from quire.layers.parallel import Placement
+from quire.protocol.errors import ModelError
+
+
+def _same_name(name: str) -> str:
+    return name
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """How a checkpoint's tensors differ in name and layout from the model's parameters."""
+
+    fused: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Module -> shard id -> the checkpoint's module: one of ours for several of theirs."""
+    rename: Callable[[str], str] = _same_name
+    """Brings a checkpoint's name to the form that the model's own names have."""
+    transposed: tuple[str, ...] = ()
+    """Endings of names whose tensors are stored [in, out]."""
+    ignored: tuple[str, ...] = ()
+    """Endings of names that checkpoints may hold and the model has no use for."""
+    embedding: str = "model.embed_tokens.weight"
+    """The tensor that a tied output head shares."""
+    head: str = "lm_head.weight"
+    """The output head's own name: where tied, a checkpoint may repeat the embedding under it."""
+
+
+class CausalLM(nn.Module, ABC):
+    """A language model over one flat line of tokens, which may belong to many requests.
+
+    Modules are named as in checkpoints, but for what `weight_map` says.
+    """
+
+    weight_map: ClassVar[WeightMap]
+    lm_head: LMHead
+
+    def __init__(self, config: ModelConfig, place: Placement) -> None:
+        """Makes all layers as `place` says; their weights are left uninitialised."""
+        super().__init__()
+
+    @abstractmethod
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionStep
+    ) -> torch.Tensor:
+        """Hidden states [T, H] after the final norm, for token ids and positions int64[T]."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[S, vocab] for hidden states [S, H]."""
+        return self.lm_head(hidden)
+
+
+def model_class(architecture: str) -> type[CausalLM]:
+    """The class for an architecture as config.json names it, imported when first asked for."""
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        raise ModelError(
+            f"Architecture {architecture!r} is not supported; supported are "
+            f"{', '.join(sorted(SUPPORTED_ARCHITECTURES))}."
+        )
+    module = import_module(f"quire.models.{SUPPORTED_ARCHITECTURES[architecture]}")
+    return getattr(module, architecture)

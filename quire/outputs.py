@@ -1,0 +1,21 @@
+"""The output classes under the module name that vLLM scripts import them from."""
+
+from quire.frontend.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    FlatLogprobs,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
+
+__all__ = [
+    "BeamSearchOutput",
+    "BeamSearchSequence",
+    "CompletionOutput",
+    "FlatLogprobs",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+]

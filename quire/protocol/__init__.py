@@ -1,0 +1,1 @@
+"""What crosses a process boundary: requests, plans, results, outputs, errors. No torch."""

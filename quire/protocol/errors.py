@@ -1,0 +1,27 @@
+"""Errors a user can see. Each message names the field or setting, its value, and the remedy."""
+
+from __future__ import annotations
+
+
+class QuireError(ValueError):
+    """Root of all errors that Quire raises on purpose."""
+
+
+class OptionError(QuireError):
+    """An engine option is unknown, out of range, or cannot be combined with another."""
+
+
+class ModelError(QuireError):
+    """A model cannot be found, read, or is of an unsupported kind."""
+
+
+class RequestError(QuireError):
+    """A request is malformed or can never be served (HTTP 400)."""
+
+
+class OverloadedError(QuireError):
+    """The engine cannot take more requests now (HTTP 503 with Retry-After)."""
+
+
+class EngineDeadError(QuireError):
+    """The engine stopped on an internal failure and serves nothing any more (HTTP 503)."""

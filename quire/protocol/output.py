@@ -1,0 +1,59 @@
+"""What the engine tells a client after a step: arrays; objects are made where they are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quire.protocol.plan import Int32Array, Int64Array, LogprobArrays
+
+
+@dataclass(slots=True)
+class FinishedSequence:
+    """The one terminal output of a sequence."""
+
+    key: int
+    token_ids: Int32Array
+    """All generated tokens."""
+    finish_reason: str
+    """stop, length, abort, error or repetition."""
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+    beams: list[Beam] | None = None
+    """For beam search, the best hypotheses, best first."""
+    arrival_time: float = 0.0
+    first_scheduled_time: float = 0.0
+    first_token_time: float = 0.0
+    finished_time: float = 0.0
+
+
+@dataclass(slots=True)
+class Beam:
+    token_ids: list[int]
+    cumulative_logprob: float
+    score: float
+    finished_by_eos: bool
+
+
+@dataclass(slots=True)
+class SequencePromptLogprobs:
+    key: int
+    arrays: LogprobArrays
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """New tokens of streaming sequences, and every sequence that ended."""
+
+    keys: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
+    tokens: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
+    logprobs: LogprobArrays | None = None
+    """`index` points into `keys`."""
+    prompt_logprobs: list[SequencePromptLogprobs] = field(default_factory=list)
+    finished: list[FinishedSequence] = field(default_factory=list)
+
+    @property
+    def empty(self) -> bool:
+        return not (len(self.keys) or self.finished or self.prompt_logprobs)

@@ -1,0 +1,114 @@
+"""`StepPlan` and `StepResult`: the only things that pass between scheduler and worker.
+
+A plan says what changed since the last one and how many tokens each row computes; it never repeats
+what the device rows already hold. Positions, slots and lengths are derived from rows on the device.
+
+The worker carries out the parts of a plan in this order: free rows, add rows (forks copy from their
+parent's row), append known tokens, write block-table entries, copy blocks, compute, sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.protocol.sampling import SamplingParams
+
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
+Float32Array = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+
+
+def empty_ints() -> Int32Array:
+    return np.empty(0, np.int32)
+
+
+@dataclass(slots=True)
+class AddedRow:
+    """A request takes a row: everything the device must know about it."""
+
+    row: int
+    token_ids: Int32Array
+    """Known tokens. For a fork, only those after `num_forked_tokens`."""
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    """Tokens whose KV is already in the row's blocks (cached prefix or fork)."""
+    params: SamplingParams
+    seed: int
+    """64-bit; with the token's position it determines the random numbers drawn."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that `min_tokens` forbids: end-of-sequence ids (unless ignored) and stop ids."""
+    fork_of: int = -1
+    """Row whose first `num_forked_tokens` token ids are copied on the device; -1 for none."""
+    num_forked_tokens: int = 0
+    num_logprobs: int = -1
+    """Top logprobs wanted per sampled token; -1 means none, 0 the sampled token's alone."""
+    num_prompt_logprobs: int = -1
+    appends_sampled: bool = True
+    """False where the host chooses the token itself (beam search) and sends it by `append_*`."""
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One numbered step of work."""
+
+    step: int
+    freed_rows: Int32Array = field(default_factory=empty_ints)
+    added_rows: list[AddedRow] = field(default_factory=list)
+    append_rows: Int32Array = field(default_factory=empty_ints)
+    append_tokens: Int32Array = field(default_factory=empty_ints)
+    block_rows: Int32Array = field(default_factory=empty_ints)
+    """New table entries: table[group, block_rows[i], block_indices[i]] = block_ids[group, i]."""
+    block_indices: Int32Array = field(default_factory=empty_ints)
+    block_ids: Int32Array = field(default_factory=lambda: np.empty((1, 0), np.int32))
+    copy_sources: Int32Array = field(default_factory=empty_ints)
+    """Whole blocks copied before this step's KV writes."""
+    copy_targets: Int32Array = field(default_factory=empty_ints)
+    rows: Int32Array = field(default_factory=empty_ints)
+    """Rows that compute in this step."""
+    num_new_tokens: Int32Array = field(default_factory=empty_ints)
+    """Tokens each of `rows` computes, all > 0."""
+    samples: BoolArray = field(default_factory=lambda: np.empty(0, np.bool_))
+    """Which of `rows` reach their last known token and so sample the next one."""
+    epochs: Int32Array = field(default_factory=empty_ints)
+    """Row epochs at planning time: a result applies only while the row's epoch is unchanged."""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.num_new_tokens.sum())
+
+
+@dataclass(slots=True)
+class LogprobArrays:
+    """Logprobs of several positions. Column 0 is the token itself, the others are candidates."""
+
+    index: Int32Array
+    """Which sampled token (or prompt position) each line belongs to."""
+    token_ids: Int32Array
+    """[lines, 1 + k]; -1 where a line asked for fewer than k."""
+    logprobs: Float32Array
+    ranks: Int32Array
+    """Rank of column 0 in the whole vocabulary, from 1."""
+
+
+@dataclass(slots=True)
+class PromptLogprobs:
+    """Logprobs of prompt tokens of one row; `arrays.index` holds prompt positions."""
+
+    row: int
+    arrays: LogprobArrays
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step produced. `tokens` lines up with `plan.rows[plan.samples]`."""
+
+    step: int
+    tokens: Int32Array
+    logprobs: LogprobArrays | None = None
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    info: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,31 @@
+"""`NewRequest`: a request on its way into the engine. Whoever builds one vouches for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.protocol.plan import Int32Array
+from quire.protocol.sampling import SamplingParams
+
+
+@dataclass(slots=True)
+class NewRequest:
+    """One prompt. With `params.n > 1` it stands for n sequences, of keys `key` to `key + n - 1`."""
+
+    key: int
+    """Integer name of the request (of its first sequence), unique within its client."""
+    request_id: str
+    prompt_token_ids: Int32Array
+    params: SamplingParams
+    arrival_time: float
+    eos_token_ids: tuple[int, ...] = ()
+    priority: int = 0
+    """Lower runs first; used by the priority policy only."""
+    cache_salt: str | None = None
+    adapter: str | None = None
+    """Digest of the adapter's content; prefix blocks are shared only between equal ones."""
+    streams: bool = False
+    """Whether the client reads tokens as they come; otherwise they arrive with the end."""
+    beam_width: int = 0
+    """Above 0: beam search, driven by `params.max_tokens` and `length_penalty`."""
+    length_penalty: float = 1.0

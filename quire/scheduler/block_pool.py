@@ -1,0 +1,67 @@
+"""`BlockPool`: ids, reference counts and the free list of KV blocks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from quire.protocol.plan import BoolArray, Int32Array
+
+
+class BlockPool:
+    """Hands out blocks one at a time. A freed block keeps its content until it is reused.
+
+    The free list is ordered by future utility, lowest first: blocks that nobody can find again,
+    then findable (cached) ones, least recently freed first. Whoever frees a sequence passes its
+    deepest block first, so a block is always evicted before the one it depends on.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.ref_counts: Int32Array = np.zeros(num_blocks, np.int32)
+        self.cached: BoolArray = np.zeros(num_blocks, np.bool_)
+        """Whether the prefix cache can find the block; kept by the cache."""
+        self.on_evict: Callable[[int], None] = lambda block: None
+        """Called when a cached block is about to be reused."""
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.num_allocated_total = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks, each with one reference. The caller has checked `num_free`."""
+        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
+            if self.cached[block]:
+                self.on_evict(block)
+        self.ref_counts[blocks] = 1
+        self.num_allocated_total += count
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Add a reference to each block, reviving those that were free."""
+        for block in blocks:
+            if self.ref_counts[block] == 0:
+                del self._free[block]
+            self.ref_counts[block] += 1
+
+    def free(self, blocks: Iterable[int]) -> None:
+        """Drop one reference from each block, deepest block of a sequence first."""
+        for block in blocks:
+            assert self.ref_counts[block] > 0, f"block {block} freed twice"
+            self.ref_counts[block] -= 1
+            if self.ref_counts[block] == 0:
+                self._free[block] = None
+                if not self.cached[block]:
+                    self._free.move_to_end(block, last=False)
+
+    def is_free(self, block: int) -> bool:
+        return block in self._free

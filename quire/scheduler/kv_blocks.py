@@ -1,0 +1,140 @@
+"""`KVBlocks`: which blocks hold whose KV. Joins block pool, prefix cache and block tables."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.protocol.plan import Int32Array
+from quire.scheduler.block_pool import BlockPool
+from quire.scheduler.draft import PlanDraft
+from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.prefix_cache import PrefixCache, PrefixMatch
+from quire.scheduler.request import Columns, Request, Status
+
+
+class KVBlocks:
+    def __init__(self, limits: SchedulerLimits, columns: Columns) -> None:
+        self.limits = limits
+        self.columns = columns
+        self.pool = BlockPool(limits.num_blocks)
+        self.cache = PrefixCache(self.pool, limits.block_size, limits.enable_prefix_caching)
+
+    def blocks_for(self, num_tokens: Int32Array) -> Int32Array:
+        return -(-num_tokens // self.limits.block_size)
+
+    # --- admission ------------------------------------------------------------------------------
+
+    def match(self, request: Request, step: int) -> tuple[PrefixMatch, int]:
+        """The longest prefix that is already computed, and the row it is forked from (-1: none).
+
+        It comes from the cache or from the row of the request's parent, and leaves out the last
+        token, which must be computed to sample the next one.
+        """
+        self.cache.chain(request.root, request.hashes, request.held_token_ids)
+        match = PrefixMatch([], 0)
+        if not self._skips_cache(request):
+            known = request.held_token_ids[:-1]
+            match = self.cache.match(request.root, request.hashes, known, step)
+        parent = request.parent
+        if parent is not None and parent.status is Status.RUNNING:
+            c, row = self.columns, parent.row
+            computed = c.computed_before if c.last_step[row] == step else c.num_computed
+            shared = min(request.num_shared, int(computed[row]))
+            if shared > match.num_tokens:
+                full, rest = divmod(shared, self.limits.block_size)
+                partial = int(parent.blocks[full]) if rest else -1
+                return PrefixMatch(parent.blocks[:full].tolist(), shared, partial), row
+        return match, -1
+
+    def _skips_cache(self, request: Request) -> bool:
+        params = request.params
+        if params.skip_reading_prefix_cache is not None:
+            return params.skip_reading_prefix_cache
+        return params.wants_prompt_logprobs and request.parent is None
+
+    def room_for(self, match: PrefixMatch, num_tokens: int, running: Int32Array) -> bool:
+        """Whether a whole request fits beside what running ones still need for their tokens."""
+        c = self.columns
+        if self.limits.reserves_max_length:
+            return self.limits.max_blocks_per_row <= self.pool.num_free
+        promised = self.blocks_for(c.num_tokens[running]) - c.num_blocks[running]
+        revived = sum(self.pool.is_free(block) for block in match.blocks)
+        need = self.limits.blocks_for(num_tokens) - len(match.blocks) + revived
+        if match.partial_block >= 0 and self.pool.is_free(match.partial_block):
+            need += 1  # the source of the copy must not be taken as its target
+        return need + int(np.maximum(promised, 0).sum()) <= self.pool.num_free
+
+    def adopt(self, row: int, match: PrefixMatch, fork_of: int, draft: PlanDraft) -> None:
+        """Start a row's table with the matched blocks; copy the one that is shared in part."""
+        c, shared = self.columns, len(match.blocks)
+        self.pool.share(match.blocks)
+        c.block_tables[0, row, :shared] = match.blocks
+        c.num_blocks[row] = c.num_published[row] = shared
+        if fork_of < 0 and shared:
+            indices = np.arange(shared, dtype=np.int32)
+            ids = np.array(match.blocks, np.int32)
+            draft.write_blocks(np.full(shared, row, np.int32), indices, ids)
+        if match.partial_block >= 0:
+            self.pool.share([match.partial_block])
+            draft.held_blocks.append(match.partial_block)
+            self.grow(draft, np.array([row], np.int32), np.array([1], np.int32))
+            draft.copy_block(match.partial_block, int(c.block_tables[0, row, shared]))
+
+    # --- while running --------------------------------------------------------------------------
+
+    def shortfall(self, rows: Int32Array, num_tokens: Int32Array) -> Int32Array:
+        """Blocks that each row lacks to hold `num_tokens` tokens."""
+        need = self.blocks_for(num_tokens) - self.columns.num_blocks[rows]
+        return np.maximum(need, 0, out=need)
+
+    def grow(self, draft: PlanDraft, rows: Int32Array, need: Int32Array) -> None:
+        """Append `need[i]` new blocks to the table of `rows[i]`."""
+        total = int(need.sum())
+        if not total:
+            return
+        c = self.columns
+        ids = np.array(self.pool.allocate(total), np.int32)
+        rows_of = np.repeat(rows, need)
+        first = np.repeat(np.cumsum(need) - need, need)
+        indices = (c.num_blocks[rows_of] + np.arange(total) - first).astype(np.int32)
+        c.block_tables[0, rows_of, indices] = ids
+        c.num_blocks[rows] += need
+        draft.write_blocks(rows_of, indices, ids)
+
+    def publish_prompts(self, rows: Int32Array, by_row: list[Request | None]) -> None:
+        """Make prompt blocks findable as soon as a step is planned that fills them."""
+        c = self.columns
+        ready = np.minimum(c.num_computed[rows] // self.limits.block_size, c.num_hashed[rows])
+        behind = ready > c.num_published[rows]
+        for row, count in zip(rows[behind], ready[behind], strict=True):
+            request = by_row[row]
+            assert request is not None
+            self._publish(request, int(count))
+
+    def _publish(self, request: Request, num_blocks: int) -> None:
+        c, size, row = self.columns, self.limits.block_size, request.row
+        for i in range(int(c.num_published[row]), num_blocks):
+            parent = request.hashes[i - 1] if i else request.root
+            tokens = c.token_ids[row, i * size : (i + 1) * size]
+            block, step = int(c.block_tables[0, row, i]), int(c.last_step[row])
+            self.cache.publish(block, parent, request.hashes[i], tokens, step)
+        c.num_published[row] = max(num_blocks, int(c.num_published[row]))
+
+    # --- leaving --------------------------------------------------------------------------------
+
+    def release(self, request: Request) -> None:
+        """Publish what can be found again, then free the blocks, deepest first."""
+        c, size, row = self.columns, self.limits.block_size, request.row
+        if self.cache.enabled:
+            filled = int(min(c.num_computed[row], c.num_known[row]))
+            known = request.token_ids[:filled]
+            self.cache.chain(request.root, request.hashes, known)
+            full, rest = divmod(filled, size)
+            self._publish(request, full)
+            if rest:
+                parent = request.hashes[full - 1] if full else request.root
+                block, step = int(c.block_tables[0, row, full]), int(c.last_step[row])
+                self.cache.publish(block, parent, None, known[full * size :], step)
+        self.pool.free(request.blocks[::-1].tolist())
+        c.num_blocks[row] = 0
+        c.num_computed[row] = 0

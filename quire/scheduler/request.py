@@ -1,0 +1,186 @@
+"""`Request` and `Columns`: a sequence on the host; while it has a row its numbers are there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quire.protocol.plan import AddedRow, BoolArray, Int32Array, Int64Array
+from quire.protocol.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.scheduler.beams import BeamGroup
+
+
+class Status(IntEnum):
+    WAITING = 0
+    RUNNING = 1
+    DRAINING = 2
+    """Preempted or aborted, keeping its row until the tokens in flight are applied."""
+    FINISHED = 3
+
+
+class Columns:
+    """The numbers of all running requests, one row each.
+
+    `num_tokens` and `num_computed` are upper bounds that include steps in flight; `num_known`
+    counts the tokens whose ids the host has.
+    """
+
+    def __init__(self, max_rows: int, max_model_len: int, max_blocks: int) -> None:
+        def ints() -> Int32Array:
+            return np.zeros(max_rows, np.int32)
+
+        def flags() -> BoolArray:
+            return np.zeros(max_rows, np.bool_)
+
+        self.token_ids: Int32Array = np.zeros((max_rows, max_model_len), np.int32)
+        self.block_tables: Int32Array = np.zeros((1, max_rows, max_blocks), np.int32)
+        self.epoch = ints()
+        """Bumped when a row changes hands, so that late results find nobody."""
+        self.running = flags()
+        self.num_prompt = ints()
+        self.num_known = ints()
+        self.num_tokens = ints()
+        self.num_computed = ints()
+        self.computed_before = ints()
+        """`num_computed` before the step `last_step` was planned."""
+        self.last_step = np.full(max_rows, -1, np.int64)
+        self.max_total = ints()
+        """Prompt and output tokens at which the request ends by length."""
+        self.min_total = ints()
+        """No stop token ends the request before it has this many tokens."""
+        self.num_blocks = ints()
+        self.num_hashed = ints()
+        """Full prompt blocks to publish, and how many of them are."""
+        self.num_published = ints()
+        self.in_flight = ints()
+        """Planned steps that include the row and are not applied yet."""
+        self.synchronous = flags()
+        self.host_chooses = flags()
+        """The host decides on the next token (beam search), not the sampler."""
+        self.has_followers = flags()
+        self.streams = flags()
+        self.keys: Int64Array = np.zeros(max_rows, np.int64)
+        self.rank: Int64Array = np.zeros((2, max_rows), np.int64)
+        self.stop_ids: Int32Array = np.full((max_rows, 4), -1, np.int32)
+
+    def fill(self, request: Request, row: int, num_computed: int) -> None:
+        """Write a request that is admitted to a row; its blocks come after."""
+        known, params = request.held_token_ids, request.params
+        self.epoch[row] += 1
+        self.running[row] = True
+        self.token_ids[row, : len(known)] = known
+        self.num_prompt[row] = request.num_prompt
+        self.num_known[row] = self.num_tokens[row] = len(known)
+        self.num_computed[row] = self.computed_before[row] = num_computed
+        self.last_step[row] = -1
+        self.max_total[row] = request.max_total
+        self.min_total[row] = request.num_prompt + params.min_tokens
+        self.num_hashed[row] = len(request.hashes)
+        self.in_flight[row] = 0
+        self.synchronous[row] = self.host_chooses[row] = request.group is not None
+        self.has_followers[row] = bool(request.followers)
+        self.streams[row] = request.streams and request.group is None
+        self.keys[row] = request.key
+        self.rank[:, row] = request.rank
+        self._set_stop_ids(row, request.stop_ids)
+
+    def _set_stop_ids(self, row: int, ids: tuple[int, ...]) -> None:
+        width = self.stop_ids.shape[1]
+        if len(ids) > width:
+            more = np.full((len(self.stop_ids), len(ids) - width), -1, np.int32)
+            self.stop_ids = np.concatenate([self.stop_ids, more], axis=1)
+        self.stop_ids[row] = -1
+        self.stop_ids[row, : len(ids)] = ids
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence. With `n > 1` the first is the leader and the others follow it."""
+
+    key: int
+    request_id: str
+    params: SamplingParams
+    seed: int
+    num_prompt: int
+    max_total: int
+    eos_token_ids: tuple[int, ...]
+    rank: tuple[int, int]
+    """(priority, arrival): the policy's order, smallest first."""
+    arrival_time: float
+    root: bytes
+    """Root of its hash chain."""
+    columns: Columns
+    held_token_ids: Int32Array
+    """Its known tokens while it has no row."""
+    streams: bool = False
+    row: int = -1
+    status: Status = Status.WAITING
+    hashes: list[bytes] = field(default_factory=list)
+    finish_reason: str | None = None
+    num_cached: int = -1
+    """Prompt tokens found in the cache when it was first admitted; -1 before."""
+    parent: Request | None = None
+    """The request whose first `num_shared` tokens it can take over."""
+    num_shared: int = 0
+    followers: list[Request] = field(default_factory=list)
+    group: BeamGroup | None = None
+    first_scheduled_time: float = 0.0
+    first_token_time: float = 0.0
+
+    @property
+    def token_ids(self) -> Int32Array:
+        """All tokens the host knows."""
+        if self.row < 0:
+            return self.held_token_ids
+        return self.columns.token_ids[self.row, : self.columns.num_known[self.row]]
+
+    @property
+    def num_known(self) -> int:
+        return int(self.columns.num_known[self.row]) if self.row >= 0 else len(self.held_token_ids)
+
+    @property
+    def blocks(self) -> Int32Array:
+        """Its block table, shallowest first."""
+        return self.columns.block_tables[0, self.row, : self.columns.num_blocks[self.row]]
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Token ids that end it."""
+        eos = () if self.params.ignore_eos else self.eos_token_ids
+        return (*eos, *(self.params.stop_token_ids or ()))
+
+    def added_row(self, row: int, num_computed: int, fork_of: int, num_forked: int) -> AddedRow:
+        """What the device must know of it."""
+        params = self.params
+        num_logprobs = (params.logprobs or 0) if params.wants_logprobs else -1
+        return AddedRow(
+            row=row,
+            token_ids=self.held_token_ids[num_forked:],
+            num_prompt_tokens=self.num_prompt,
+            num_computed_tokens=num_computed,
+            params=params,
+            seed=self.seed,
+            stop_token_ids=self.stop_ids,
+            fork_of=fork_of,
+            num_forked_tokens=num_forked,
+            num_logprobs=self.group.num_candidates if self.group else num_logprobs,
+            num_prompt_logprobs=self._num_prompt_logprobs,
+            appends_sampled=self.group is None,
+        )
+
+    @property
+    def _num_prompt_logprobs(self) -> int:
+        """Only the first sequence of a prompt computes them."""
+        if self.parent is not None or not self.params.wants_prompt_logprobs:
+            return -1
+        return self.params.prompt_logprobs or 0
+
+    def hold(self) -> None:
+        """Keep the tokens outside the row, which is about to be given up."""
+        self.held_token_ids = self.token_ids.copy()
+        self.row = -1

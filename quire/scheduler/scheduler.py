@@ -1,0 +1,460 @@
+"""`Scheduler`: decides, step by step, which requests compute how many tokens.
+
+There are no phases: a request has known tokens and computed tokens, and a step lets requests catch
+up within a token budget. `schedule` plans a step from upper bounds, before the steps in flight have
+reported; `apply` takes a step's tokens in. Work over all rows is array operations; Python loops run
+only over what changed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.metrics.engine import EngineMetrics
+from quire.protocol.errors import RequestError
+from quire.protocol.output import FinishedSequence, StepOutput
+from quire.protocol.plan import Int32Array, StepPlan, StepResult
+from quire.protocol.request import NewRequest
+from quire.protocol.seeds import derive_seed, random_seed
+from quire.scheduler.beams import BeamGroup
+from quire.scheduler.books import check_books
+from quire.scheduler.draft import PlanDraft
+from quire.scheduler.kv_blocks import KVBlocks
+from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.policy import rank_function
+from quire.scheduler.prefix_cache import PrefixMatch, chain_root
+from quire.scheduler.queue import WaitingQueue
+from quire.scheduler.request import Columns, Request, Status
+from quire.scheduler.results import collect_output
+
+
+class Scheduler:
+    def __init__(self, limits: SchedulerLimits, metrics: EngineMetrics | None = None) -> None:
+        self.limits = limits
+        self.metrics = metrics or EngineMetrics()
+        self.columns = Columns(limits.max_num_seqs, limits.max_model_len, limits.max_blocks_per_row)
+        self.kv = KVBlocks(limits, self.columns)
+        self.waiting = WaitingQueue()
+        self.requests: dict[str, list[Request]] = {}
+        """Sequences without a terminal output, by request id."""
+        self.by_row: list[Request | None] = [None] * limits.max_num_seqs
+        self.free_rows = list(range(limits.max_num_seqs))[::-1]
+        self.num_steps_in_flight = 0
+        self._rank = rank_function(limits.policy)
+        self._ranked: Int32Array | None = None
+        self._draining: set[Request] = set()
+        self._ended: list[FinishedSequence] = []
+        # Changes since the last plan that the next one will carry:
+        self._freed_rows: list[int] = []
+        self._appends: list[tuple[int, int]] = []
+        self._next_step = 0
+        self._num_arrivals = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.requests)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._ranked_rows())
+
+    # --- requests come and go -------------------------------------------------------------------
+
+    def add(self, new: NewRequest) -> None:
+        """Queue a request that has passed `check`."""
+        num_prompt, params = len(new.prompt_token_ids), new.params
+        self._num_arrivals += 1
+        seed = params.seed
+        if seed is None:
+            seed = random_seed(self.limits.seed, self._num_arrivals)
+        root = chain_root(*self.limits.cache_identity, new.adapter or "", new.cache_salt or "")
+        sequences = [
+            Request(
+                key=new.key + i,
+                request_id=new.request_id,
+                params=params,
+                seed=derive_seed(seed, i),
+                num_prompt=num_prompt,
+                max_total=self._max_total(new),
+                eos_token_ids=new.eos_token_ids,
+                rank=self._rank(new.priority, self._num_arrivals),
+                arrival_time=new.arrival_time,
+                root=root,
+                columns=self.columns,
+                held_token_ids=new.prompt_token_ids,
+                streams=new.streams,
+            )
+            for i in range(params.n)
+        ]
+        leader = sequences[0]
+        leader.followers = sequences[1:]
+        for follower in leader.followers:
+            follower.parent, follower.num_shared = leader, num_prompt - 1
+        if new.beam_width:
+            leader.group = BeamGroup(leader, new.beam_width, new.length_penalty)
+        self.requests[new.request_id] = sequences
+        self.waiting.push(leader)
+        self.metrics.prompt_tokens.add(num_prompt)
+
+    def _max_total(self, new: NewRequest) -> int:
+        """Tokens at which a request ends by length."""
+        if new.params.max_tokens is None:
+            return self.limits.max_model_len
+        most = len(new.prompt_token_ids) + new.params.max_tokens
+        return min(most, self.limits.max_model_len)
+
+    def check(self, new: NewRequest) -> None:
+        """Refuse a request that could never run."""
+        if new.request_id in self.requests:
+            raise RequestError(f"request_id {new.request_id!r} is already in use.")
+        num_prompt, limits = len(new.prompt_token_ids), self.limits
+        max_total = self._max_total(new)
+        need = limits.blocks_for(max_total) * max(new.beam_width, 1)
+        if need > limits.num_blocks:
+            raise RequestError(
+                f"request {new.request_id!r} can never fit: {num_prompt} prompt tokens and up to "
+                f"{max_total - num_prompt} generated ones need {need} KV blocks of "
+                f"{limits.block_size} tokens, but the cache has {limits.num_blocks}. Lower "
+                "max_tokens or beam_width, or give the cache more memory (kv_cache_memory_bytes, "
+                "gpu_memory_utilization)."
+            )
+        if new.beam_width > limits.max_num_seqs:
+            raise RequestError(
+                f"beam_width={new.beam_width} exceeds max_num_seqs={limits.max_num_seqs}: all "
+                "beams run at once. Lower beam_width or raise max_num_seqs."
+            )
+
+    def abort(self, request_id: str, reason: str = "abort", key: int | None = None) -> None:
+        """End the sequences of a request, or the one named by `key`; those with tokens in flight
+        end once these are applied."""
+        for request in list(self.requests.get(request_id, ())):
+            if key is not None and request.key != key:
+                continue
+            self.waiting.remove(request)
+            if request.group is not None or request.row < 0:
+                self._end(request, reason)
+            elif request.status is Status.DRAINING:
+                request.finish_reason = reason
+            elif self.columns.in_flight[request.row]:
+                request.finish_reason = reason
+                self._drain(request)
+            else:
+                self._end(request, reason)
+
+    def take_ended(self) -> list[FinishedSequence]:
+        """Terminal outputs that no `apply` has reported yet (aborts, failures)."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    # --- planning a step ------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """Plan the next step, or return None if nothing can be computed before an `apply`."""
+        draft = PlanDraft(self._next_step, self.limits.max_num_batched_tokens)
+        while True:
+            self._continue_running(draft)
+            self._admit_waiting(draft, now)
+            if not draft.empty or not self.waiting or self.num_steps_in_flight:
+                break
+            # What the queue needs is held by rows that cannot go on (beams awaiting a sibling).
+            self._preempt(int(self._ranked_rows()[-1]), draft)
+            draft.preempted = False
+        if draft.empty:
+            return None
+        plan = draft.finish(self._freed_rows, self._appends)
+        plan.epochs = self.columns.epoch[plan.rows]
+        self._freed_rows, self._appends = [], []
+        self.kv.pool.free(draft.held_blocks)
+        self._release_followers(plan.rows)
+        self._next_step += 1
+        self.num_steps_in_flight += 1
+        self.metrics.planned(
+            plan, self.kv.pool.num_used, self.columns.num_blocks, self.columns.num_computed
+        )
+        return plan
+
+    def _continue_running(self, draft: PlanDraft) -> None:
+        """Let running requests catch up, preempting the last in rank while blocks are short."""
+        c = self.columns
+        while True:
+            rows = self._ranked_rows()
+            if not len(rows):
+                return
+            want = np.minimum(c.num_tokens[rows], c.max_total[rows] - 1) - c.num_computed[rows]
+            want[c.synchronous[rows] & (c.in_flight[rows] > 0)] = 0
+            if self.limits.long_prefill_token_threshold:
+                np.minimum(want, self.limits.long_prefill_token_threshold, out=want)
+            grant = np.clip(draft.budget - (np.cumsum(want) - want), 0, want).astype(np.int32)
+            need = self.kv.shortfall(rows, c.num_computed[rows] + grant)
+            if int(need.sum()) <= self.kv.pool.num_free:
+                break
+            self._preempt(int(rows[-1]), draft)
+        self.kv.grow(draft, rows, need)
+        computing = grant > 0
+        if computing.any():
+            self._compute(draft, rows[computing], grant[computing])
+
+    def _ranked_rows(self) -> Int32Array:
+        """Running rows in the policy's order, kept until somebody joins or leaves."""
+        if self._ranked is None:
+            rows = np.flatnonzero(self.columns.running).astype(np.int32)
+            priority, arrival = self.columns.rank[:, rows]
+            self._ranked = rows[np.lexsort((arrival, priority))]
+        return self._ranked
+
+    def _compute(self, draft: PlanDraft, rows: Int32Array, counts: Int32Array) -> None:
+        """Book `counts` tokens for `rows`; rows that reach their last token sample the next."""
+        c = self.columns
+        c.computed_before[rows] = c.num_computed[rows]
+        c.num_computed[rows] += counts
+        samples = c.num_computed[rows] == c.num_tokens[rows]
+        c.num_tokens[rows[samples & ~c.host_chooses[rows]]] += 1
+        c.in_flight[rows] += 1
+        c.last_step[rows] = draft.step
+        self.kv.publish_prompts(rows, self.by_row)
+        draft.compute(rows, counts, samples)
+
+    def _release_followers(self, rows: Int32Array) -> None:
+        """Queue the other sequences of a prompt once the first one's prompt is on its way."""
+        c = self.columns
+        for row in rows[c.has_followers[rows] & (c.num_computed[rows] >= c.num_prompt[rows])]:
+            leader = self._at(row)
+            for follower in leader.followers:
+                if follower.status is Status.WAITING:
+                    self.waiting.push(follower)
+            leader.followers = []
+            c.has_followers[row] = False
+
+    def _preempt(self, row: int, draft: PlanDraft) -> None:
+        """Take a request's blocks away; it is recomputed later."""
+        self.metrics.preemptions.add(1)
+        draft.preempted = True
+        request = self._at(row)
+        if self.columns.in_flight[row]:
+            self._drain(request)
+        else:
+            self._requeue(request)
+
+    # --- admission ------------------------------------------------------------------------------
+
+    def _admit_waiting(self, draft: PlanDraft, now: float) -> None:
+        """Give rows to waiting requests in order, as long as rows, blocks and budget allow."""
+        if draft.preempted:
+            return
+        while draft.budget > 0 and self.free_rows and self.waiting:
+            request = self.waiting.first()
+            num_known = len(request.held_token_ids)
+            match, fork_of = self.kv.match(request, draft.step)
+            if not self.kv.room_for(match, num_known, self._ranked_rows()):
+                # Without the copy of a partly matching block one block less is needed.
+                match, fork_of = match.without_partial(self.limits.block_size), -1
+                if not self.kv.room_for(match, num_known, self._ranked_rows()):
+                    return
+            want = num_known - match.num_tokens
+            if want > draft.budget and not self.limits.enable_chunked_prefill:
+                return
+            self.waiting.pop()
+            self._admit(request, match, fork_of, draft)
+            self._note_admission(request, match.num_tokens, now)
+            grant = min(want, draft.budget, self.limits.long_prefill_token_threshold or want)
+            row = np.array([request.row], np.int32)
+            count = np.array([grant], np.int32)
+            reserve = count + match.num_tokens
+            if self.limits.reserves_max_length:
+                reserve = np.array([self.limits.max_model_len], np.int32)
+            self.kv.grow(draft, row, self.kv.shortfall(row, reserve))
+            self._compute(draft, row, count)
+
+    def _admit(self, request: Request, match: PrefixMatch, fork_of: int, draft: PlanDraft) -> None:
+        row = self.free_rows.pop()
+        num_forked = match.num_tokens if fork_of >= 0 else 0
+        draft.added_rows.append(request.added_row(row, match.num_tokens, fork_of, num_forked))
+        self.columns.fill(request, row, match.num_tokens)
+        self.kv.adopt(row, match, fork_of, draft)
+        self.by_row[row] = request
+        request.row, request.status = row, Status.RUNNING
+        self._ranked = None
+
+    def _note_admission(self, request: Request, num_cached: int, now: float) -> None:
+        if request.num_cached < 0:
+            request.num_cached = min(num_cached, request.num_prompt)
+            request.first_scheduled_time = now
+            self.metrics.admitted(request.num_prompt, request.num_cached)
+
+    # --- taking results in ----------------------------------------------------------------------
+
+    def apply(self, plan: StepPlan, result: StepResult, now: float) -> StepOutput:
+        """Take in the tokens of a step, end what is done, and report what clients want to see."""
+        c = self.columns
+        self.num_steps_in_flight -= 1
+        live = c.epoch[plan.rows] == plan.epochs
+        c.in_flight[plan.rows[live]] -= 1
+        output = collect_output(c, plan, result, live)
+        samples = np.flatnonzero(live[plan.samples]).astype(np.int32)
+        rows = plan.rows[plan.samples][samples]
+        by_sampler = ~c.host_chooses[rows]
+        if not by_sampler.all():
+            self._advance_beams(rows[~by_sampler], samples[~by_sampler], result)
+        self._append(rows[by_sampler], result.tokens[samples[by_sampler]], now)
+        for request in [r for r in self._draining if c.in_flight[r.row] == 0]:
+            if request.finish_reason is not None:
+                self._end(request, request.finish_reason, now)
+            else:
+                self._requeue(request)
+        output.finished = self.take_ended()
+        return output
+
+    def _append(self, rows: Int32Array, tokens: Int32Array, now: float) -> None:
+        """Append sampled tokens and end the requests that stop or are full."""
+        c = self.columns
+        at = c.num_known[rows]
+        c.token_ids[rows, at] = tokens
+        c.num_known[rows] = at + 1
+        self.metrics.generation_tokens.add(len(rows))
+        for row in rows[at == c.num_prompt[rows]]:
+            request = self._at(row)
+            request.first_token_time = now
+            self.metrics.time_to_first_token.observe(now - request.arrival_time)
+        stops = (c.stop_ids[rows] == tokens[:, None]).any(axis=1) & (at + 1 >= c.min_total[rows])
+        ends = stops | (at + 1 >= c.max_total[rows])
+        for row, by_stop in zip(rows[ends], stops[ends], strict=True):
+            self._end(self._at(row), "stop" if by_stop else "length", now)
+
+    def _advance_beams(self, rows: Int32Array, samples: Int32Array, result: StepResult) -> None:
+        """Hand candidates to beam groups; a group that has heard from all its members moves on."""
+        logprobs = result.logprobs
+        assert logprobs is not None
+        groups = {}
+        for row, sample in zip(rows, samples, strict=True):
+            member = self._at(row)
+            assert member.group is not None
+            line = int(np.flatnonzero(logprobs.index == sample)[0])
+            member.group.report(member, logprobs.token_ids[line, 1:], logprobs.logprobs[line, 1:])
+            groups[id(member.group)] = member.group
+        for group in groups.values():
+            if group.complete:
+                group.advance(self)
+
+    def append_token(self, request: Request, token: int) -> None:
+        """Append a token that the host chose."""
+        c, row = self.columns, request.row
+        if row < 0:
+            request.held_token_ids = np.append(request.held_token_ids, np.int32(token))
+            self.waiting.push(request)
+            return
+        c.token_ids[row, c.num_known[row]] = token
+        c.num_known[row] += 1
+        c.num_tokens[row] += 1
+        self._appends.append((row, token))
+
+    # --- leaving --------------------------------------------------------------------------------
+
+    def _drain(self, request: Request) -> None:
+        """Give the blocks up now; keep the row until the tokens in flight have arrived."""
+        self.kv.release(request)
+        self.columns.running[request.row] = False
+        self._ranked = None
+        request.status = Status.DRAINING
+        self._draining.add(request)
+
+    def _requeue(self, request: Request) -> None:
+        self._release_row(request)
+        request.status = Status.WAITING
+        if request.group is None or request.group.awaits(request):
+            self.waiting.push(request)
+
+    def _release_row(self, request: Request) -> None:
+        """Free a request's row and blocks; its tokens stay with it."""
+        row = request.row
+        self._draining.discard(request)
+        if request.status is Status.RUNNING:
+            self.kv.release(request)
+        request.hold()
+        self.columns.running[row] = False
+        self.columns.epoch[row] += 1
+        self.by_row[row] = None
+        self.free_rows.append(row)
+        self._freed_rows.append(row)
+        self._appends = [append for append in self._appends if append[0] != row]
+        self._ranked = None
+
+    def drop(self, request: Request) -> None:
+        """Forget a sequence that gets no output of its own (a beam that lost)."""
+        self.waiting.remove(request)
+        if request.row >= 0:
+            self._release_row(request)
+        request.status = Status.FINISHED
+
+    def _end(self, request: Request, reason: str, now: float = 0.0, error: str = "") -> None:
+        """Free everything a sequence has and give it its one terminal output."""
+        if request.group is not None:
+            request.group.end(self, reason, error)
+            return
+        if request.row >= 0:
+            self._release_row(request)
+        tokens = request.held_token_ids[request.num_prompt :]
+        self.finish(request, tokens, reason, now=now, error=error)
+
+    def finish(
+        self,
+        request: Request,
+        tokens: Int32Array,
+        reason: str,
+        *,
+        now: float = 0.0,
+        error: str = "",
+    ) -> FinishedSequence:
+        """Record the terminal output of a sequence (or of a beam group, through its leader)."""
+        request.status, request.finish_reason = Status.FINISHED, reason
+        siblings = self.requests[request.request_id]
+        siblings.remove(request)
+        if not siblings:
+            del self.requests[request.request_id]
+        by_id = reason == "stop" and len(tokens) and tokens[-1] not in request.eos_token_ids
+        ended = FinishedSequence(
+            key=request.key,
+            token_ids=tokens,
+            finish_reason=reason,
+            stop_reason=int(tokens[-1]) if by_id else None,
+            num_cached_tokens=max(request.num_cached, 0),
+            error=error or None,
+            arrival_time=request.arrival_time,
+            first_scheduled_time=request.first_scheduled_time,
+            first_token_time=request.first_token_time,
+            finished_time=now,
+        )
+        self._ended.append(ended)
+        self.metrics.finished(ended)
+        return ended
+
+    # --- failure, maintenance -------------------------------------------------------------------
+
+    def recover(self, failed_step: int) -> None:
+        """After a failed step nothing from it on is computed: every running request starts over
+        from its known tokens, and draws the same random numbers again."""
+        self.kv.cache.withdraw(failed_step)
+        self.num_steps_in_flight = 0
+        for request in [r for r in self.by_row if r is not None]:
+            # Nothing of a row whose last step is lost may be published on release.
+            self.columns.num_computed[request.row] = 0
+            if request.finish_reason is not None:
+                self._end(request, request.finish_reason)
+            else:
+                self._requeue(request)
+
+    def fail_all(self, error: str) -> None:
+        """End everything with an error: the engine is dead."""
+        for request in [r for sequences in self.requests.values() for r in sequences]:
+            self.waiting.remove(request)
+            self._end(request, "error", error=error)
+
+    def reset_prefix_cache(self) -> None:
+        self.kv.cache.reset()
+
+    def check_books(self) -> None:
+        check_books(self)
+
+    def _at(self, row: int | np.int32) -> Request:
+        request = self.by_row[row]
+        assert request is not None, f"row {row} has no request"
+        return request

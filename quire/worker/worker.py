@@ -1,0 +1,108 @@
+"""`Worker`: everything one device holds, built from the resolved options."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from quire.config.device import DeviceInfo, cpu_memory
+from quire.config.model import ModelConfig
+from quire.config.options import EngineOptions
+from quire.config.resolve import cpu_cache_bytes
+from quire.decoding.sampler import Sampler
+from quire.layers.attention.backend import select_backend
+from quire.models.loader import load_model
+from quire.models.registry import CausalLM
+from quire.worker.kv_tensors import KVSpec, KVTensors
+from quire.worker.memory import count_blocks, describe_cache
+from quire.worker.model_runner import ModelRunner
+from quire.worker.request_table import RequestTable
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """Loads the model, sizes and allocates the KV cache, and owns the runner."""
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        model_config: ModelConfig,
+        device: DeviceInfo,
+        *,
+        fits_max_model_len: bool = False,
+    ) -> None:
+        self.device = torch.device(device.type)
+        dtype = getattr(torch, options.model.dtype)
+        assert options.device.num_threads is not None
+        torch.set_num_threads(options.device.num_threads)
+        spec = KVSpec(
+            num_layers=model_config.num_layers,
+            num_kv_heads=model_config.num_kv_heads,
+            head_dim=model_config.head_dim,
+            block_size=options.cache.block_size,
+            dtype=dtype,
+        )
+        backend, skipped = select_backend(
+            self.device.type,
+            dtype,
+            spec.head_dim,
+            spec.block_size,
+            model_config.sliding_window,
+            options.device.attention_backend,
+        )
+        logger.info("attention: %s", "; ".join([backend.support.name, *skipped]))
+        model = load_model(
+            model_config,
+            dtype=dtype,
+            device=self.device,
+            load_format=options.model.load_format,
+            seed=options.model.seed,
+        )
+        self.max_model_len, self.num_blocks = self._size_cache(options, spec, fits_max_model_len)
+        logger.info("%s", describe_cache(spec, self.num_blocks, self.max_model_len))
+        kv = KVTensors(spec, self.num_blocks, self.device)
+        self.runner = self._build_runner(options, model_config, model, backend, kv)
+
+    def _size_cache(
+        self, options: EngineOptions, spec: KVSpec, fits_max_model_len: bool
+    ) -> tuple[int, int]:
+        """The longest request and the number of blocks, after the weights have taken theirs."""
+        max_len, max_seqs = options.model.max_model_len, options.scheduler.max_num_seqs
+        assert max_len is not None and max_seqs is not None
+        total, available = cpu_memory()
+        cache_bytes = cpu_cache_bytes(options.cache, available, total)
+        override = options.cache.num_gpu_blocks_override
+        if override is not None:
+            cache_bytes = override * spec.bytes_per_block
+        if fits_max_model_len:
+            fits = cache_bytes // spec.bytes_per_block * spec.block_size
+            max_len = max(min(max_len, fits), 1)
+        return max_len, count_blocks(spec, cache_bytes, max_len, max_seqs)
+
+    def _build_runner(
+        self,
+        options: EngineOptions,
+        config: ModelConfig,
+        model: CausalLM,
+        backend: type,
+        kv: KVTensors,
+    ) -> ModelRunner:
+        max_rows = options.scheduler.max_num_seqs
+        assert max_rows is not None
+        max_blocks = -(-self.max_model_len // kv.spec.block_size)
+        table = RequestTable(
+            max_rows, self.max_model_len, max_blocks, kv.spec.block_size, self.device
+        )
+        return ModelRunner(
+            model=model,
+            attention=backend(
+                kv.data, config.num_heads, config.num_kv_heads, config.head_dim, kv.spec.block_size
+            ),
+            kv=kv,
+            table=table,
+            sampler=Sampler(
+                config.vocab_size, max_rows, self.device, table.token_ids, table.num_tokens
+            ),
+        )

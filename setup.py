@@ -1,0 +1,100 @@
+"""Builds the native CPU library; everything else about the package is in pyproject.toml.
+
+The library is plain C++ with a C interface: it needs a compiler, but no headers of Python, numpy or
+torch. Without a compiler the package is built without it and runs on its plain-torch twin.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+SOURCES = Path("quire/kernels/cpu/src")
+# The kernels choose among these at run time, so each file gets its own flags and -march is not used.
+PORTABLE = {"library.cpp": [], "kernel_generic.cpp": []}
+X86_64 = {"kernel_avx2.cpp": ["-mavx2", "-mfma"], "kernel_avx512.cpp": ["-mavx512f"]}
+COMPILE = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"]
+COMPILE += ["-ffp-contract=fast"]
+LINK = ["-shared"] if sys.platform == "darwin" else ["-shared", "-Wl,--as-needed"]
+
+
+class BuildError(Exception):
+    """The library cannot be built here."""
+
+
+def find_compiler() -> list[str]:
+    """The command of a C++ compiler: CXX if it is set and there, else one of the usual names."""
+    for command in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
+        words = shlex.split(command)
+        if words and shutil.which(words[0]):
+            return words
+    raise BuildError("no C++ compiler was found (CXX, c++, g++, clang++)")
+
+
+def run(command: list[str]) -> str:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise BuildError(f"{shlex.join(command)}\n{result.stderr}")
+    return result.stdout
+
+
+def build_library(target: Path, objects: Path) -> None:
+    """Compiles the sources into the shared library `target`."""
+    compiler = find_compiler()
+    machine = run([*compiler, "-dumpmachine"])
+    flags = {**PORTABLE, **X86_64} if machine.startswith("x86_64") else PORTABLE
+    objects.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+
+    def compile_one(name: str) -> str:
+        output = str((objects / name).with_suffix(".o"))
+        run([*compiler, *COMPILE, *flags[name], "-c", str(SOURCES / name), "-o", output])
+        return output
+
+    with ThreadPoolExecutor() as pool:
+        files = list(pool.map(compile_one, flags))
+    run([*compiler, *LINK, *files, "-o", str(target)])
+
+
+class BuildLibrary(build_ext):
+    """Builds the library with the compiler alone; a failure is a warning."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split("."))) + ".so"
+
+    def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name))
+        try:
+            build_library(target, Path(self.build_temp))
+        except (BuildError, OSError) as error:
+            target.unlink(missing_ok=True)
+            self.warn(f"quire is built without its native CPU library: {error}")
+
+
+class PlatformWheel(bdist_wheel):
+    """The library depends on the platform but not on the version of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "quire.kernels.cpu.libquire_cpu",
+            sources=sorted(str(path) for path in SOURCES.glob("*.cpp")),
+            depends=sorted(str(path) for path in SOURCES.glob("*.h")),
+            optional=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
+)

@@ -1,0 +1,390 @@
+"""Options: checked once with helpful errors, named as in vLLM, resolved by one pure function."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.config import arguments
+from quire.config.device import DeviceInfo, cpu_device, cpu_memory, cpu_threads
+from quire.config.locate import ModelSource
+from quire.config.model import ModelConfig
+from quire.config.options import CacheOptions, EngineOptions, option_groups
+from quire.config.resolve import GIB, cpu_cache_bytes, resolve
+from quire.protocol.errors import OptionError, QuireError
+
+CPU = DeviceInfo("cpu", "a CPU", 16 * GIB, 12 * GIB, num_threads=8)
+GPU = DeviceInfo("cuda", "NVIDIA H200", 140 * GIB, 139 * GIB, num_threads=16)
+
+MODEL = ModelConfig(
+    source=ModelSource("some/model", "folder", Path("model")),
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=128,
+    vocab_size=256,
+    max_position_tokens=2048,
+    norm_eps=1e-5,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    tie_word_embeddings=False,
+    sliding_window=None,
+    attention_bias=False,
+    mlp_bias=False,
+    hidden_act="silu",
+    dtype="bfloat16",
+    bos_token_id=1,
+    eos_token_ids=(2,),
+    quantization=None,
+    generation={},
+    raw={},
+)
+
+
+def options(**values: Any) -> EngineOptions:
+    return EngineOptions.from_arguments(**values)
+
+
+def resolved(
+    device: DeviceInfo = CPU, model: ModelConfig = MODEL, /, **values: Any
+) -> dict[str, Any]:
+    return resolve(options(**values), model, device).options.flat()
+
+
+# Checks
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("block_size", 3),
+        ("block_size", 256),
+        ("block_size", "16"),
+        ("block_size", True),
+        ("block_size", 16.0),
+        ("gpu_memory_utilization", float("nan")),
+        ("gpu_memory_utilization", 0.0),
+        ("gpu_memory_utilization", 1.5),
+        ("gpu_memory_utilization", "most"),
+        ("kv_cache_memory_bytes", 0),
+        ("kv_cache_memory_bytes", "2 apples"),
+        ("max_num_seqs", 0),
+        ("max_num_batched_tokens", -1),
+        ("max_model_len", 0),
+        ("max_model_len", -2),
+        ("max_model_len", "long"),
+        ("tensor_parallel_size", 0),
+        ("dtype", "int8"),
+        ("device", "tpu"),
+        ("load_format", "zip"),
+        ("scheduling_policy", "random"),
+        ("logprobs_mode", "raw_logits"),
+        ("enable_prefix_caching", "yes"),
+        ("hf_overrides", [1]),
+        ("model", 7),
+        ("seed", 0.5),
+    ],
+)
+def test_a_bad_value_is_named_with_its_option(name: str, value: object) -> None:
+    """Nothing unchecked reaches the engine, and the message says what to change."""
+    with pytest.raises(OptionError) as raised:
+        options(**{name: value})
+    assert name in str(raised.value)
+    assert repr(value) in str(raised.value)
+    assert isinstance(raised.value, QuireError) and isinstance(raised.value, ValueError)
+
+
+@pytest.mark.parametrize("size", [4, 8, 16, 32, 64, 128, np.int64(32)])
+def test_every_promised_block_size_is_accepted(size: int) -> None:
+    """Powers of two from 4 to 128; integers of numpy are integers."""
+    stored = options(block_size=size).cache.block_size
+    assert stored == size and type(stored) is int
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "stored"),
+    [
+        ("max_model_len", "auto", -1),
+        ("max_model_len", "4096", 4096),
+        ("kv_cache_memory_bytes", "2GiB", 2 << 30),
+        ("kv_cache_memory_bytes", "1.5g", 3 << 29),
+        ("kv_cache_memory_bytes", "500 MB", 500_000_000),
+        ("dtype", "half", "float16"),
+        ("dtype", "float", "float32"),
+        ("device", "cuda:0", "cuda"),
+        ("model", Path("a/b"), "a/b"),
+        ("gpu_memory_utilization", 1, 1.0),
+        ("hf_token", True, None),
+    ],
+)
+def test_accepted_spellings_are_stored_in_one_form(name: str, given: Any, stored: Any) -> None:
+    """Code that reads options never has to know how the user wrote them."""
+    assert options(**{name: given}).flat()[name] == stored
+
+
+def test_torch_dtypes_are_accepted() -> None:
+    """Scripts pass torch.float16 as often as "float16"."""
+    import torch
+
+    assert options(dtype=torch.bfloat16).model.dtype == "bfloat16"
+
+
+def test_options_are_frozen_and_replaced_by_flat_name() -> None:
+    """Options that change after they were checked are how such code goes bad."""
+    before = options(block_size=8)
+    with pytest.raises(FrozenInstanceError):
+        before.cache.block_size = 16  # type: ignore[misc]
+    after = before.replace(block_size=32, max_num_seqs=5)
+    assert (before.cache.block_size, after.cache.block_size) == (8, 32)
+    assert after.scheduler.max_num_seqs == 5
+    with pytest.raises(OptionError, match="block_size"):
+        before.replace(block_size=3)
+
+
+def test_the_hub_token_is_not_shown() -> None:
+    """Options are logged; secrets are not."""
+    assert "hf_secret" not in repr(options(hf_token="hf_secret"))
+
+
+# vLLM's arguments
+
+
+def test_none_means_the_default() -> None:
+    """vLLM's signatures are full of None for "not given"."""
+    assert options(**dict.fromkeys(option_groups())) == EngineOptions()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("swap_space", 4),
+        ("disable_custom_all_reduce", True),
+        ("compilation_config", {"level": 3}),
+        ("max_seq_len_to_capture", 8192),
+        ("trust_remote_code", True),
+    ],
+)
+def test_harmless_arguments_warn_once(name: str, value: object) -> None:
+    """A script for vLLM runs, and says what had no effect."""
+    with pytest.warns(UserWarning, match=name) as caught:
+        assert options(**{name: value}) == EngineOptions()
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "neutral"),
+    [
+        ("enable_lora", True, False),
+        ("speculative_config", {"method": "ngram"}, None),
+        ("spec_method", "eagle", None),
+        ("cpu_offload_gb", 4, 0.0),
+        ("pipeline_parallel_size", 2, 1),
+        ("data_parallel_size", 2, 1),
+        ("runner", "pooling", "auto"),
+        ("task", "embed", "generate"),
+        ("logits_processors", [object], None),
+        ("quantization_config", {"a": 1}, None),
+        ("mm_processor_kwargs", {"a": 1}, {}),
+        ("kv_transfer_config", object(), None),
+    ],
+)
+def test_arguments_that_change_results_are_refused(name: str, value: Any, neutral: Any) -> None:
+    """Ignoring them would give other outputs in silence; vLLM's own default is fine."""
+    with pytest.raises(OptionError, match=f"{name}.*refused"):
+        options(**{name: value})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert options(**{name: neutral}) == EngineOptions()
+
+
+def test_an_unknown_name_suggests_the_nearest() -> None:
+    """A typo must not become a default in silence."""
+    with pytest.raises(OptionError, match=r"gpu_memory_utilisation.*Did you mean gpu_memory_util"):
+        options(gpu_memory_utilisation=0.5)
+    with pytest.raises(OptionError, match="zzzzzz is not an option"):
+        options(zzzzzz=1)
+
+
+def test_each_argument_is_in_one_class() -> None:
+    """A name in two classes would be treated by whichever is looked up first."""
+    classes = [set(option_groups()), set(arguments.IGNORED), set(arguments.REFUSED)]
+    assert sum(map(len, classes)) == len(set().union(*classes))
+
+
+# Resolution
+
+
+def test_resolution_fills_what_depends_on_the_device() -> None:
+    """The defaults a CPU and a large GPU get."""
+    cpu = resolved(CPU)
+    assert cpu["device"] == "cpu" and cpu["dtype"] == "float32"
+    assert (cpu["max_num_batched_tokens"], cpu["max_num_seqs"]) == (4096, 256)
+    assert cpu["max_steps_in_flight"] == 1 and cpu["num_threads"] == 8
+    assert cpu["max_model_len"] == 2048
+    gpu = resolved(GPU)
+    assert gpu["dtype"] == "bfloat16" and gpu["gpu_memory_utilization"] == 0.9
+    assert (gpu["max_num_batched_tokens"], gpu["max_num_seqs"]) == (16384, 1024)
+    assert gpu["max_steps_in_flight"] == 2
+    small = resolved(replace(GPU, total_memory_bytes=24 * GIB))
+    assert (small["max_num_batched_tokens"], small["max_num_seqs"]) == (8192, 256)
+
+
+def test_resolution_keeps_what_the_user_chose_and_changes_nothing_else() -> None:
+    """Resolving twice is resolving once, and the given options are not touched."""
+    given = options(dtype="float16", max_num_seqs=7, max_model_len=100, max_steps_in_flight=4)
+    first = resolve(given, MODEL, CPU)
+    flat = first.options.flat()
+    assert (flat["dtype"], flat["max_num_seqs"], flat["max_model_len"]) == ("float16", 7, 100)
+    assert flat["max_steps_in_flight"] == 4
+    assert given.scheduler.max_num_batched_tokens is None
+    assert resolve(first.options, MODEL, CPU).options == first.options
+
+
+def test_resolution_says_why() -> None:
+    """Start-up logs these lines; a changed value without a reason is a mystery."""
+    notes = "\n".join(resolve(options(max_num_batched_tokens=64), MODEL, CPU).notes)
+    assert "dtype became float32 because" in notes
+    assert "max_num_seqs became 64 because" in notes
+
+
+def test_float32_weights_on_a_gpu() -> None:
+    """auto never computes in float32 on a GPU, nor in a type it does not have."""
+    model = replace(MODEL, dtype="float32")
+    assert resolved(GPU, model)["dtype"] == "bfloat16"
+    old = replace(GPU, supports_bfloat16=False)
+    assert resolved(old, model)["dtype"] == "float16"
+    assert resolved(GPU, model, dtype="float32")["dtype"] == "float32"
+    with pytest.raises(OptionError, match="dtype='bfloat16'"):
+        resolved(old, model, dtype="bfloat16")
+
+
+def test_context_length() -> None:
+    """-1 asks for what fits, up to the model's length; more than that is refused."""
+    result = resolve(options(max_model_len="auto"), MODEL, CPU)
+    assert result.fits_max_model_len and result.options.model.max_model_len == 2048
+    assert not resolve(options(), MODEL, CPU).fits_max_model_len
+    with pytest.raises(OptionError, match=r"max_model_len=4096.*2048.*hf_overrides"):
+        resolved(max_model_len=4096)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported yet"),
+        ({"quantization": "awq"}, "quantization='awq' is not supported yet"),
+        ({"device": "cuda"}, "device='cuda' was not found"),
+        (
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 64},
+            "max_num_batched_tokens=64.*max_model_len=2048",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_refused(values: dict[str, Any], message: str) -> None:
+    """Before any weights are read."""
+    with pytest.raises(OptionError, match=message):
+        resolved(**values)
+
+
+def test_quantised_checkpoints_are_refused_by_method() -> None:
+    """Their tensors would be read as weights that they are not."""
+    model = replace(MODEL, quantization={"quant_method": "gptq"})
+    with pytest.raises(OptionError, match="'some/model' is quantised with 'gptq'"):
+        resolved(CPU, model)
+
+
+def test_whole_prompts_make_room_for_themselves() -> None:
+    """Without chunked prefill a step must hold the longest prompt."""
+    long = replace(MODEL, max_position_tokens=9000)
+    flat = resolved(CPU, long, enable_chunked_prefill=False)
+    assert flat["max_num_batched_tokens"] == 9000
+
+
+def test_cache_memory_on_a_cpu() -> None:
+    """4 GiB or a quarter of what is free, unless the user gives a size or a share of memory."""
+    assert cpu_cache_bytes(CacheOptions(), 8 * GIB, 64 * GIB) == 2 * GIB
+    assert cpu_cache_bytes(CacheOptions(), 60 * GIB, 64 * GIB) == 4 * GIB
+    assert cpu_cache_bytes(CacheOptions(kv_cache_memory_bytes=5), 60 * GIB, 64 * GIB) == 5
+    half = CacheOptions(gpu_memory_utilization=0.5)
+    assert cpu_cache_bytes(half, 60 * GIB, 64 * GIB) == 28 * GIB
+    with pytest.raises(OptionError, match=r"gpu_memory_utilization=0.5.*40.0 GiB are in use"):
+        cpu_cache_bytes(half, 24 * GIB, 64 * GIB)
+
+
+# The machine
+
+
+def machine(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+MEMINFO = f"MemTotal: {16 * GIB // 1024} kB\nMemAvailable: {12 * GIB // 1024} kB\n"
+
+
+def test_memory_without_limits(tmp_path: Path) -> None:
+    """The machine's own numbers."""
+    assert cpu_memory(machine(tmp_path, {"proc/meminfo": MEMINFO})) == (16 * GIB, 12 * GIB)
+
+
+def test_memory_and_threads_within_a_version_2_group(tmp_path: Path) -> None:
+    """The tightest limit on the way up counts; cached files are free memory."""
+    group = "sys/fs/cgroup/jobs/mine"
+    root = machine(
+        tmp_path,
+        {
+            "proc/meminfo": MEMINFO,
+            "proc/self/cgroup": "0::/jobs/mine\n",
+            f"{group}/memory.max": "max\n",
+            f"{group}/memory.current": "1\n",
+            f"{group}/cpu.max": "max 100000\n",
+            "sys/fs/cgroup/jobs/memory.max": f"{4 * GIB}\n",
+            "sys/fs/cgroup/jobs/memory.current": f"{3 * GIB}\n",
+            "sys/fs/cgroup/jobs/memory.stat": f"anon 5\ninactive_file {GIB}\n",
+            "sys/fs/cgroup/jobs/cpu.max": "50000 100000\n",
+        },
+    )
+    assert cpu_memory(root) == (4 * GIB, 2 * GIB)
+    assert cpu_threads(root) == 1
+
+
+def test_memory_and_threads_within_a_version_1_group(tmp_path: Path) -> None:
+    """Inside a container the path is the host's, and only the mount point is there."""
+    root = machine(
+        tmp_path,
+        {
+            "proc/meminfo": MEMINFO,
+            "proc/self/cgroup": "5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}\n",
+            "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 0\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "100000\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        },
+    )
+    assert cpu_memory(root) == (2 * GIB, GIB)
+    assert cpu_threads(root) == 1
+
+
+def test_threads_follow_omp_num_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Users limit numeric libraries with it, and expect to be obeyed."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert cpu_threads() == 1
+
+
+def test_this_machine() -> None:
+    """The real /proc and /sys can be read."""
+    device = cpu_device()
+    assert device.type == "cpu" and device.num_threads >= 1
+    assert 0 < device.available_memory_bytes <= device.total_memory_bytes

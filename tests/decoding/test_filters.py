@@ -1,0 +1,87 @@
+"""The sets that top_k, top_p and min_p keep, whichever way they are found."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from quire.decoding import filters
+from quire.decoding.filters import Limits, cutoffs
+from quire.protocol.sampling import SamplingParams
+from tests.decoding import reference
+from tests.decoding.table import Sketch, Table, random_logits
+
+TOP_K = (0, 1, 2, 17, 200)
+TOP_P = (1.0, 0.999, 0.9, 0.4, 1e-6)
+MIN_P = (0.0, 1e-4, 0.2, 1.0)
+COMBINATIONS = [(k, p, m) for k in TOP_K for p in TOP_P for m in MIN_P]
+
+
+def limits_of(combinations: list[tuple[int, float, float]]) -> Limits:
+    top_k, top_p, min_p = zip(*combinations, strict=True)
+    return Limits(
+        torch.tensor(top_k)[:, None],
+        torch.tensor(top_p)[:, None],
+        torch.tensor(min_p).log()[:, None],
+    )
+
+
+@pytest.mark.parametrize("spread", [0.3, 2.0, 8.0])
+def test_kept_sets_equal_the_reference(spread):
+    scores = random_logits(5, len(COMBINATIONS), 150, spread=spread)
+    scores[:, 20:40] = -np.inf
+    ordered = torch.from_numpy(scores).sort(-1, descending=True).values
+    cutoff, _ = cutoffs(ordered, limits_of(COMBINATIONS))
+    for line, limit, combination in zip(scores, cutoff, COMBINATIONS, strict=True):
+        kept = set(np.flatnonzero((line >= limit.numpy()) & (line > -np.inf)).tolist())
+        assert kept == reference.kept_tokens(line, *combination), combination
+
+
+def test_equal_scores_stay_or_go_together():
+    """Rounded logits have many ties; the kept set must not depend on the order of a sort."""
+    scores = np.round(random_logits(6, len(COMBINATIONS), 150, spread=2.0))
+    ordered = torch.from_numpy(scores).sort(-1, descending=True).values
+    cutoff, _ = cutoffs(ordered, limits_of(COMBINATIONS))
+    for line, limit, combination in zip(scores, cutoff, COMBINATIONS, strict=True):
+        kept = set(np.flatnonzero(line >= limit.numpy()).tolist())
+        assert kept == reference.kept_tokens(line, *combination), combination
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 4.0])
+@pytest.mark.parametrize("ties", [False, True])
+def test_few_candidates_and_full_sort_choose_alike(monkeypatch, spread, ties):
+    """The CPU's short cut and the GPU's way draw the same, also where the short cut fails."""
+    vocab = 6000
+    logits = random_logits(7, len(COMBINATIONS), vocab, spread=spread)
+    if ties:
+        logits = np.round(logits * 4) / 4
+    rows = list(range(len(COMBINATIONS)))
+    table = Table(vocab, max_rows=len(rows))
+    for row, (k, p, m) in zip(rows, COMBINATIONS, strict=True):
+        params = SamplingParams(top_k=k, top_p=p, min_p=m, temperature=0.9)
+        table.add(row, Sketch(params, [row], seed=row))
+    short = table.sample(logits, rows).tokens
+    alone = [table.sample(logits[row : row + 1], [row]).tokens.item() for row in rows[::7]]
+    monkeypatch.setattr(filters, "CANDIDATES", ())
+    assert torch.equal(short, table.sample(logits, rows).tokens)
+    assert short.tolist()[::7] == alone
+
+
+def test_every_kept_token_is_drawn_and_no_other():
+    vocab, num_draws = 30, 3000
+    logits = random_logits(8, 1, vocab, spread=1.0)
+    table = Table(vocab, max_rows=num_draws)
+    params = SamplingParams(top_k=8, top_p=0.85, min_p=0.05)
+    for row in range(num_draws):
+        table.add(row, Sketch(params, [1], seed=row))
+    tokens = table.sample(np.repeat(logits, num_draws, 0), list(range(num_draws))).tokens
+    assert set(tokens.tolist()) == reference.kept_tokens(logits[0], 8, 0.85, 0.05)
+
+
+def test_top_k_1_is_greedy_even_among_ties():
+    table = Table(6)
+    logits = np.array([[1, 5, 5, 5, 0, 5]], np.float32)
+    for seed in range(20):
+        table.add(0, Sketch(SamplingParams(top_k=1), [1], seed=seed))
+        assert table.sample(logits, [0]).tokens.tolist() == [1]

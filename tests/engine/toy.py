@@ -1,0 +1,161 @@
+"""A toy executor: its KV cache stores what it computed, its next token hashes what it reads.
+
+The entry of a position is a hash of its token and of the entry before it, read through the block
+table, as the KV of a real model depends on the whole prefix. The next token hashes all entries of
+the context. So any wrong, stale, doubly used or uncomputed block changes the output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+
+from quire.engine.executors.base import TokenMasks
+from quire.protocol.plan import AddedRow, LogprobArrays, StepPlan, StepResult
+
+UNWRITTEN = -7
+
+
+def mix(*values: int) -> int:
+    data = b"".join(int(v).to_bytes(9, "little", signed=True) for v in values)
+    return int.from_bytes(blake2b(data, digest_size=7).digest(), "little")
+
+
+def ranked_tokens(entries: list[int], vocab: int, count: int) -> tuple[list[int], list[float]]:
+    """The most likely next tokens after a context, and their log-probabilities."""
+    context = mix(*entries)
+    scores = [-(mix(context, token) % 10_007) / 1_000 for token in range(vocab)]
+    order = sorted(range(vocab), key=lambda token: -scores[token])[:count]
+    return order, [scores[token] for token in order]
+
+
+def next_token(entries: list[int], seed: int, vocab: int) -> int:
+    return mix(mix(*entries), seed, len(entries)) % vocab
+
+
+def entries_of(tokens: list[int]) -> list[int]:
+    """What a correct KV cache holds for these tokens."""
+    entries: list[int] = []
+    for token in tokens:
+        entries.append(mix(entries[-1] if entries else 0, token))
+    return entries
+
+
+@dataclass
+class ToyRow:
+    added: AddedRow
+    tokens: list[int]
+    num_computed: int
+    table: list[int] = field(default_factory=list)
+
+
+class ToyPending:
+    def __init__(self, result: StepResult | Exception) -> None:
+        self._result = result
+
+    def result(self) -> StepResult:
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result
+
+
+class ToyExecutor:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        vocab: int,
+        failing_steps: frozenset[int] = frozenset(),
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.vocab = vocab
+        self.kv = np.full((num_blocks, block_size), UNWRITTEN, np.int64)
+        self.rows: dict[int, ToyRow] = {}
+        self.failing_steps = failing_steps
+        self.num_tokens_computed = 0
+        self._plan: StepPlan | None = None
+        self._broken = False
+
+    def execute(self, plan: StepPlan) -> None:
+        self._plan = plan
+        self._broken = plan.step in self.failing_steps
+        if self._broken:
+            return  # nothing of the step reaches the device
+        for row in plan.freed_rows.tolist():
+            self.rows.pop(row, None)
+        for added in plan.added_rows:
+            self._add(added)
+        for row, token in zip(plan.append_rows.tolist(), plan.append_tokens.tolist(), strict=True):
+            self.rows[row].tokens.append(token)
+        for row, index, block in zip(
+            plan.block_rows.tolist(),
+            plan.block_indices.tolist(),
+            plan.block_ids[0].tolist(),
+            strict=True,
+        ):
+            table = self.rows[row].table
+            assert index == len(table), "table entries arrive in order"
+            table.append(block)
+        assert not set(plan.copy_sources.tolist()) & set(plan.copy_targets.tolist())
+        self.kv[plan.copy_targets] = self.kv[plan.copy_sources]
+        for row, count in zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), strict=True):
+            self._compute(self.rows[row], count)
+
+    def _add(self, added: AddedRow) -> None:
+        tokens, table = added.token_ids.tolist(), []
+        if added.fork_of >= 0:
+            parent = self.rows[added.fork_of]
+            tokens = parent.tokens[: added.num_forked_tokens] + tokens
+            table = parent.table[: added.num_forked_tokens // self.block_size]
+        self.rows[added.row] = ToyRow(added, tokens, added.num_computed_tokens, table)
+
+    def _entry(self, row: ToyRow, position: int) -> int:
+        block = row.table[position // self.block_size]
+        return int(self.kv[block, position % self.block_size])
+
+    def _compute(self, row: ToyRow, count: int) -> None:
+        for position in range(row.num_computed, row.num_computed + count):
+            before = self._entry(row, position - 1) if position else 0
+            block = row.table[position // self.block_size]
+            self.kv[block, position % self.block_size] = mix(before, row.tokens[position])
+        row.num_computed += count
+        self.num_tokens_computed += count
+
+    def sample(self, step: int, masks: TokenMasks | None = None) -> ToyPending:
+        plan = self._plan
+        assert plan is not None and plan.step == step
+        if self._broken:
+            return ToyPending(RuntimeError(f"injected failure of step {step}"))
+        tokens, lines = [], []
+        for i, row_id in enumerate(plan.rows[plan.samples].tolist()):
+            row = self.rows[row_id]
+            assert row.num_computed == len(row.tokens), "only a row that caught up may sample"
+            entries = [self._entry(row, p) for p in range(row.num_computed)]
+            token = next_token(entries, row.added.seed, self.vocab)
+            tokens.append(token)
+            if row.added.appends_sampled:
+                row.tokens.append(token)
+            if row.added.num_logprobs >= 0:
+                lines.append(
+                    (i, token, *ranked_tokens(entries, self.vocab, row.added.num_logprobs))
+                )
+        return ToyPending(StepResult(step, np.array(tokens, np.int32), _logprobs(lines)))
+
+    def shutdown(self) -> None:
+        self.rows.clear()
+
+
+def _logprobs(lines: list[tuple[int, int, list[int], list[float]]]) -> LogprobArrays | None:
+    if not lines:
+        return None
+    width = 1 + max(len(ids) for _, _, ids, _ in lines)
+    token_ids = np.full((len(lines), width), -1, np.int32)
+    logprobs = np.full((len(lines), width), -np.inf, np.float32)
+    for line, (_, token, ids, values) in enumerate(lines):
+        token_ids[line, : 1 + len(ids)] = [token, *ids]
+        logprobs[line, : 1 + len(ids)] = [0.0, *values]
+    index = np.array([i for i, *_ in lines], np.int32)
+    return LogprobArrays(index, token_ids, logprobs, np.ones(len(lines), np.int32))

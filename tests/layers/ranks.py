@@ -1,0 +1,53 @@
+"""Tensor-parallel ranks as threads of one process, whose collectives are written out by hand."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from quire.layers.parallel import Parallel, Placement
+from quire.layers.quantization.scheme import Unquantized
+
+T = TypeVar("T")
+
+
+class Meeting:
+    """Where the ranks swap tensors: everybody brings one and leaves with all of them."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=30)
+        self.brought: list[torch.Tensor | None] = [None] * size
+
+    def exchange(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
+        self.brought[rank] = x.clone()
+        self.barrier.wait()
+        everything = list(self.brought)
+        self.barrier.wait()
+        return everything
+
+
+@dataclass(frozen=True)
+class ThreadRank(Parallel):
+    meeting: Meeting | None = None
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.meeting.exchange(self.rank, x)).sum(0)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self.meeting.exchange(self.rank, x), dim=-1)
+
+
+def on_ranks(size: int, work: Callable[[Parallel], T]) -> list[T]:
+    """Runs `work` once per rank, all at the same time; returns the results in rank order."""
+    meeting = Meeting(size)
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: work(ThreadRank(rank, size, meeting)), range(size)))
+
+
+def placement(parallel: Parallel | None = None) -> Placement:
+    return Placement(torch.float32, torch.device("cpu"), parallel or Parallel(0, 1), Unquantized())

@@ -1,0 +1,44 @@
+"""Embeddings and the output head are the same for any number of ranks, also with padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from quire.layers.embedding import LMHead, VocabEmbedding
+from quire.layers.parallel import Parallel
+from tests.layers.ranks import on_ranks, placement
+
+DIM = 6
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("vocab_size", [12, 13])
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_vocabulary_is_divided_without_loss(size: int, vocab_size: int, tied: bool) -> None:
+    """13 entries on 2 or 5 ranks leave padding, which must not be looked up nor become a logit."""
+    table, head = torch.randn(vocab_size, DIM), torch.randn(vocab_size, DIM)
+    ids, hidden = torch.arange(vocab_size), torch.randn(3, DIM)
+
+    def work(parallel: Parallel) -> tuple[torch.Tensor, torch.Tensor]:
+        place = placement(parallel)
+        embedding = VocabEmbedding(vocab_size, DIM, place)
+        embedding.load("weight", None, table)
+        lm_head = LMHead(vocab_size, DIM, place, embedding if tied else None)
+        if not tied:
+            lm_head.load("weight", None, head)
+        return embedding(ids), lm_head(hidden)
+
+    for embedded, logits in on_ranks(size, work):
+        assert torch.equal(embedded, table)
+        expected = F.linear(hidden, table if tied else head)
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_tied_head_owns_no_weight() -> None:
+    """So that the loader expects none and no memory is taken twice."""
+    embedding = VocabEmbedding(12, DIM, placement())
+    lm_head = LMHead(12, DIM, placement(), embedding)
+    assert lm_head.weight is embedding.weight
+    assert not lm_head.axes

@@ -1,0 +1,139 @@
+"""Linear layers: loading of fused checkpoint tensors, and equal results for any number of ranks.
+
+The reference is F.linear on the unsplit checkpoint tensors.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from quire.layers.linear import ColumnLinear, Linear, MergedLinear, QKVLinear, RowLinear
+from quire.layers.parallel import Parallel, whole
+from quire.protocol.errors import ModelError
+from tests.layers.ranks import on_ranks, placement
+
+HIDDEN, HEAD_DIM, TOKENS = 12, 8, 5
+SIZES = [1, 2, 4]
+
+
+def randoms(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_column_linear_gives_each_rank_its_outputs(size: int) -> None:
+    x, weight, bias = randoms((TOKENS, HIDDEN), (16, HIDDEN), (16,))
+
+    def work(parallel: Parallel) -> torch.Tensor:
+        layer = ColumnLinear(HIDDEN, 16, True, placement(parallel))
+        layer.load("weight", None, weight)
+        layer.load("bias", None, bias)
+        return layer(x)
+
+    close(torch.cat(on_ranks(size, work), dim=-1), F.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_row_linear_sums_ranks_and_adds_its_bias_once(size: int) -> None:
+    x, weight, bias = randoms((TOKENS, 16), (HIDDEN, 16), (HIDDEN,))
+
+    def work(parallel: Parallel) -> torch.Tensor:
+        layer = RowLinear(16, HIDDEN, True, placement(parallel))
+        layer.load("weight", None, weight)
+        layer.load("bias", None, bias)
+        share = 16 // parallel.size
+        return layer(x[:, parallel.rank * share :][:, :share])
+
+    for result in on_ranks(size, work):
+        close(result, F.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("joined", [False, True], ids=["separate", "joined"])
+def test_merged_linear_keeps_gate_and_up_apart(size: int, joined: bool) -> None:
+    """A rank's output is its share of gate, then its share of up, not a slice of the join."""
+    x, gate, up = randoms((TOKENS, HIDDEN), (16, HIDDEN), (16, HIDDEN))
+
+    def work(parallel: Parallel) -> torch.Tensor:
+        layer = MergedLinear(HIDDEN, {"gate": 16, "up": 16}, False, placement(parallel))
+        if joined:
+            layer.load("weight", None, torch.cat((gate, up)))
+        else:
+            layer.load("weight", "up", up)
+            layer.load("weight", "gate", gate)
+        return layer(x)
+
+    gates, ups = zip(*(y.chunk(2, dim=-1) for y in on_ranks(size, work)), strict=True)
+    close(torch.cat(gates, dim=-1), F.linear(x, gate))
+    close(torch.cat(ups, dim=-1), F.linear(x, up))
+
+
+@pytest.mark.parametrize("joined", [False, True], ids=["separate", "joined"])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("size", SIZES)
+def test_qkv_linear_divides_heads_and_repeats_kv_heads(
+    size: int, num_kv_heads: int, joined: bool
+) -> None:
+    """Each rank's query heads must meet the KV heads of their own group on the same rank."""
+    num_heads = 4
+    shapes = [(n * HEAD_DIM, HIDDEN) for n in (num_heads, num_kv_heads, num_kv_heads)]
+    x, *weights = randoms((TOKENS, HIDDEN), *shapes)
+    biases = randoms(*((shape[0],) for shape in shapes))
+
+    def work(parallel: Parallel) -> tuple[torch.Tensor, ...]:
+        layer = QKVLinear(HIDDEN, HEAD_DIM, num_heads, num_kv_heads, True, placement(parallel))
+        if joined:
+            layer.load("weight", None, torch.cat(weights))
+            layer.load("bias", None, torch.cat(biases))
+        else:
+            for shard, weight, bias in zip("qkv", weights, biases, strict=True):
+                layer.load("weight", shard, weight)
+                layer.load("bias", shard, bias)
+        return layer(x)
+
+    q, k, v = (
+        F.linear(x, weight, bias).view(TOKENS, -1, HEAD_DIM)
+        for weight, bias in zip(weights, biases, strict=True)
+    )
+    group = num_heads // num_kv_heads
+    for rank, (rank_q, rank_k, rank_v) in enumerate(on_ranks(size, work)):
+        heads = range(rank * num_heads // size, (rank + 1) * num_heads // size)
+        close(rank_q, q[:, heads])
+        rank_group = rank_q.shape[1] // rank_k.shape[1]
+        for index, head in enumerate(heads):
+            close(rank_k[:, index // rank_group], k[:, head // group])
+            close(rank_v[:, index // rank_group], v[:, head // group])
+
+
+def test_checkpoint_shapes_are_those_of_the_whole_model() -> None:
+    """The loader compares them with what it reads, whatever the rank keeps."""
+    layer = QKVLinear(HIDDEN, HEAD_DIM, 4, 2, True, placement(Parallel(1, 2)))
+    assert layer.checkpoint_shape("weight", "q") == (4 * HEAD_DIM, HIDDEN)
+    assert layer.checkpoint_shape("weight", "k") == (2 * HEAD_DIM, HIDDEN)
+    assert layer.checkpoint_shape("weight", None) == (8 * HEAD_DIM, HIDDEN)
+    assert layer.checkpoint_shape("bias", "v") == (2 * HEAD_DIM,)
+    assert tuple(layer.weight.shape) == (4 * HEAD_DIM, HIDDEN)
+
+
+def test_loading_casts_to_the_models_dtype() -> None:
+    layer = Linear(whole(4), whole(3), False, placement())
+    weight = torch.randn(3, 4).to(torch.bfloat16)
+    layer.load("weight", None, weight)
+    assert layer.weight.dtype == torch.float32
+    assert torch.equal(layer.weight, weight.float())
+
+
+def test_indivisible_sizes_are_refused_by_name() -> None:
+    with pytest.raises(ModelError, match=r"tensor_parallel_size=3 .*num_attention_heads \(4\)"):
+        QKVLinear(HIDDEN, HEAD_DIM, 4, 2, False, placement(Parallel(0, 3)))
+    with pytest.raises(ModelError, match=r"tensor_parallel_size=3 .*layer width \(16\)"):
+        ColumnLinear(HIDDEN, 16, False, placement(Parallel(0, 3)))
+    with pytest.raises(ModelError, match=r"tensor_parallel_size=6 .*num_key_value_heads \(4\)"):
+        Parallel(0, 6).kv_heads(4)

@@ -1,0 +1,162 @@
+"""Small random transformers models, saved as users find them, and a paged run of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from quire.config.model import ModelConfig
+from quire.layers.attention.backend import AttentionBackend, AttentionInputs
+from quire.layers.attention.torch import TorchBackend
+from quire.models.registry import CausalLM
+
+VOCAB = 160
+MAX_POSITIONS = 128
+
+_LLAMA_LIKE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITIONS,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", _LLAMA_LIKE),
+    "mistral": ("MistralConfig", {**_LLAMA_LIKE, "sliding_window": None}),
+    "qwen2": ("Qwen2Config", _LLAMA_LIKE),
+    "qwen3": ("Qwen3Config", {**_LLAMA_LIKE, "head_dim": 16}),
+    "opt": (
+        "OPTConfig",
+        {
+            "vocab_size": VOCAB,
+            "hidden_size": 64,
+            "ffn_dim": 96,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "max_position_embeddings": MAX_POSITIONS,
+        },
+    ),
+    "gpt2": (
+        "GPT2Config",
+        {
+            "vocab_size": VOCAB,
+            "n_embd": 64,
+            "n_layer": 3,
+            "n_head": 4,
+            "n_positions": MAX_POSITIONS,
+        },
+    ),
+}
+
+
+def random_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A transformers model with weights large enough that every part of it shows in the logits."""
+    class_name, settings = FAMILIES[family]
+    config: PretrainedConfig = getattr(transformers, class_name)(**{**settings, **changes})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        is_norm = parameter.dim() == 1 and name.endswith("weight")
+        with torch.no_grad():
+            parameter.normal_(1.0 if is_norm else 0.0, 0.15, generator=generator)
+    return model
+
+
+def save_safetensors(model: PreTrainedModel, folder: Path, shards: bool = False) -> Path:
+    model.save_pretrained(folder, max_shard_size="40KB" if shards else "5GB")
+    assert (folder / "model.safetensors.index.json").exists() == shards
+    return folder
+
+
+def save_bin(model: PreTrainedModel, folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """A folder with config.json and a pickled state dict under names of the caller's choice."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    torch.save(tensors, folder / "pytorch_model.bin")
+    return folder
+
+
+@torch.no_grad()
+def reference_logits(model: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
+    """transformers' logits of a whole sequence in one pass, without any cache."""
+    return model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+
+
+def random_tokens(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCAB, (length,), generator=generator).tolist()
+
+
+class PagedRun:
+    """Sequences computed piece by piece through a paged KV cache with blocks in random order."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        config: ModelConfig,
+        sequences: Sequence[Sequence[int]],
+        backend: type[AttentionBackend] = TorchBackend,
+        block_size: int = 4,
+        num_ranks: int = 1,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.model, self.sequences, self.block_size = model, sequences, block_size
+        self.computed = [0] * len(sequences)
+        self.logits: list[list[torch.Tensor]] = [[] for _ in sequences]
+        max_blocks = -(-max(map(len, sequences)) // block_size)
+        num_blocks = max_blocks * len(sequences) + 3
+        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1))
+        self.tables = order[: max_blocks * len(sequences)].view(len(sequences), max_blocks).int()
+        num_heads = config.num_heads // num_ranks
+        num_kv_heads = max(1, config.num_kv_heads // num_ranks)
+        shape = (config.num_layers, 2, num_blocks, num_kv_heads, block_size, config.head_dim)
+        # Stale content must never be read.
+        kv = torch.full(shape, float("nan"), dtype=dtype)
+        self.backend = backend(kv, num_heads, num_kv_heads, config.head_dim, block_size)
+
+    def step(self, work: dict[int, int]) -> None:
+        """Computes the next `work[i]` tokens of each sequence i, all in one batch."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        query_start = [0]
+        for index, count in work.items():
+            first = self.computed[index]
+            new = range(first, first + count)
+            token_ids += self.sequences[index][first : first + count]
+            positions += new
+            slots += [self._slot(index, position) for position in new]
+            self.computed[index] += count
+            query_start.append(len(token_ids))
+        context_lens = [self.computed[index] for index in work]
+        inputs = AttentionInputs(
+            query_start=torch.tensor(query_start, dtype=torch.int32),
+            context_lens=torch.tensor(context_lens, dtype=torch.int32),
+            block_tables=self.tables[list(work)],
+            slots=torch.tensor(slots),
+            max_query_len=max(work.values()),
+            max_context_len=max(context_lens),
+        )
+        with torch.inference_mode():
+            hidden = self.model(
+                torch.tensor(token_ids), torch.tensor(positions), self.backend.plan(inputs)
+            )
+            logits = self.model.logits(hidden)
+        for index, piece in zip(work, logits.split(list(work.values())), strict=True):
+            self.logits[index].append(piece)
+
+    def _slot(self, index: int, position: int) -> int:
+        block, offset = divmod(position, self.block_size)
+        return int(self.tables[index, block]) * self.block_size + offset
+
+    def all_logits(self) -> list[torch.Tensor]:
+        """[len, vocab] of every sequence."""
+        return [torch.cat(pieces) for pieces in self.logits]

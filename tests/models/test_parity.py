@@ -1,0 +1,185 @@
+"""Every model family computes what transformers computes from the same files.
+
+Logits agree within 1e-4 in fp32, for whole prompts at once, and for prompts in chunks that share
+steps with other requests' decoding, through a block table in random order.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.config.model import load_model_config
+from quire.layers.attention.backend import select_backend
+from quire.layers.parallel import Parallel
+from quire.models.loader import load_model
+from tests.layers.ranks import on_ranks
+from tests.models.reference import (
+    PagedRun,
+    random_model,
+    random_tokens,
+    reference_logits,
+    save_bin,
+    save_safetensors,
+)
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-gqa": ("llama", {}),
+    "llama-mha-tied": ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-wide-heads": ("llama", {"head_dim": 24, "num_key_value_heads": 1}),
+    "llama-rope-llama3": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama-rope-yarn": (
+        "llama",
+        {"rope_parameters": {**YARN, "original_max_position_embeddings": 16}},
+    ),
+    "llama-rope-linear": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+    ),
+    "mistral-window": ("mistral", {"sliding_window": 7}),
+    "mistral-no-window": ("mistral", {"head_dim": 32}),
+    "qwen2": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "qwen2-some-windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen3-tied-biased": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+    "opt": ("opt", {}),
+    "opt-350m": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
+    "opt-no-biases": (
+        "opt",
+        {
+            "enable_bias": False,
+            "layer_norm_elementwise_affine": False,
+            "activation_function": "gelu",
+        },
+    ),
+    "opt-no-final-norm": ("opt", {"_remove_final_layer_norm": True, "tie_word_embeddings": False}),
+    "gpt2": ("gpt2", {}),
+    "gpt2-odd": (
+        "gpt2",
+        {"n_inner": 80, "scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False},
+    ),
+}
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+
+
+def compare(folder: Path, reference: torch.nn.Module, parallel: Parallel | None = None) -> None:
+    """All logits of two sequences, in chunks and decode steps, against transformers'."""
+    config = load_model_config(str(folder))
+    parallel = parallel or Parallel(0, 1)
+    model = load_model(config, dtype=torch.float32, device="cpu", parallel=parallel)
+    sequences = [random_tokens(29, seed=1), random_tokens(18, seed=2)]
+    run = PagedRun(model, config, sequences, num_ranks=parallel.size)
+    for work in ({0: 6}, {1: 13, 0: 9}, {0: 11, 1: 1}, {1: 1, 0: 1}, {0: 1, 1: 2}, {0: 1, 1: 1}):
+        run.step(work)
+    for tokens, logits in zip(sequences, run.all_logits(), strict=True):
+        close(logits, reference_logits(reference, tokens))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_match_transformers(case: str, tmp_path: Path) -> None:
+    family, changes = CASES[case]
+    reference = random_model(family, **changes)
+    save_safetensors(reference, tmp_path)
+    compare(tmp_path, reference)
+
+    config = load_model_config(str(tmp_path))
+    model = load_model(config, dtype=torch.float32, device="cpu")
+    prompt = random_tokens(40)
+    fastest, _ = select_backend("cpu", torch.float32, config.head_dim, 16, config.sliding_window)
+    whole = PagedRun(model, config, [prompt], fastest, block_size=16)
+    whole.step({0: len(prompt)})
+    expected = reference_logits(reference, prompt)
+    close(whole.all_logits()[0], expected)
+    # The comparison would be empty if logits were all alike.
+    assert expected.std() > 0.5
+
+
+@pytest.mark.parametrize(
+    ("scaling", "positions"), [(LLAMA3_ROPE, 128), (YARN, 16)], ids=["llama3", "yarn"]
+)
+def test_rope_settings_of_older_files(
+    scaling: dict[str, Any], positions: int, tmp_path: Path
+) -> None:
+    """The hub's files say `rope_scaling`; without an original length, that of the model counts."""
+    reference = random_model(
+        "llama", rope_parameters=dict(scaling), max_position_embeddings=positions
+    )
+    save_safetensors(reference, tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    del config["rope_parameters"]
+    config["rope_theta"] = scaling["rope_theta"]
+    config["rope_scaling"] = {key: scaling[key] for key in scaling if key != "rope_theta"}
+    file.write_text(json.dumps(config))
+    compare(tmp_path, reference)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
+def test_sharded_files(family: str, tmp_path: Path) -> None:
+    """Fused parameters may be filled from several files."""
+    reference = random_model(family)
+    save_safetensors(reference, tmp_path, shards=True)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    compare(tmp_path, reference)
+
+
+@pytest.mark.parametrize("prefix", ["decoder.", "model.decoder."])
+def test_opt_from_pickled_files(prefix: str, tmp_path: Path) -> None:
+    """facebook/opt-125m names its tensors `decoder.`; later checkpoints say `model.decoder.`."""
+    reference = random_model("opt")
+    own = "model.decoder."
+    tensors = {
+        prefix + name.removeprefix(own): tensor
+        for name, tensor in reference.state_dict().items()
+        if name.startswith(own)
+    }
+    tensors["lm_head.weight"] = reference.lm_head.weight.detach().clone()
+    compare(save_bin(reference, tmp_path, tensors), reference)
+
+
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+def test_gpt2_with_and_without_prefix(prefix: str, tmp_path: Path) -> None:
+    """The hub's gpt2 has no prefix and carries its causal masks as tensors."""
+    reference = random_model("gpt2")
+    own = "transformer."
+    tensors = {
+        prefix + name.removeprefix(own): tensor
+        for name, tensor in reference.state_dict().items()
+        if name.startswith(own)
+    }
+    for layer in range(3):
+        tensors[f"{prefix}h.{layer}.attn.bias"] = torch.ones(1, 1, 128, 128).tril().bool()
+        tensors[f"{prefix}h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+    compare(save_bin(reference, tmp_path, tensors), reference)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("case", ["llama-gqa", "llama-biases", "qwen3-tied-biased", "opt", "gpt2"])
+def test_tensor_parallel_ranks_compute_the_same(case: str, size: int, tmp_path: Path) -> None:
+    """Each rank loads its share of the files; with 4 ranks, 2 KV heads are kept twice."""
+    family, changes = CASES[case]
+    reference = random_model(family, **changes)
+    save_safetensors(reference, tmp_path)
+    on_ranks(size, lambda parallel: compare(tmp_path, reference, parallel))

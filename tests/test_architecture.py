@@ -1,0 +1,292 @@
+"""Keeps the shape of the code: who imports whom, what stays free of torch, how large things get.
+
+Each rule is checked on the syntax trees of all files, so imports inside functions count too.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from quire.config.options import option_groups
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "quire"
+
+COMMON = {"protocol", "config", "metrics"}
+BELOW = {
+    "protocol": set(),
+    "config": {"protocol"},
+    "metrics": {"protocol", "config"},
+    "scheduler": COMMON,
+    "kernels": COMMON,
+    "layers": COMMON | {"kernels"},
+    "decoding": COMMON | {"kernels"},
+    "models": COMMON | {"layers", "kernels"},
+    "worker": COMMON | {"models", "layers", "decoding", "kernels"},
+    "engine.executors": COMMON | {"engine", "worker"},
+    "engine": COMMON | {"engine.executors", "scheduler"},
+    "frontend": COMMON | {"engine"},
+    "server": COMMON | {"frontend", "quire"},
+    "bench": COMMON | {"frontend", "quire"},
+    "entrypoints": {"server", "config", "quire"},
+    "quire": COMMON | {"frontend", "server", "bench"},
+}
+"""What each package may import besides itself; "quire" stands for the files in the root."""
+
+TORCH_FREE = ("protocol", "config", "metrics", "scheduler")
+TORCH_AT_TOP_LEVEL = ("worker", "models", "layers", "kernels", "decoding", "engine.executors")
+HEAVY = ("torch", "triton", "transformers")
+TRANSFORMERS_IN_FUNCTIONS = ("frontend", "bench")
+
+
+@dataclasses.dataclass(frozen=True)
+class Import:
+    module: str
+    line: int
+    in_function: bool
+    for_types: bool
+    """Under `if TYPE_CHECKING`, and so never executed."""
+
+
+def source_files(folder: Path = PACKAGE) -> list[Path]:
+    return sorted(folder.rglob("*.py"))
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def package_of(module: str) -> str:
+    """The key of BELOW for a dotted module name."""
+    parts = module.split(".")[1:]
+    if parts[:2] == ["engine", "executors"]:
+        return "engine.executors"
+    return parts[0] if parts and parts[0] in BELOW else "quire"
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    def walk(node: ast.AST, in_function: bool, for_types: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                for alias in child.names:
+                    yield Import(alias.name, child.lineno, in_function, for_types)
+            elif isinstance(child, ast.ImportFrom):
+                for name in imported_names(child):
+                    yield Import(name, child.lineno, in_function, for_types)
+            inside = in_function or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
+            typing = for_types or (
+                isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
+            )
+            yield from walk(child, inside, typing)
+
+    def imported_names(node: ast.ImportFrom) -> list[str]:
+        base = node.module or ""
+        if node.level:
+            parts = path.relative_to(ROOT).parts[: -node.level]
+            base = ".".join((*parts, *filter(None, [node.module])))
+        return [f"{base}.{alias.name}" for alias in node.names]
+
+    yield from walk(tree_of(path), False, False)
+
+
+def is_from(found: Import, packages: tuple[str, ...]) -> bool:
+    return found.module.split(".")[0] in packages
+
+
+def reachable_packages(start: str) -> set[str]:
+    """Packages that `start` imports, directly or through others."""
+    reached, queue = set(), [start]
+    while queue:
+        package = queue.pop()
+        if package in reached:
+            continue
+        reached.add(package)
+        queue += [
+            package_of(found.module)
+            for path in source_files()
+            if package_of(module_of(path)) == package
+            for found in imports_of(path)
+            if is_from(found, ("quire",)) and package_of(found.module) != "quire"
+        ]
+    return reached
+
+
+def test_imports_point_down() -> None:
+    """A lower package that knew a higher one could not be used, tested or replaced without it."""
+    wrong = []
+    for path in source_files():
+        own = package_of(module_of(path))
+        for found in imports_of(path):
+            if not is_from(found, ("quire",)):
+                continue
+            other = package_of(found.module)
+            if other != own and other not in BELOW[own]:
+                wrong.append(f"{path.relative_to(ROOT)}:{found.line} imports {found.module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_scheduler_and_worker_never_meet() -> None:
+    """They share StepPlan and StepResult only, and so the scheduler runs without a GPU."""
+    assert "worker" not in reachable_packages("scheduler")
+    assert "scheduler" not in reachable_packages("worker")
+
+
+def test_no_torch_in_host_packages() -> None:
+    """The scheduler and its neighbours run, and are tested, without torch."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{found.line} imports {found.module}"
+        for path in source_files()
+        if package_of(module_of(path)) in TORCH_FREE
+        for found in imports_of(path)
+        if is_from(found, HEAVY)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_torch_and_transformers_are_imported_where_they_may_be() -> None:
+    """Elsewhere torch waits until a function needs it, and transformers is a fallback only."""
+    wrong = []
+    for path in source_files():
+        own = package_of(module_of(path))
+        for found in imports_of(path):
+            deferred = found.in_function or found.for_types
+            torch_ok = own in TORCH_AT_TOP_LEVEL or deferred
+            transformers_ok = own in TRANSFORMERS_IN_FUNCTIONS and deferred
+            if (is_from(found, ("torch", "triton")) and not torch_ok) or (
+                is_from(found, ("transformers",)) and not transformers_ok
+            ):
+                wrong.append(f"{path.relative_to(ROOT)}:{found.line} imports {found.module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_config_reads_arguments_and_environment() -> None:
+    """Options come from one place; a value read elsewhere would escape checks, help and notes."""
+    names = {"os.environ", "os.environb", "os.getenv", "sys.argv"}
+    wrong = []
+    for path in source_files():
+        if package_of(module_of(path)) == "config":
+            continue
+        where = path.relative_to(ROOT)
+        wrong += [
+            f"{where}:{found.line} imports {found.module}"
+            for found in imports_of(path)
+            if (is_from(found, ("argparse",)) and not found.for_types) or found.module in names
+        ]
+        wrong += [
+            f"{where}:{node.lineno} uses {ast.unparse(node)}"
+            for node in ast.walk(tree_of(path))
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in names
+        ]
+    assert not wrong, "\n".join(wrong)
+
+
+def loaded_after(statement: str) -> set[str]:
+    """Top-level packages in sys.modules after a statement ran in a fresh interpreter."""
+    program = f"import sys\ntry:\n    {statement}\nexcept SystemExit:\n    pass\n"
+    program += "print('\\n' + ' '.join({name.split('.')[0] for name in sys.modules}))"
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return set(result.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import quire; quire.SamplingParams; quire.QuireError; quire.EngineOptions",
+        "from quire.cli import main; main(['--help'])",
+        "from quire.cli import main; main(['generate', '--help'])",
+        "from quire.cli import main; main(['bench', '--help'])",
+        "from quire.cli import main; main(['generate', 'x', '--block-size', '3'])",
+    ],
+)
+def test_import_and_help_do_not_load_torch(statement: str) -> None:
+    """Importing torch takes seconds; `import quire`, help and wrong options must answer at once."""
+    assert not loaded_after(statement) & {*HEAVY, "huggingface_hub", "tokenizers"}
+
+
+def test_host_packages_do_not_load_torch_indirectly() -> None:
+    """Catches what syntax trees cannot see: a third package that imports torch."""
+    modules = [
+        module_of(path) for path in source_files() if package_of(module_of(path)) in TORCH_FREE
+    ]
+    assert not loaded_after("import " + ", ".join(modules)) & set(HEAVY)
+
+
+def test_names() -> None:
+    """A file or class named after no idea collects whatever has no home."""
+    files = {"utils.py", "util.py", "helpers.py", "helper.py", "common.py", "misc.py"}
+    wrong = [str(p.relative_to(ROOT)) for p in source_files(PACKAGE) if p.name in files]
+    wrong += [
+        f"{path.relative_to(ROOT)}:{node.lineno} class {node.name}"
+        for path in source_files()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef) and re.search(r"^_?Base[A-Z]|(Impl|Mixin)$", node.name)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_sizes() -> None:
+    """Files and functions of this kind of engine grow until nobody reads them."""
+    wrong = []
+    for path in source_files(PACKAGE) + source_files(ROOT / "tests"):
+        length = len(path.read_text(encoding="utf-8").splitlines())
+        if length > 600:
+            wrong.append(f"{path.relative_to(ROOT)} has {length} lines (at most 600)")
+        if "kernels" in path.parts:
+            continue
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                size = (node.end_lineno or node.lineno) - node.lineno + 1
+                if size > 100:
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} has {size} lines")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_request_stays_small() -> None:
+    """Optional features own their state; a request that knows them all cannot be reasoned about."""
+    tree = tree_of(PACKAGE / "scheduler" / "request.py")
+    (request,) = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Request"]
+    attributes = {
+        node.target.id
+        for node in request.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    attributes |= {
+        node.attr
+        for node in ast.walk(request)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
+    assert 0 < len(attributes) <= 25, sorted(attributes)
+
+
+def test_options_and_environment_stay_few() -> None:
+    """Each option multiplies what must be tested; environment variables are for debugging only."""
+    assert len(option_groups()) <= 60
+    variables = {
+        node.value
+        for path in source_files()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.fullmatch(r"QUIRE_[A-Z_]+", node.value)
+    }
+    assert len(variables) <= 5, sorted(variables)
