@@ -19,7 +19,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("quire/kernels/cpu/src")
-# The kernels choose among these at run time, so each file gets its own flags and -march is not used.
+# The choice among the kernels is made at run time, so each file has flags of its own.
 PORTABLE = {"library.cpp": [], "kernel_generic.cpp": []}
 X86_64 = {"kernel_avx2.cpp": ["-mavx2", "-mfma"], "kernel_avx512.cpp": ["-mavx512f"]}
 COMPILE = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"]

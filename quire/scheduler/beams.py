@@ -7,14 +7,14 @@ continuation of a member takes over its row, further ones are forks that share i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from quire.protocol.output import Beam
-from quire.protocol.plan import Float32Array, Int32Array
-from quire.scheduler.request import Request
+from quire.protocol.plan import Float32Array, Int32Array, LogprobArrays
+from quire.scheduler.request import Request, Status
 
 if TYPE_CHECKING:
     from quire.scheduler.scheduler import Scheduler
@@ -90,23 +90,14 @@ class BeamGroup:
     def _fork(
         self, scheduler: Scheduler, member: Request, known: Int32Array, token: int
     ) -> Request:
-        leader = self.leader
-        fork = Request(
-            key=leader.key,
-            request_id=leader.request_id,
-            params=leader.params,
-            seed=leader.seed,
-            num_prompt=leader.num_prompt,
-            max_total=leader.max_total,
-            eos_token_ids=leader.eos_token_ids,
-            rank=leader.rank,
-            arrival_time=leader.arrival_time,
-            root=leader.root,
-            columns=leader.columns,
+        fork = replace(
+            self.leader,
             held_token_ids=np.append(known, np.int32(token)),
+            row=-1,
+            status=Status.WAITING,
+            hashes=list(member.hashes),
             parent=member,
             num_shared=len(known),
-            group=self,
         )
         scheduler.waiting.push(fork)
         return fork
@@ -126,3 +117,17 @@ class BeamGroup:
         best = sorted(self._ended, key=lambda beam: -beam.score)[: self.width]
         tokens = np.array(best[0].token_ids if best else [], np.int32)
         scheduler.finish(self.leader, tokens, reason, error=error).beams = best
+
+
+def report_candidates(
+    members: list[Request], samples: Int32Array, logprobs: LogprobArrays | None
+) -> list[BeamGroup]:
+    """Hand a step's candidates to the members' groups; returns the groups that can move on."""
+    assert logprobs is not None
+    groups: dict[int, BeamGroup] = {}
+    for member, sample in zip(members, samples, strict=True):
+        assert member.group is not None
+        line = int(np.flatnonzero(logprobs.index == sample)[0])
+        member.group.report(member, logprobs.token_ids[line, 1:], logprobs.logprobs[line, 1:])
+        groups[id(member.group)] = member.group
+    return [group for group in groups.values() if group.complete]

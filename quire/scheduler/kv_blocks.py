@@ -84,8 +84,8 @@ class KVBlocks:
 
     def shortfall(self, rows: Int32Array, num_tokens: Int32Array) -> Int32Array:
         """Blocks that each row lacks to hold `num_tokens` tokens."""
-        need = self.blocks_for(num_tokens) - self.columns.num_blocks[rows]
-        return np.maximum(need, 0, out=need)
+        need: Int32Array = self.blocks_for(num_tokens) - self.columns.num_blocks[rows]
+        return need.clip(0)
 
     def grow(self, draft: PlanDraft, rows: Int32Array, need: Int32Array) -> None:
         """Append `need[i]` new blocks to the table of `rows[i]`."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quire.protocol.errors import RequestError
+from quire.protocol.request import NewRequest
+
 
 @dataclass(frozen=True)
 class SchedulerLimits:
@@ -31,3 +34,26 @@ class SchedulerLimits:
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def max_total(self, new: NewRequest) -> int:
+        """Prompt and output tokens at which a request ends by length."""
+        if new.params.max_tokens is None:
+            return self.max_model_len
+        return min(len(new.prompt_token_ids) + new.params.max_tokens, self.max_model_len)
+
+    def check_fits(self, new: NewRequest) -> None:
+        """Refuse a request that the cache or the rows could not hold even alone."""
+        num_prompt, total = len(new.prompt_token_ids), self.max_total(new)
+        need = self.blocks_for(total) * max(new.beam_width, 1)
+        if need > self.num_blocks:
+            raise RequestError(
+                f"request {new.request_id!r} can never fit: {num_prompt} prompt tokens and up to "
+                f"{total - num_prompt} generated ones need {need} KV blocks of {self.block_size} "
+                f"tokens, but the cache has {self.num_blocks}. Lower max_tokens or beam_width, or "
+                "give the cache more memory (kv_cache_memory_bytes, gpu_memory_utilization)."
+            )
+        if new.beam_width > self.max_num_seqs:
+            raise RequestError(
+                f"beam_width={new.beam_width} exceeds max_num_seqs={self.max_num_seqs}: all beams "
+                "run at once. Lower beam_width or raise max_num_seqs."
+            )

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.protocol.plan import AddedRow, BoolArray, Int32Array, Int64Array
+from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams
+from quire.protocol.seeds import derive_seed
 
 if TYPE_CHECKING:
     from quire.scheduler.beams import BeamGroup
@@ -184,3 +186,39 @@ class Request:
         """Keep the tokens outside the row, which is about to be given up."""
         self.held_token_ids = self.token_ids.copy()
         self.row = -1
+
+
+def make_sequences(
+    new: NewRequest,
+    *,
+    rank: tuple[int, int],
+    unseeded: int,
+    max_total: int,
+    root: bytes,
+    columns: Columns,
+) -> list[Request]:
+    """The `n` sequences of a request; `unseeded` is its seed if it brings none."""
+    seed = unseeded if new.params.seed is None else new.params.seed
+    sequences = [
+        Request(
+            key=new.key + i,
+            request_id=new.request_id,
+            params=new.params,
+            seed=derive_seed(seed, i),
+            num_prompt=len(new.prompt_token_ids),
+            max_total=max_total,
+            eos_token_ids=new.eos_token_ids,
+            rank=rank,
+            arrival_time=new.arrival_time,
+            root=root,
+            columns=columns,
+            held_token_ids=new.prompt_token_ids,
+            streams=new.streams,
+        )
+        for i in range(new.params.n)
+    ]
+    leader = sequences[0]
+    leader.followers = sequences[1:]
+    for follower in leader.followers:
+        follower.parent, follower.num_shared = leader, leader.num_prompt - 1
+    return sequences

@@ -15,8 +15,8 @@ from quire.protocol.errors import RequestError
 from quire.protocol.output import FinishedSequence, StepOutput
 from quire.protocol.plan import Int32Array, StepPlan, StepResult
 from quire.protocol.request import NewRequest
-from quire.protocol.seeds import derive_seed, random_seed
-from quire.scheduler.beams import BeamGroup
+from quire.protocol.seeds import random_seed
+from quire.scheduler.beams import BeamGroup, report_candidates
 from quire.scheduler.books import check_books
 from quire.scheduler.draft import PlanDraft
 from quire.scheduler.kv_blocks import KVBlocks
@@ -24,7 +24,7 @@ from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy import rank_function
 from quire.scheduler.prefix_cache import PrefixMatch, chain_root
 from quire.scheduler.queue import WaitingQueue
-from quire.scheduler.request import Columns, Request, Status
+from quire.scheduler.request import Columns, Request, Status, make_sequences
 from quire.scheduler.results import collect_output
 
 
@@ -60,69 +60,29 @@ class Scheduler:
 
     # --- requests come and go -------------------------------------------------------------------
 
-    def add(self, new: NewRequest) -> None:
-        """Queue a request that has passed `check`."""
-        num_prompt, params = len(new.prompt_token_ids), new.params
-        self._num_arrivals += 1
-        seed = params.seed
-        if seed is None:
-            seed = random_seed(self.limits.seed, self._num_arrivals)
-        root = chain_root(*self.limits.cache_identity, new.adapter or "", new.cache_salt or "")
-        sequences = [
-            Request(
-                key=new.key + i,
-                request_id=new.request_id,
-                params=params,
-                seed=derive_seed(seed, i),
-                num_prompt=num_prompt,
-                max_total=self._max_total(new),
-                eos_token_ids=new.eos_token_ids,
-                rank=self._rank(new.priority, self._num_arrivals),
-                arrival_time=new.arrival_time,
-                root=root,
-                columns=self.columns,
-                held_token_ids=new.prompt_token_ids,
-                streams=new.streams,
-            )
-            for i in range(params.n)
-        ]
-        leader = sequences[0]
-        leader.followers = sequences[1:]
-        for follower in leader.followers:
-            follower.parent, follower.num_shared = leader, num_prompt - 1
-        if new.beam_width:
-            leader.group = BeamGroup(leader, new.beam_width, new.length_penalty)
-        self.requests[new.request_id] = sequences
-        self.waiting.push(leader)
-        self.metrics.prompt_tokens.add(num_prompt)
-
-    def _max_total(self, new: NewRequest) -> int:
-        """Tokens at which a request ends by length."""
-        if new.params.max_tokens is None:
-            return self.limits.max_model_len
-        most = len(new.prompt_token_ids) + new.params.max_tokens
-        return min(most, self.limits.max_model_len)
-
     def check(self, new: NewRequest) -> None:
         """Refuse a request that could never run."""
         if new.request_id in self.requests:
             raise RequestError(f"request_id {new.request_id!r} is already in use.")
-        num_prompt, limits = len(new.prompt_token_ids), self.limits
-        max_total = self._max_total(new)
-        need = limits.blocks_for(max_total) * max(new.beam_width, 1)
-        if need > limits.num_blocks:
-            raise RequestError(
-                f"request {new.request_id!r} can never fit: {num_prompt} prompt tokens and up to "
-                f"{max_total - num_prompt} generated ones need {need} KV blocks of "
-                f"{limits.block_size} tokens, but the cache has {limits.num_blocks}. Lower "
-                "max_tokens or beam_width, or give the cache more memory (kv_cache_memory_bytes, "
-                "gpu_memory_utilization)."
-            )
-        if new.beam_width > limits.max_num_seqs:
-            raise RequestError(
-                f"beam_width={new.beam_width} exceeds max_num_seqs={limits.max_num_seqs}: all "
-                "beams run at once. Lower beam_width or raise max_num_seqs."
-            )
+        self.limits.check_fits(new)
+
+    def add(self, new: NewRequest) -> None:
+        """Queue a request that has passed `check`."""
+        self._num_arrivals += 1
+        sequences = make_sequences(
+            new,
+            rank=self._rank(new.priority, self._num_arrivals),
+            unseeded=random_seed(self.limits.seed, self._num_arrivals),
+            max_total=self.limits.max_total(new),
+            root=chain_root(*self.limits.cache_identity, new.adapter or "", new.cache_salt or ""),
+            columns=self.columns,
+        )
+        leader = sequences[0]
+        if new.beam_width:
+            leader.group = BeamGroup(leader, new.beam_width, new.length_penalty)
+        self.requests[new.request_id] = sequences
+        self.waiting.push(leader)
+        self.metrics.prompt_tokens.add(leader.num_prompt)
 
     def abort(self, request_id: str, reason: str = "abort", key: int | None = None) -> None:
         """End the sequences of a request, or the one named by `key`; those with tokens in flight
@@ -294,7 +254,9 @@ class Scheduler:
         rows = plan.rows[plan.samples][samples]
         by_sampler = ~c.host_chooses[rows]
         if not by_sampler.all():
-            self._advance_beams(rows[~by_sampler], samples[~by_sampler], result)
+            members = [self._at(row) for row in rows[~by_sampler]]
+            for group in report_candidates(members, samples[~by_sampler], result.logprobs):
+                group.advance(self)
         self._append(rows[by_sampler], result.tokens[samples[by_sampler]], now)
         for request in [r for r in self._draining if c.in_flight[r.row] == 0]:
             if request.finish_reason is not None:
@@ -319,21 +281,6 @@ class Scheduler:
         ends = stops | (at + 1 >= c.max_total[rows])
         for row, by_stop in zip(rows[ends], stops[ends], strict=True):
             self._end(self._at(row), "stop" if by_stop else "length", now)
-
-    def _advance_beams(self, rows: Int32Array, samples: Int32Array, result: StepResult) -> None:
-        """Hand candidates to beam groups; a group that has heard from all its members moves on."""
-        logprobs = result.logprobs
-        assert logprobs is not None
-        groups = {}
-        for row, sample in zip(rows, samples, strict=True):
-            member = self._at(row)
-            assert member.group is not None
-            line = int(np.flatnonzero(logprobs.index == sample)[0])
-            member.group.report(member, logprobs.token_ids[line, 1:], logprobs.logprobs[line, 1:])
-            groups[id(member.group)] = member.group
-        for group in groups.values():
-            if group.complete:
-                group.advance(self)
 
     def append_token(self, request: Request, token: int) -> None:
         """Append a token that the host chose."""

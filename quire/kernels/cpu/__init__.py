@@ -31,7 +31,7 @@ NO_WINDOW = 2**30
 
 
 def write_kv(kv_layer: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Stores `k` and `v` [tokens, num_kv_heads, head_dim] at `slots` (block * block_size + offset)."""
+    """Stores `k`, `v` [tokens, num_kv_heads, head_dim]; a slot is block * block_size + offset."""
     write(prepare_write(kv_layer, slots), kv_layer, k, v)
 
 

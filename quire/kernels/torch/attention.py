@@ -1,6 +1,6 @@
 """Paged attention in plain torch, for any device and floating-point type.
 
-A layer's cache is `kv_layer [2, num_blocks, num_kv_heads, block_size, head_dim]`: keys, then values.
+A layer's cache is `kv_layer [2, num_blocks, num_kv_heads, block_size, head_dim]`: keys and values.
 The token at position p of a request lies in block `block_tables[request, p // block_size]`.
 """
 
@@ -14,7 +14,7 @@ MAX_QUERIES_AT_ONCE = 256
 
 
 def write_kv(kv_layer: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Stores `k` and `v` [tokens, num_kv_heads, head_dim] at `slots` (block * block_size + offset)."""
+    """Stores `k`, `v` [tokens, num_kv_heads, head_dim]; a slot is block * block_size + offset."""
     block_size = kv_layer.shape[3]
     blocks, offsets = slots // block_size, slots % block_size
     keys, values = kv_layer.unbind(0)
@@ -53,7 +53,7 @@ def paged_attention(
 def gather_kv(
     kv_layer: Tensor, block_table: Tensor, first_key: int, end_key: int
 ) -> tuple[Tensor, Tensor]:
-    """The keys and values of the positions [first_key, end_key), each [num_kv_heads, keys, head_dim]."""
+    """The keys and values of positions first_key to end_key, as [num_kv_heads, keys, head_dim]."""
     block_size = kv_layer.shape[3]
     first_block, end_block = first_key // block_size, -(-end_key // block_size)
     blocks = block_table[first_block:end_block].long()

@@ -66,6 +66,11 @@ class AttentionBackend(Protocol):
         """Why the backend cannot run on this machine at all, or None if it can."""
         ...
 
+    @classmethod
+    def describe(cls) -> str:
+        """What runs, for the log."""
+        ...
+
     def plan(self, inputs: AttentionInputs) -> AttentionStep:
         """Does the host work of a step, once for all layers."""
         ...
@@ -88,15 +93,17 @@ def select_backend(
     window: int | None = None,
     wanted: str | None = None,
 ) -> tuple[type[AttentionBackend], list[str]]:
-    """The first backend that can do what is asked (or the `wanted` one), and why the others before it
-    were skipped."""
+    """The first backend that can do what is asked, and why those before it were skipped.
+
+    Naming a `wanted` one leaves no other choice.
+    """
     backends = candidates()
     if wanted is not None:
         names = ", ".join(backend.support.name for backend in backends)
         backends = tuple(backend for backend in backends if backend.support.name == wanted)
         if not backends:
             raise OptionError(f"attention_backend={wanted!r} does not exist; choose from {names}.")
-    reasons = []
+    reasons: list[str] = []
     for backend in backends:
         reason = unsupported(backend.support, device_type, dtype, head_dim, block_size, window)
         reason = reason or backend.missing()

@@ -34,6 +34,10 @@ class CpuBackend:
         is_there, description = cpu.available()
         return None if is_there else description
 
+    @classmethod
+    def describe(cls) -> str:
+        return f"cpu ({cpu.available()[1]})"
+
     def plan(self, inputs: AttentionInputs) -> CpuStep:
         return CpuStep(self.layers, inputs)
 

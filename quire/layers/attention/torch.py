@@ -34,6 +34,10 @@ class TorchBackend:
     def missing(cls) -> str | None:
         return None
 
+    @classmethod
+    def describe(cls) -> str:
+        return "torch (plain torch, one request at a time)"
+
     def plan(self, inputs: AttentionInputs) -> TorchStep:
         # The twin reads lengths on the host: fetch them once, not in every layer.
         on_host = replace(

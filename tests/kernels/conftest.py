@@ -1,0 +1,51 @@
+"""Fixtures for the native CPU library."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.utils import deterministic
+
+from quire.kernels import cpu
+from quire.kernels.cpu.library import ISAS
+
+
+@pytest.fixture
+def native() -> None:
+    """The library; it may only be missing where there is no compiler."""
+    is_there, reason = cpu.available()
+    if not is_there:
+        if any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
+            pytest.fail(f"{reason} (there is a compiler)")
+        pytest.skip(reason)
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest, native: None) -> Iterator[str]:
+    """Each instruction set in turn."""
+    if request.param not in cpu.isas():
+        pytest.skip(f"this processor has no {request.param}")
+    cpu.set_isa(request.param)
+    yield request.param
+    cpu.set_isa(None)
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty returns NaN, so that an element nobody writes shows."""
+    assert deterministic.fill_uninitialized_memory
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def num_threads() -> Iterator[None]:
+    """Lets a test change the number of threads."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,124 @@
+"""Random paged batches full of traps, and dense attention in float64 to compare with.
+
+Every slot of the cache that no query may see is NaN: what lies behind a request's last token, before
+its window, in blocks nobody owns. Table entries without a visible token point to such a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step: pairs of (new tokens, tokens in the cache with the new ones) and the model's shape."""
+
+    requests: tuple[tuple[int, int], ...]
+    num_heads: int = 6
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    block_size: int = 16
+    window: int | None = None
+    seed: int = 0
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    def first_visible(self, request: int) -> int:
+        """The oldest position that any query of the request sees."""
+        num_queries, context = self.requests[request]
+        return 0 if self.window is None else max(0, context - num_queries + 1 - self.window)
+
+
+@dataclass
+class Pages:
+    """The tensors of a case."""
+
+    q: Tensor
+    kv_layer: Tensor
+    query_start: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return self.q, self.kv_layer, self.query_start, self.context_lens, self.block_tables
+
+
+def slot(pages: Pages, request: int, position: int) -> tuple[int, int]:
+    """Block and offset of a token."""
+    block_size = pages.kv_layer.shape[3]
+    return int(pages.block_tables[request, position // block_size]), position % block_size
+
+
+def make_pages(case: Case, dtype: torch.dtype = torch.float32) -> Pages:
+    """Each request's tensors are drawn from its own numbers, so they are the same in any batch."""
+    generators = [
+        torch.Generator().manual_seed(hash((case.seed, *request)) % 2**31)
+        for request in case.requests
+    ]
+
+    def draw(count: int, heads: int, generator: torch.Generator) -> Tensor:
+        return torch.randn(count, heads, case.head_dim, generator=generator).to(dtype)
+
+    queries, keys, values = [], [], []
+    for (num_queries, context), generator in zip(case.requests, generators, strict=True):
+        queries.append(draw(num_queries, case.num_heads, generator))
+        keys.append(draw(context, case.num_kv_heads, generator))
+        values.append(draw(context, case.num_kv_heads, generator))
+    counts = [-(-context // case.block_size) for _, context in case.requests]
+    num_blocks = sum(counts) + 3
+    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(case.seed)).tolist()
+    nobody = order.pop()
+    tables = torch.full((len(counts), max(counts, default=0) + 1), nobody, dtype=torch.int32)
+    kv_layer = torch.full(
+        (2, num_blocks, case.num_kv_heads, case.block_size, case.head_dim), torch.nan, dtype=dtype
+    )
+    starts = [0]
+    for num_queries, _ in case.requests:
+        starts.append(starts[-1] + num_queries)
+    pages = Pages(
+        q=torch.cat([*queries, torch.empty(0, case.num_heads, case.head_dim, dtype=dtype)]),
+        kv_layer=kv_layer,
+        query_start=torch.tensor(starts, dtype=torch.int32),
+        context_lens=torch.tensor([context for _, context in case.requests], dtype=torch.int32),
+        block_tables=tables,
+        keys=keys,
+        values=values,
+    )
+    for request, (_, context) in enumerate(case.requests):
+        first = case.first_visible(request)
+        for block in range(first // case.block_size, counts[request]):
+            tables[request, block] = order.pop()
+        for position in range(first, context):
+            block, offset = slot(pages, request, position)
+            kv_layer[0, block, :, offset] = keys[request][position]
+            kv_layer[1, block, :, offset] = values[request][position]
+    return pages
+
+
+def dense_attention(case: Case, pages: Pages) -> Tensor:
+    """The expected result, from contiguous keys and values and in float64."""
+    outs = [torch.empty(0, case.num_heads, case.head_dim, dtype=torch.float64)]
+    group = case.num_heads // case.num_kv_heads
+    for request, (num_queries, context) in enumerate(case.requests):
+        if num_queries == 0:
+            continue
+        start = int(pages.query_start[request])
+        q = pages.q[start : start + num_queries].double().transpose(0, 1)
+        k = pages.keys[request].double().transpose(0, 1).repeat_interleave(group, 0)
+        v = pages.values[request].double().transpose(0, 1).repeat_interleave(group, 0)
+        position = torch.arange(context - num_queries, context)[:, None]
+        key = torch.arange(context)[None, :]
+        seen = key <= position
+        if case.window is not None:
+            seen &= key > position - case.window
+        out = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=case.scale)
+        outs.append(out.transpose(0, 1))
+    return torch.cat(outs)

@@ -1,0 +1,80 @@
+"""The native library is built with a compiler alone, is optional, and brings no second OpenMP."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.kernels.cpu import library
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = Path("quire/kernels/cpu/src")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """What the build needs: setup.py and the sources, and nothing else."""
+    pytest.importorskip("setuptools.command.bdist_wheel")
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    shutil.copytree(ROOT / SOURCES, tmp_path / SOURCES)
+    return tmp_path
+
+
+def build(tree: Path, **environment: str) -> tuple[str, Path]:
+    """Builds the library; returns what the build said and where the library would be."""
+    result = subprocess.run(
+        [sys.executable, "setup.py", "build_ext", "--build-lib", "out", "--build-temp", "objects"],
+        cwd=tree,
+        env={**os.environ, **environment},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=True,
+    )
+    return result.stdout, tree / "out" / "quire/kernels/cpu/libquire_cpu.so"
+
+
+def test_builds_without_a_compiler(tree: Path) -> None:
+    """Installing must not fail where there is none; it says what is missing."""
+    said, built = build(tree, PATH=str(tree), CXX="/nowhere/c++")
+    assert "without its native CPU library" in said and "no C++ compiler" in said
+    assert not built.exists()
+
+
+def test_broken_sources_do_not_stop_the_installation(tree: Path, native: None) -> None:
+    (tree / SOURCES / "library.cpp").write_text("this is not C++")
+    said, built = build(tree)
+    assert "without its native CPU library" in said and "library.cpp" in said
+    assert not built.exists()
+
+
+def test_installed_library_is_what_the_sources_say(tree: Path, native: None) -> None:
+    """A library left over from older sources would make all other tests meaningless."""
+    _, built = build(tree)
+    assert built.read_bytes() == library.LIBRARY.read_bytes()
+
+
+def test_library_has_no_openmp_of_its_own(native: None) -> None:
+    """A second thread runtime beside torch's would oversubscribe the cores."""
+    content = library.LIBRARY.read_bytes()
+    assert not any(name in content for name in (b"libgomp", b"libomp", b"libiomp"))
+    assert library.find_parallel() is not None
+
+
+def test_missing_and_foreign_libraries_are_named(tmp_path: Path) -> None:
+    found, reason = library.load(tmp_path / "nothing.so")
+    assert found is None and "not built" in reason
+    foreign = tmp_path / "foreign.so"
+    foreign.write_text("not a library")
+    found, reason = library.load(foreign)
+    assert found is None and "cannot be loaded" in reason
+
+
+def test_unknown_instruction_set_is_refused(native: None) -> None:
+    with pytest.raises(ValueError, match="this processor has generic"):
+        library.set_isa("mmx")

@@ -1,0 +1,195 @@
+"""The native kernel, its twin and dense attention agree, and nobody reads what is not theirs.
+
+A change that reads a slot outside a request's tokens or window, leaves an output element unwritten,
+loses a mask, a tail or a part of a split, or lets one request's neighbours touch its rounding turns
+these red.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quire.kernels import cpu
+from quire.kernels.torch import attention as twin
+from tests.kernels.pages import Case, dense_attention, make_pages
+
+Kernel = Callable[..., Tensor]
+
+HEADS = ((1, 1), (3, 1), (4, 4), (9, 3), (8, 2), (7, 1), (16, 2), (20, 1))
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[int, int]:
+    """Mostly decoding and small chunks, some with a long past."""
+    num_queries = draw(st.one_of(st.just(1), st.integers(0, 9), st.integers(10, 70)))
+    past = draw(st.one_of(st.integers(0, 20), st.integers(21, 300)))
+    return num_queries, num_queries + past
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    num_heads, num_kv_heads = draw(st.sampled_from(HEADS))
+    return Case(
+        requests=tuple(draw(st.lists(requests(), min_size=1, max_size=4))),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=draw(st.sampled_from((64, 80, 96, 128, 256, 4, 18, 33, 72))),
+        block_size=draw(st.sampled_from((4, 8, 16, 32, 64, 128))),
+        window=draw(st.sampled_from((None, None, 1, 5, 64, 100))),
+        seed=draw(st.integers(0, 2)),
+    )
+
+
+def check(kernel: Kernel, case: Case, dtype: torch.dtype = torch.float32) -> None:
+    pages = make_pages(case, dtype)
+    out = kernel(*pages.arguments(), case.scale, case.window)
+    assert out.dtype == dtype and out.is_contiguous()
+    tolerance = {torch.float32: 5e-6, torch.float64: 1e-12, torch.float16: 2e-3}.get(dtype, 2e-2)
+    torch.testing.assert_close(
+        out.double(), dense_attention(case, pages), rtol=tolerance, atol=tolerance
+    )
+
+
+several_examples = settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@given(cases())
+@several_examples
+def test_twin_is_dense_attention(case: Case) -> None:
+    check(twin.paged_attention, case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_twin_takes_any_dtype(dtype: torch.dtype) -> None:
+    check(twin.paged_attention, Case(((1, 40), (5, 9), (20, 60)), window=30), dtype)
+
+
+def test_twin_result_does_not_depend_on_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long prefills are cut to bound memory; the cut must fall neither inside nor outside a mask."""
+    monkeypatch.setattr(twin, "MAX_QUERIES_AT_ONCE", 7)
+    check(twin.paged_attention, Case(((33, 50), (7, 7), (8, 90)), window=12))
+
+
+@given(case=cases(), threads=st.integers(1, 4))
+@example(case=Case(((0, 0), (0, 5), (1, 1))), threads=2)
+@several_examples
+def test_kernel_is_dense_attention(
+    isa: str, poisoned_memory: None, num_threads: None, case: Case, threads: int
+) -> None:
+    torch.set_num_threads(threads)
+    check(cpu.paged_attention, case)
+
+
+@pytest.mark.parametrize("window", [None, 50, 1000])
+@pytest.mark.parametrize(
+    "request_",
+    [(1, 127), (1, 128), (1, 129), (1, 1025), (2, 700), (4, 385), (9, 1030), (70, 2100)],
+)
+def test_split_contexts(
+    isa: str, poisoned_memory: None, request_: tuple[int, int], window: int | None
+) -> None:
+    """Long contexts are split among threads and joined: at, before and after the cuts."""
+    check(cpu.paged_attention, Case((request_,), num_heads=2, num_kv_heads=2, window=window))
+
+
+def test_no_requests(isa: str) -> None:
+    check(cpu.paged_attention, Case(()))
+
+
+@pytest.mark.parametrize("kernel", [cpu.paged_attention, twin.paged_attention])
+def test_result_does_not_depend_on_the_batch(
+    native: None, num_threads: None, kernel: Kernel
+) -> None:
+    """Bitwise: alone or among others, in any order, with any number of threads."""
+    case = Case(
+        ((1, 300), (1, 17), (5, 200), (64, 64), (100, 1100), (3, 3)), num_heads=9, num_kv_heads=3
+    )
+    pages = make_pages(case)
+    together = kernel(*pages.arguments(), case.scale)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for index, request in enumerate(case.requests):
+            for others in ((), case.requests[:2]):
+                smaller = replace(case, requests=(request, *others))
+                alone = kernel(*make_pages(smaller).arguments(), case.scale)
+                start, end = pages.query_start[index : index + 2].tolist()
+                assert torch.equal(alone[: request[0]], together[start:end])
+
+
+def test_extreme_scores(isa: str) -> None:
+    """Probabilities of 0 and 1, and scores far outside the range of exp."""
+    case = Case(((1, 200), (40, 90)), head_dim=64)
+    pages = make_pages(case)
+    for factor in (1e-6, 30.0, 1e4):
+        pages.q *= factor
+        out = cpu.paged_attention(*pages.arguments(), case.scale)
+        expected = dense_attention(case, pages)
+        torch.testing.assert_close(out.double(), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("num_queries", [1, 30])
+def test_nan_stays_in_its_request_and_shows(isa: str, num_queries: int) -> None:
+    """A broken request must neither look healthy nor hurt others."""
+    case = Case(((num_queries, 70), (num_queries, 80), (num_queries, 90)))
+    pages = make_pages(case)
+    healthy = cpu.paged_attention(*pages.arguments(), case.scale)
+    pages.q[num_queries : 2 * num_queries] = torch.nan
+    out = cpu.paged_attention(*pages.arguments(), case.scale)
+    assert out[num_queries : 2 * num_queries].isnan().all()
+    assert torch.equal(out[:num_queries], healthy[:num_queries])
+    assert torch.equal(out[2 * num_queries :], healthy[2 * num_queries :])
+
+
+@pytest.mark.parametrize("num_queries", [1, 20])
+def test_queries_may_be_a_slice_of_a_wider_tensor(native: None, num_queries: int) -> None:
+    """Models pass a part of the fused projection without copying it."""
+    case = Case(((num_queries, 30), (num_queries, 45)))
+    q, *rest = make_pages(case).arguments()
+    fused = torch.full((len(q), 3, *q.shape[1:]), torch.nan)
+    fused[:, 1] = q
+    out = cpu.paged_attention(fused[:, 1], *rest, case.scale)
+    assert torch.equal(out, cpu.paged_attention(q, *rest, case.scale))
+
+
+@pytest.mark.parametrize("write", [cpu.write_kv, twin.write_kv])
+@pytest.mark.parametrize("num_tokens", [0, 1, 33, 3000])
+def test_write_kv(
+    native: None, num_threads: None, write: Callable[..., None], num_tokens: int
+) -> None:
+    """New tokens reach their slots, from slices of a fused tensor; other slots keep their content."""
+    torch.set_num_threads(2)
+    kv_layer = torch.randn(2, 800, 2, 4, 24)
+    fused = torch.randn(num_tokens, 5, 2, 24)
+    slots = torch.randperm(800 * 4)[:num_tokens]
+    expected = kv_layer.clone()
+    by_slot = expected.permute(0, 1, 3, 2, 4).flatten(1, 2)
+    for token, where in enumerate(slots.tolist()):
+        by_slot[0, where], by_slot[1, where] = fused[token, 1], fused[token, 3]
+    expected = by_slot.unflatten(1, (800, 4)).permute(0, 1, 3, 2, 4)
+    write(kv_layer, fused[:, 1], fused[:, 3], slots)
+    assert torch.equal(kv_layer, expected)
+
+
+def test_wrong_types_are_refused(native: None) -> None:
+    """The library reads memory by address: what does not fit must not get there."""
+    case = Case(((1, 30),))
+    pages = make_pages(case)
+    with pytest.raises(ValueError, match="float32"):
+        cpu.paged_attention(*make_pages(case, torch.bfloat16).arguments(), case.scale)
+    pages.context_lens = pages.context_lens.long()
+    with pytest.raises(ValueError, match="int32"):
+        cpu.paged_attention(*pages.arguments(), case.scale)
+    k = torch.zeros(1, case.num_kv_heads, case.head_dim)
+    with pytest.raises(ValueError, match="int64"):
+        cpu.write_kv(pages.kv_layer, k, k, torch.zeros(1, dtype=torch.int32))
