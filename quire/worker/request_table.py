@@ -21,7 +21,8 @@ class RequestTable:
     ) -> None:
         self.device = device
         self.block_size = block_size
-        self.token_ids = torch.zeros((max_rows, max_model_len), dtype=torch.int32, device=device)
+        # Uninitialised: a row is read up to its length only, and may be very long.
+        self.token_ids = torch.empty((max_rows, max_model_len), dtype=torch.int32, device=device)
         self.num_tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self.num_computed = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self.block_tables = torch.zeros((1, max_rows, max_blocks), dtype=torch.int32, device=device)

@@ -58,7 +58,7 @@ def check(kernel: Kernel, case: Case, dtype: torch.dtype = torch.float32) -> Non
 
 
 several_examples = settings(
-    max_examples=60,
+    max_examples=150,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
