@@ -76,10 +76,12 @@ class EngineCore:
             if self._in_flight and (plan is None or self._is_full):
                 output, apply_s = self._complete()
                 host_s += apply_s
-        except Exception as error:
+        except BaseException as error:
             oldest = self._in_flight[0][0] if self._in_flight else plan
             assert oldest is not None
             self._recover(oldest.step, error)
+            if not isinstance(error, Exception):
+                raise  # an interrupt: the engine stays usable, its caller decides
         output.finished.extend(self.scheduler.take_ended())
         if plan is not None:
             self.metrics.step_host.observe(host_s)
@@ -105,12 +107,14 @@ class EngineCore:
         self._num_failures = 0
         return output, time.perf_counter() - started
 
-    def _recover(self, failed_step: int, error: Exception) -> None:
-        """A step failed: start its requests over, or give up if it keeps failing."""
-        self._num_failures += 1
+    def _recover(self, failed_step: int, error: BaseException) -> None:
+        """A step failed: start its requests over, or give up if steps keep failing."""
         self._in_flight.clear()
-        logger.error("step %d failed: %s", failed_step, error, exc_info=error)
         self.scheduler.recover(failed_step)
+        if not isinstance(error, Exception):
+            return
+        self._num_failures += 1
+        logger.error("step %d failed: %s", failed_step, error, exc_info=error)
         if self._num_failures >= MAX_CONSECUTIVE_FAILURES:
             self.death = f"{self._num_failures} steps in a row failed, the last with: {error}"
             self.scheduler.fail_all(self.death)

@@ -31,7 +31,7 @@ class AsyncLLM:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open: dict[str, OpenRequest] = {}
         self._news: dict[str, asyncio.Event] = {}
-        self._client = ThreadEngineClient(self._session.core, self._deliver)
+        self._client = ThreadEngineClient(self._session.core, self._deliver, self._deliver_death)
 
     async def generate(
         self,
@@ -128,6 +128,15 @@ class AsyncLLM:
         """Called on the engine's thread: pass the output on to the event loop."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._receive, output)
+
+    def _deliver_death(self, reason: str) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._fail_all, reason)
+
+    def _fail_all(self, reason: str) -> None:
+        for request in self._open.values():
+            request.error = reason
+            self._news[request.request_id].set()
 
     def _receive(self, output: StepOutput) -> None:
         changed, stopped = self._session.collector.process(output)

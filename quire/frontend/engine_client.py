@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -9,7 +10,10 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from quire.engine.core import EngineCore
+from quire.protocol.errors import EngineDeadError
 from quire.protocol.output import StepOutput
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -18,12 +22,18 @@ class ThreadEngineClient:
     """Steps the engine while there is work and sleeps while there is none.
 
     Only the thread touches the engine: others pass it functions through `call`. Outputs are handed
-    to `on_output` on the engine's thread.
+    to `on_output` on the engine's thread, and `on_death` is told there should the loop itself fail.
     """
 
-    def __init__(self, core: EngineCore, on_output: Callable[[StepOutput], None]) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        on_output: Callable[[StepOutput], None],
+        on_death: Callable[[str], None],
+    ) -> None:
         self._core = core
         self._on_output = on_output
+        self._on_death = on_death
         self._calls: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -41,8 +51,9 @@ class ThreadEngineClient:
                 future.set_exception(error)
 
         with self._wake:
-            if self._stopping:
-                future.set_exception(RuntimeError("the engine client was shut down"))
+            if self._stopping or not self._thread.is_alive():
+                reason = self._core.death or "it was shut down"
+                future.set_exception(EngineDeadError(f"the engine has stopped: {reason}"))
                 return future
             self._calls.append(run)
             self._wake.notify()
@@ -57,9 +68,15 @@ class ThreadEngineClient:
                 stopping = self._stopping
             for run in calls:
                 run()
-            if stopping:
-                self._core.shutdown()
-            output = self._core.take_ended() if stopping else self._core.step()
+            try:
+                if stopping:
+                    self._core.shutdown()
+                output = self._core.take_ended() if stopping else self._core.step()
+            except Exception as error:
+                logger.exception("the engine loop failed")
+                self._core.death = f"the engine loop failed: {error}"
+                self._on_death(self._core.death)
+                return
             if not output.empty:
                 self._on_output(output)
             if stopping:

@@ -270,9 +270,12 @@ class LLM:
 
     def _finish(self, requests: list[OpenRequest], use_tqdm: bool) -> list[RequestOutput]:
         """Step until the given requests have ended."""
-        left = {id(request) for request in requests}
+        left = {id(request) for request in requests if not request.finished}
         try:
             with ProgressBar(len(requests), use_tqdm) as bar:
+                for request in requests:
+                    if request.finished:
+                        bar.add(request)
                 while left:
                     for request in self._step():
                         if request.finished and id(request) in left:

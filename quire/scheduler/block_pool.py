@@ -65,3 +65,7 @@ class BlockPool:
 
     def is_free(self, block: int) -> bool:
         return block in self._free
+
+    def free_blocks(self) -> Int32Array:
+        """Free blocks, in the order in which they are reused."""
+        return np.fromiter(self._free, np.int32, len(self._free))

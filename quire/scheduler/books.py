@@ -21,10 +21,9 @@ def check_books(scheduler: Scheduler) -> None:
             np.add.at(references, blocks, 1)
     wrong = np.flatnonzero(references != pool.ref_counts)
     assert not len(wrong), f"reference counts of blocks {wrong[:8].tolist()} do not add up"
-    free = sum(pool.is_free(block) for block in range(pool.num_blocks))
-    assert free == pool.num_free == int((references == 0).sum()), (
-        "a block is neither free nor owned"
-    )
+    free = pool.free_blocks()
+    assert len(free) == (references == 0).sum(), "a block is neither free nor owned"
+    assert not references[free].any(), "a block is both free and owned"
     rows = sum(request is not None for request in scheduler.by_row)
     assert rows + len(scheduler.free_rows) == len(scheduler.by_row), (
         "a row is neither free nor owned"
