@@ -1,7 +1,8 @@
 """Random paged batches full of traps, and dense attention in float64 to compare with.
 
-Every slot of the cache that no query may see is NaN: what lies behind a request's last token, before
-its window, in blocks nobody owns. Table entries without a visible token point to such a block.
+Every slot of the cache that no query may see is NaN: what lies behind a request's last token,
+before its window, in blocks nobody owns. Table entries without a visible token point to such a
+block.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 @dataclass(frozen=True)
 class Case:
-    """A step: pairs of (new tokens, tokens in the cache with the new ones) and the model's shape."""
+    """A step as pairs of (new tokens, tokens in the cache with them), and the model's shape."""
 
     requests: tuple[tuple[int, int], ...]
     num_heads: int = 6

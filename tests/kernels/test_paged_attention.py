@@ -76,7 +76,7 @@ def test_twin_takes_any_dtype(dtype: torch.dtype) -> None:
 
 
 def test_twin_result_does_not_depend_on_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long prefills are cut to bound memory; the cut must fall neither inside nor outside a mask."""
+    """Long prefills are cut to bound memory; a cut must not move the mask or the window."""
     monkeypatch.setattr(twin, "MAX_QUERIES_AT_ONCE", 7)
     check(twin.paged_attention, Case(((33, 50), (7, 7), (8, 90)), window=12))
 
@@ -167,7 +167,7 @@ def test_queries_may_be_a_slice_of_a_wider_tensor(native: None, num_queries: int
 def test_write_kv(
     native: None, num_threads: None, write: Callable[..., None], num_tokens: int
 ) -> None:
-    """New tokens reach their slots, from slices of a fused tensor; other slots keep their content."""
+    """New tokens reach their slots, from slices of a fused tensor; other slots stay the same."""
     torch.set_num_threads(2)
     kv_layer = torch.randn(2, 800, 2, 4, 24)
     fused = torch.randn(num_tokens, 5, 2, 24)

@@ -1,0 +1,169 @@
+"""Attention backends: the same numbers step by step as dense attention, and an honest choice.
+
+A backend that forgets to store a step's keys, mixes up layers, or claims what it cannot do turns
+these red.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from quire.layers.attention import Attention, AttentionInputs, backend, select_backend
+from quire.layers.attention.backend import AttentionBackend, BackendSupport
+from quire.layers.attention.cpu import CpuBackend
+from quire.layers.attention.torch import TorchBackend
+from quire.protocol.errors import OptionError
+
+NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 2, 6, 2, 32
+LENGTHS = (37, 5, 70)
+# Tokens of each request computed in each step: chunks, pauses and single tokens, mixed.
+STEPS = ((16, 5, 0), (1, 0, 33), (19, 0, 36), (1, 0, 1))
+
+
+@pytest.fixture(params=[TorchBackend, CpuBackend])
+def backend_class(request: pytest.FixtureRequest) -> type[AttentionBackend]:
+    reason = request.param.missing()
+    if reason:
+        pytest.skip(reason)
+    return request.param
+
+
+def step_inputs(computed: list[int], new: tuple[int, ...], tables: Tensor, size: int):
+    """The inputs of a step, worked out token by token."""
+    slots = [
+        int(tables[request, position // size]) * size + position % size
+        for request, count in enumerate(new)
+        for position in range(computed[request], computed[request] + count)
+    ]
+    active = [request for request, count in enumerate(new) if count]
+    counts = torch.tensor([0] + [new[request] for request in active])
+    contexts = [computed[request] + new[request] for request in active]
+    return AttentionInputs(
+        query_start=counts.cumsum(0).int(),
+        context_lens=torch.tensor(contexts, dtype=torch.int32),
+        block_tables=tables[active],
+        slots=torch.tensor(slots, dtype=torch.int64),
+        max_query_len=max(new),
+        max_context_len=max(contexts),
+    )
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """One request's attention without a cache, [tokens, width] in and out."""
+    heads = [x.unflatten(-1, (-1, HEAD_DIM)).transpose(0, 1).double() for x in (q, k, v)]
+    position = torch.arange(len(q))
+    seen = position[:, None] >= position
+    if window is not None:
+        seen &= position[:, None] - position < window
+    out = scaled_dot_product_attention(*heads, attn_mask=seen, enable_gqa=True)
+    return out.transpose(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize("block_size", backend.BLOCK_SIZES)
+@pytest.mark.parametrize("window", [None, 20])
+def test_steps_give_dense_attention(
+    backend_class: type[AttentionBackend], block_size: int, window: int | None
+) -> None:
+    generator = torch.Generator().manual_seed(block_size)
+    tables = torch.randperm(3 * 18, generator=generator).int().view(3, 18)
+    kv = torch.full((NUM_LAYERS, 2, 54, NUM_KV_HEADS, block_size, HEAD_DIM), torch.nan)
+    attention = backend_class(kv, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, block_size)
+    layers = [
+        Attention(index, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, window=window)
+        for index in range(NUM_LAYERS)
+    ]
+    widths = [heads * HEAD_DIM for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)]
+    fused = [
+        [torch.randn(length, sum(widths), generator=generator) for length in LENGTHS]
+        for _ in range(NUM_LAYERS)
+    ]
+    outs: list[list[list[Tensor]]] = [[[] for _ in LENGTHS] for _ in range(NUM_LAYERS)]
+    computed = [0, 0, 0]
+    for new in STEPS:
+        step = attention.plan(step_inputs(computed, new, tables, block_size))
+        for index, layer in enumerate(layers):
+            rows = [x[c : c + n] for x, c, n in zip(fused[index], computed, new, strict=True)]
+            q, k, v = torch.cat(rows).split(widths, dim=-1)
+            for request, out in enumerate(layer(q, k, v, step).split(new)):
+                outs[index][request].append(out)
+        computed = [c + n for c, n in zip(computed, new, strict=True)]
+    assert tuple(computed) == LENGTHS
+    for index in range(NUM_LAYERS):
+        for request in range(len(LENGTHS)):
+            expected = dense(*fused[index][request].split(widths, dim=-1), window)
+            out = torch.cat(outs[index][request]).double()
+            torch.testing.assert_close(out, expected, rtol=5e-6, atol=5e-6)
+
+
+def test_layer_scale_can_be_given() -> None:
+    """Some models do not scale by the head size."""
+    assert Attention(0, 2, 2, 64).scale == 0.125
+    assert Attention(0, 2, 2, 64, scale=1.0).scale == 1.0
+
+
+def test_native_kernel_comes_first_if_it_can() -> None:
+    chosen, reasons = select_backend("cpu", torch.float32, 64, 16)
+    missing = CpuBackend.missing()
+    if missing is None:
+        assert chosen is CpuBackend and reasons == []
+    else:
+        assert chosen is TorchBackend and reasons == [f"cpu: {missing}"]
+    assert chosen.describe().startswith(chosen.support.name)
+
+
+def test_missing_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a compiler the twin runs, and start-up can say why."""
+    monkeypatch.setattr(CpuBackend, "missing", classmethod(lambda cls: "was not built"))
+    chosen, reasons = select_backend("cpu", torch.float32, 64, 16)
+    assert chosen is TorchBackend and reasons == ["cpu: was not built"]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "said"),
+    [("cuda", torch.float32, "runs on cpu, not cuda"), ("cpu", torch.bfloat16, "torch.float32")],
+)
+def test_skipped_backends_say_why(device: str, dtype: torch.dtype, said: str) -> None:
+    chosen, reasons = select_backend(device, dtype, 64, 16)
+    assert chosen is TorchBackend
+    assert len(reasons) == 1 and reasons[0].startswith("cpu: ") and said in reasons[0]
+
+
+@pytest.mark.parametrize("wanted", [None, "cpu", "torch"])
+@pytest.mark.parametrize("block_size", [0, 3, 256])
+def test_impossible_block_size_names_itself_and_the_backends(
+    block_size: int, wanted: str | None
+) -> None:
+    with pytest.raises(OptionError) as error:
+        select_backend("cpu", torch.float32, 64, block_size, wanted=wanted)
+    message = str(error.value)
+    assert f"block_size={block_size}" in message and "4, 8, 16, 32, 64, 128" in message
+    for name in ("cpu", "torch"):
+        assert (f"{name}: " in message) == (wanted in (None, name))
+
+
+def test_wanted_backend_is_taken_or_refused() -> None:
+    assert select_backend("cpu", torch.float32, 64, 16, wanted="torch") == (TorchBackend, [])
+    with pytest.raises(OptionError, match=r"attention_backend='flash'.*cpu, torch"):
+        select_backend("cpu", torch.float32, 64, 16, wanted="flash")
+    with pytest.raises(OptionError, match="cpu: runs on cpu, not cuda"):
+        select_backend("cuda", torch.float32, 64, 16, wanted="cpu")
+
+
+def test_everything_declared_is_checked() -> None:
+    support = BackendSupport("x", ("cpu",), (torch.float32,), (16,), (64,), False, True)
+    asked = ("cpu", torch.float32, 64, 16, None)
+    assert backend.unsupported(support, *asked) is None
+    for index, value, said in (
+        (0, "cuda", "cuda"),
+        (1, torch.float16, "float16"),
+        (2, 80, "80"),
+        (3, 8, "block_size"),
+        (4, 512, "window"),
+    ):
+        changed = [*asked]
+        changed[index] = value
+        reason = backend.unsupported(support, *changed)
+        assert reason is not None and said in reason
