@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import io
 import re
+import secrets
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from quire import __version__
 from quire.config.cli import (
@@ -23,7 +26,7 @@ from quire.config.cli import (
     engine_options,
     sampling_arguments,
 )
-from quire.protocol.errors import QuireError, RequestError
+from quire.protocol.errors import ModelError, QuireError, RequestError
 from quire.protocol.sampling import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -33,75 +36,128 @@ GENERATE_MAX_TOKENS = 128
 
 BENCHMARKS = {
     "throughput": "Many requests at once: tokens per second.",
-    "latency": "One request at a time: time to the first token and per token.",
+    "latency": "One batch at a time: time to the first token and per token.",
     "prefix": "Repeated system prompts with prefix caching on and off.",
     "blocks": "Block sizes 4 to 64: waste, allocations and speed.",
     "memory": "Paging against reserving the maximum length: waste and requests in flight.",
 }
+
+# Options that neither `generate` nor `chat` can make use of; their --seed is the requests' own.
+NOT_FOR_TEXT = ("seed", "skip_tokenizer_init", "max_logprobs", "logprobs_mode", "scheduling_policy")
+
+EXAMPLES = """\
+examples:
+  quire generate "The capital of France is" --max-tokens 20
+  quire generate --model ./my-model.gguf --temperature 0 < prompt.txt
+  quire chat --system "Answer in one sentence."
+  quire bench prefix
+
+`quire COMMAND --help` shows the flags of a command."""
 
 CHAT_HELP = "/clear forgets the conversation, /system TEXT sets the system message, /exit ends."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. Mistakes of the user end in one line and 2."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A model may write any character, and a terminal may not know it.
+        sys.stdout.reconfigure(errors="replace")
     words = command_words(argv)
-    arguments = build_parser(words).read(words)
     try:
-        status: int = arguments.run(arguments)
+        with _plain_warnings():
+            arguments = build_parser(words).read(words)
+            status: int = arguments.run(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return status
     except QuireError as error:
-        print(f"quire: error: {_one_line(error)}", file=sys.stderr)
+        _report(error)
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # The reader has gone; closing keeps the interpreter from flushing into nothing at exit.
-        with contextlib.suppress(BrokenPipeError):
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            _report(error)
+        # What could not be written would be tried again at exit.
+        with contextlib.suppress(OSError):
             sys.stdout.close()
         return 1
 
 
 def build_parser(words: Sequence[str] = ()) -> CommandParser:
     """The whole command line. Flags of a benchmark are declared only if `words` ask for it."""
-    parser = CommandParser(prog="quire", description="Run language models with a paged KV cache.")
-    parser.add_argument("--version", action="version", version=f"quire {__version__}")
+    parser = CommandParser(
+        prog="quire", description="Run language models with a paged KV cache.", epilog=EXAMPLES
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"quire {__version__}", help="Show the version."
+    )
     parser.set_defaults(run=lambda arguments: _print_help(parser))
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    _add_generate(commands)
+    _add_chat(commands)
+    _add_pull(commands)
+    _add_bench(commands, words)
+    return parser
 
-    generate = _add_command(commands, "generate [PROMPT ...]", "Continue prompts.", _generate)
-    generate.add_argument(
-        "prompts", nargs="*", metavar="PROMPT", help="Text to continue (default: standard input)."
+
+def _add_generate(commands: Any) -> None:
+    parser = _add_command(commands, "generate [PROMPT ...]", "Continue prompts.", _generate)
+    parser.description = (
+        "Continue prompts. The text of one prompt is printed as it is made; several prompts, or "
+        "several completions, are printed together with their prompts when all are done."
     )
-    add_sampling_arguments(generate, GENERATE_MAX_TOKENS)
-    add_engine_arguments(generate, exclude=("seed", "skip_tokenizer_init"))
-
-    chat = _add_command(commands, "chat", "Talk to a model in the terminal.", _chat)
-    chat.add_argument("--system", metavar="TEXT", help="System message (default: the template's).")
-    add_sampling_arguments(chat)
-    add_engine_arguments(chat, exclude=("seed", "skip_tokenizer_init"))
-
-    pull = _add_command(
-        commands, "pull [MODEL]", "Fetch a model, so that it runs without network.", _pull
+    parser.add_argument(
+        "prompts",
+        nargs="*",
+        metavar="PROMPT",
+        help="Text to continue; one that starts with a dash goes after --. "
+        "(default: standard input)",
     )
-    pull.add_argument(
+    add_sampling_arguments(parser, GENERATE_MAX_TOKENS)
+    add_engine_arguments(parser, exclude=(*NOT_FOR_TEXT, "chat_template"))
+
+
+def _add_chat(commands: Any) -> None:
+    parser = _add_command(commands, "chat", "Talk to a model in the terminal.", _chat)
+    parser.description = (
+        "Talk to a model in the terminal, or through a pipe: each line of standard input is a "
+        f"message. {CHAT_HELP} In a terminal, Ctrl-C stops a reply and Ctrl-D ends the chat."
+    )
+    parser.add_argument(
+        "--system", metavar="TEXT", help="System message. (default: the chat template's)"
+    )
+    add_sampling_arguments(parser, exclude=("n",))
+    add_engine_arguments(parser, exclude=NOT_FOR_TEXT)
+
+
+def _add_pull(commands: Any) -> None:
+    text = "Fetch a model, so that it runs without network."
+    parser = _add_command(commands, "pull [MODEL]", text, _pull)
+    parser.description = f"{text} Prints where its files are."
+    parser.add_argument(
         "model",
         nargs="?",
         metavar="MODEL",
-        help="A name on the Hugging Face hub (default: the embedded model).",
+        help="A name on the Hugging Face hub. (default: the embedded model)",
     )
-    pull.add_argument("--revision", metavar="TEXT", help="Branch, tag or commit on the hub.")
+    parser.add_argument(
+        "--revision",
+        metavar="TEXT",
+        help="Branch, tag or commit on the hub. (default: the main branch)",
+    )
 
-    bench = _add_command(
-        commands, "bench BENCHMARK", "Measure.", lambda arguments: _print_help(bench)
-    )
-    benchmarks = bench.add_subparsers(prog="quire bench", title="benchmarks", metavar="BENCHMARK")
+
+def _add_bench(commands: Any, words: Sequence[str]) -> None:
+    text = "Measure speed and memory on this machine."
+    parser = _add_command(commands, "bench BENCHMARK", text, lambda _: _print_help(parser))
+    benchmarks = parser.add_subparsers(prog="quire bench", title="benchmarks", metavar="BENCHMARK")
     for name, text in BENCHMARKS.items():
         benchmark = _add_command(benchmarks, name, text, _bench)
         benchmark.set_defaults(benchmark=name)
         if list(words[:2]) == ["bench", name]:
             importlib.import_module(f"quire.bench.{name}").add_arguments(benchmark)
-    return parser
 
 
 def _add_command(
@@ -121,7 +177,9 @@ def _print_help(parser: CommandParser) -> int:
 
 
 def _generate(arguments: Arguments) -> int:
-    prompts = arguments.prompts or [_standard_input()]
+    prompts = arguments.prompts or [_prompt_from_input()]
+    if "" in prompts:
+        raise RequestError("prompt is empty; write at least one character.")
     given = sampling_arguments(arguments)
     with _engine(arguments, given) as llm:
         params = _sampling_params(llm, {"max_tokens": GENERATE_MAX_TOKENS} | given)
@@ -140,11 +198,17 @@ def _generate(arguments: Arguments) -> int:
 
 
 def _chat(arguments: Arguments) -> int:
+    _standard_input()
     given = sampling_arguments(arguments)
     with _engine(arguments, given) as llm:
+        if not llm.get_tokenizer().chat_template:
+            raise ModelError(
+                f"model {llm.model_config.source.name!r} has no chat template, so it cannot chat; "
+                "give one with --chat-template, or use `quire generate`."
+            )
         params = _sampling_params(llm, {"max_tokens": None} | given)
         params.output_kind = RequestOutputKind.DELTA
-        return run_chat(llm, params, arguments.system, interactive=sys.stdin.isatty())
+        return run_chat(llm, params, arguments.system, interactive=_standard_input().isatty())
 
 
 def _pull(arguments: Arguments) -> int:
@@ -167,12 +231,16 @@ def _bench(arguments: Arguments) -> int:
 
 @contextlib.contextmanager
 def _engine(arguments: Arguments, sampling: dict[str, Any]) -> Iterator[LLM]:
-    """The engine that the flags describe; bad values are found before torch is imported."""
+    """The engine that the flags describe; bad values are found before torch is imported.
+
+    Without --seed it draws other random numbers each time.
+    """
     engine_options(arguments)
-    SamplingParams(**sampling)
+    seed = SamplingParams(**sampling).seed
     from quire import LLM
 
-    with LLM(**engine_arguments(arguments)) as llm:
+    seed = secrets.randbits(32) if seed is None else seed
+    with LLM(**engine_arguments(arguments), seed=seed) as llm:
         yield llm
 
 
@@ -185,14 +253,18 @@ def run_chat(llm: LLM, params: SamplingParams, system: str | None, interactive: 
     if interactive:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (gives `input` line editing and history)
-        print(f"Ctrl-C stops a reply, Ctrl-D ends the chat. {CHAT_HELP}")
+        _note(f"Ctrl-C stops a reply, Ctrl-D ends the chat.\n{CHAT_HELP}")
     messages = _opening(system)
     while True:
         try:
             line = input("> " if interactive else "").strip()
         except EOFError:
+            if interactive:
+                print()
             return 0
         except KeyboardInterrupt:
+            if not interactive:
+                raise
             print()
             continue
         command, _, rest = line.partition(" ")
@@ -201,8 +273,10 @@ def run_chat(llm: LLM, params: SamplingParams, system: str | None, interactive: 
         if command in ("/clear", "/system"):
             system = rest.strip() or None if command == "/system" else system
             messages = _opening(system)
+            if interactive:
+                _note("A new conversation." if system is None else f"System message: {system}")
         elif re.fullmatch(r"/[a-z]+", command):
-            print(CHAT_HELP)
+            _note(CHAT_HELP)
         elif line:
             messages.append({"role": "user", "content": line})
             _reply(llm, params, messages)
@@ -226,7 +300,8 @@ def _reply(llm: LLM, params: SamplingParams, messages: list[dict[str, str]]) -> 
                     break
         print()
     except RequestError as error:
-        print(f"quire: error: {_one_line(error)} /clear starts afresh.", file=sys.stderr)
+        _report(error)
+        _note("The message was dropped; /clear starts a new conversation.")
         messages.pop()
         return
     messages.append({"role": "assistant", "content": text})
@@ -250,16 +325,41 @@ def _interrupt_flag() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, previous)
 
 
-def _standard_input() -> str:
-    if sys.stdin.isatty():
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Shows each warning once, in one line, without the code that gave it."""
+    shown = set()
+
+    def show(message: Warning | str, *where: object, **more: object) -> None:
+        if str(message) not in shown:
+            shown.add(str(message))
+            _note(f"quire: warning: {message}")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+def _standard_input() -> TextIO:
+    if sys.stdin is None:
+        raise RequestError("standard input is closed; open it, or give a prompt.")
+    return sys.stdin
+
+
+def _prompt_from_input() -> str:
+    if _standard_input().isatty():
         raise RequestError("prompt is missing; write it after `quire generate`, in quotes.")
     return sys.stdin.read().removesuffix("\n")
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    print(text, end="", flush=True)
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _note(text: str) -> None:
+    """Say something that is not the model's, and so stays out of pipes."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _report(error: Exception) -> None:
+    _note(f"quire: error: {' '.join(str(error).split())}")

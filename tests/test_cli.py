@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +20,11 @@ from quire.cli import BENCHMARKS, main, run_chat
 from quire.config.embedded import find_embedded_model
 from quire.protocol.errors import RequestError
 from quire.protocol.sampling import RequestOutputKind, SamplingParams
+from tests.tiny import save_tiny
 
 ROOT = Path(__file__).resolve().parent.parent
+# One thread: waiting for each other at every operator, two are slow on busy cores.
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 needs_embedded_model = pytest.mark.skipif(
     find_embedded_model() is None, reason="the embedded model is not installed (`quire pull`)"
@@ -30,6 +35,7 @@ def run(*words: str, text: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "quire", *words],
         cwd=ROOT,
+        env=ENVIRONMENT,
         input=text,
         capture_output=True,
         text=True,
@@ -72,7 +78,14 @@ def test_help_lists_commands_and_benchmarks(capsys: pytest.CaptureFixture[str]) 
         (["generate", "x", "--n", "0"], "n must be from 1 to"),
         (["generate", "x", "--model", "./no/such/folder"], "./no/such/folder"),
         (["pull", "./no/such/folder"], "./no/such/folder"),
+        (["generate", "x", "--device", "cuda"], "device='cuda' is not supported yet"),
+        (["generate", "x", "-n", "2"], "unknown flag -n. Did you mean --n?"),
+        (["generate", "x", "--chat-template", "t"], "--chat-template is of no use to"),
+        (["generate", "x", "--max-tokens", "3", "y"], "unexpected argument 'y'"),
+        (["generate", "x", ""], "prompt is empty"),
+        (["generate"], "prompt is empty"),
         (["chat", "--max-model-len", "0"], "max_model_len must be at least 1"),
+        (["chat", "--n", "2"], "--n is of no use to `quire chat`"),
         (["sing"], "argument COMMAND: invalid choice: 'sing'"),
         (["bench", "speed"], "argument BENCHMARK: invalid choice: 'speed'"),
     ],
@@ -83,6 +96,16 @@ def test_mistakes_end_in_one_line(words: list[str], message: str) -> None:
     assert result.returncode == 2
     assert result.stderr.startswith("quire: error: ") and message in result.stderr
     assert result.stderr.count("\n") == 1 and not result.stdout
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_standard_input_may_be_closed(command: str) -> None:
+    """As daemons and cron close it."""
+    words = ["sh", "-c", f'exec "$0" -m quire {command} <&-', sys.executable]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2
+    assert result.stderr.startswith("quire: error: standard input is closed")
+    assert result.stderr.count("\n") == 1
 
 
 def test_lazy_names_are_complete() -> None:
@@ -147,7 +170,10 @@ def test_chat_keeps_the_history(
 
 
 def test_chat_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """/clear and /system start afresh, /exit ends, others are explained, paths are messages."""
+    """/clear and /system start afresh, /exit ends, others are explained, paths are messages.
+
+    A pipe gets none of the explanations.
+    """
     model = ScriptedModel("one", "two", "three")
     lines = ["first", "/clear", "second", "/system Rhyme.", "/help", "/etc/hosts?", "/exit", "no"]
     chat(model, lines, monkeypatch)
@@ -156,7 +182,8 @@ def test_chat_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         [{"role": "user", "content": "second"}],
         [{"role": "system", "content": "Rhyme."}, {"role": "user", "content": "/etc/hosts?"}],
     ]
-    assert "/clear forgets" in capsys.readouterr().out
+    captured = capsys.readouterr()
+    assert captured.out == "one \ntwo \nthree \n" and "/clear forgets" in captured.err
 
 
 def test_interrupt_stops_the_reply_and_not_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,27 +207,135 @@ def test_a_refused_message_is_forgotten(
     assert captured.out == "fine \n" and "prompt is too long." in captured.err
 
 
-# The real thing.
+def test_a_model_without_a_chat_template_cannot_chat(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says so before the first message, not after each."""
+    save_tiny(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    assert main(["chat", "--model", str(tmp_path), "--kv-cache-memory-bytes", "8MiB"]) == 2
+    captured = capsys.readouterr()
+    assert "has no chat template" in captured.err and "--chat-template" in captured.err
+    assert not captured.out
+
+
+# The real thing, in as little memory as it takes.
+
+SMALL = ["--max-model-len", "256", "--kv-cache-memory-bytes", "32MiB"]
 
 
 @needs_embedded_model
 def test_generate_streams_what_the_api_generates() -> None:
-    """One prompt streams; several print prompt and text; both are the same greedy tokens."""
-    flags = ["--temperature", "0", "--max-tokens", "8", "--max-model-len", "256"]
+    """One prompt streams; several print prompt and text; both are the same greedy tokens.
+
+    What the engine says at start-up does not reach standard output.
+    """
+    flags = ["--temperature", "0", "--max-tokens", "8", *SMALL]
     prompts = ["The capital of France is", "One, two, three,"]
     one = run("generate", *flags, text=prompts[0])
     many = run("generate", *prompts, *flags)
     assert one.returncode == many.returncode == 0, one.stderr + many.stderr
     assert one.stdout.strip() and "Traceback" not in one.stderr
+    assert "quire: KV cache" in one.stderr and "quire:" not in one.stdout
     assert many.stdout.startswith(prompts[0] + one.stdout[:-1])
     assert prompts[1] in many.stdout
 
 
 @needs_embedded_model
+def test_warnings_take_one_line() -> None:
+    """Each is said once, and not with a line of Quire's code."""
+    result = run("generate", "Hi", "--temperature", "0.005", "--max-tokens", "1", *SMALL)
+    warned = [line for line in result.stderr.splitlines() if "temperature" in line]
+    assert warned == [
+        "quire: warning: temperature=0.005 is raised to 0.01: smaller values overflow; use 0 for "
+        "greedy sampling."
+    ]
+
+
+@needs_embedded_model
+def test_seed_repeats_and_no_seed_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    """Who asks twice wants to see something else, unless they say otherwise."""
+    words = ["generate", "Once upon a time", "--max-tokens", "16", "--ignore-eos", *SMALL]
+    seeded = {output_of(capsys, *words, "--seed", "7") for _ in range(2)}
+    assert len(seeded) == 1
+    assert output_of(capsys, *words) != output_of(capsys, *words)
+
+
+@needs_embedded_model
+@pytest.mark.parametrize(
+    ("stop", "status"),
+    [
+        (lambda process: process.stdout.close(), 1),
+        (lambda process: process.send_signal(signal.SIGINT), 130),
+    ],
+    ids=["reader leaves", "Ctrl-C"],
+)
+def test_generating_can_be_cut_short(
+    stop: Callable[[subprocess.Popen[bytes]], None], status: int
+) -> None:
+    """`| head` and Ctrl-C end the command without a traceback."""
+    words = ["generate", "1 2 3 4", "--ignore-eos", "--max-tokens", "200", "--max-model-len", "256"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "quire", *words],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.read(1)
+    stop(process)
+    errors = process.stderr.read().decode()
+    process.stdout.close()
+    process.stderr.close()
+    assert process.wait(timeout=120) == status
+    assert "Traceback" not in errors and "Exception ignored" not in errors
+
+
+@needs_embedded_model
 def test_chat_works_through_a_pipe() -> None:
     """Scripts talk to the chat too."""
-    flags = ["--temperature", "0", "--max-tokens", "6", "--max-model-len", "256"]
+    flags = ["--temperature", "0", "--max-tokens", "6", *SMALL]
     result = run("chat", *flags, text="Say hello.\n/clear\nSay hello.\n")
     assert result.returncode == 0, result.stderr
     half = len(result.stdout) // 2
     assert result.stdout.strip() and result.stdout[:half] == result.stdout[half:]
+
+
+@needs_embedded_model
+def test_chat_works_in_a_terminal() -> None:
+    """It says how to leave, prompts for each message, and Ctrl-D leaves on a line of its own."""
+    mine, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "quire", "chat", "--temperature", "0", "--max-tokens", "6", *SMALL],
+        cwd=ROOT,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env=ENVIRONMENT | {"TERM": "dumb"},
+    )
+    os.close(terminal)
+    opening = read_until(mine, b"\n> ")
+    os.write(mine, b"Say hello.\n")
+    reply = read_until(mine, b"\n> ")
+    os.write(mine, b"\x04")
+    ending = read_until(mine, None)
+    os.close(mine)
+    assert process.wait(timeout=120) == 0
+    assert b"Ctrl-D ends the chat" in opening and b"/clear forgets" in opening
+    echo, text = reply.split(b"\n", 1)
+    assert echo.strip() == b"Say hello." and text.removesuffix(b"\n> ").strip()
+    assert ending.endswith(b"\n")
+
+
+def read_until(terminal: int, end: bytes | None) -> bytes:
+    """What a terminal shows up to `end`, or until its program has gone."""
+    shown = b""
+    while end is None or not shown.endswith(end):
+        try:
+            shown += os.read(terminal, 1024).replace(b"\r", b"")
+        except OSError:
+            assert end is None, shown
+            return shown
+    return shown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import json
 import re
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Collection, Sequence
 from types import NoneType
 from typing import Any, NoReturn
 
-from quire.config.arguments import IGNORED, REFUSED, nearest
+from quire.config.arguments import IGNORED, REFUSED
 from quire.config.fields import Declaration, kinds
 from quire.config.options import EngineOptions, group_class, option_groups
 from quire.protocol.sampling import RepetitionDetectionParams, SamplingParams
@@ -75,7 +76,8 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         settings.setdefault("allow_abbrev", False)
         settings.setdefault("formatter_class", _HelpFormatter)
-        super().__init__(**settings)
+        super().__init__(add_help=False, **settings)
+        self.add_argument("-h", "--help", action="help", help="Show this help.")
         self.set_defaults(parser=self)
 
     def error(self, message: str) -> NoReturn:
@@ -89,20 +91,43 @@ class CommandParser(argparse.ArgumentParser):
         return arguments
 
     def refuse(self, word: str) -> NoReturn:
+        """End with the reason why a word of the command line is not understood."""
         flag = word.partition("=")[0]
         name = flag.lstrip("-").replace("-", "_")
-        if not flag.startswith("--"):
-            self.error(f"unexpected argument {word!r}; put positional arguments side by side")
+        if not flag.startswith("-"):
+            beside = "; write it next to the other ones" if self._get_positional_actions() else ""
+            self.error(f"unexpected argument {word!r}{beside}")
         if name in IGNORED:
             self.error(f"{flag} has no effect here: {IGNORED[name]}; leave it out")
         if name in REFUSED:
             self.error(f"{flag} is refused: {REFUSED[name].reason}; leave it out")
-        self.error(f"unknown flag {flag}. {nearest(flag, self._option_string_actions)}")
+        if flag.startswith("--") and (name in option_groups() or name in SAMPLING_HELP):
+            self.error(f"{flag} is of no use to `{self.prog}`; leave it out")
+        close = difflib.get_close_matches(name, self._names(), n=1)
+        hint = f". Did you mean {_flag(close[0])}?" if close else ""
+        self.error(f"unknown flag {flag}{hint}")
+
+    def _names(self) -> list[str]:
+        """The names of all flags, written as options are."""
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        return [flag[2:].replace("-", "_") for flag in flags]
 
 
 class _HelpFormatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32)
+
+    def add_argument(self, action: argparse.Action) -> None:
+        super().add_argument(action)
+        if isinstance(action, argparse._SubParsersAction):
+            # Their names are indented once more than argparse reckons with.
+            self._action_max_length += self._indent_increment
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Paragraphs are wrapped; lines that are indented already stay as they are."""
+        wrap = super()._fill_text
+        lines = text.splitlines()
+        return "\n".join(x if x.startswith(" ") else wrap(x, width, indent) for x in lines)
 
 
 def command_words(argv: Sequence[str] | None = None) -> list[str]:
@@ -113,13 +138,13 @@ def command_words(argv: Sequence[str] | None = None) -> list[str]:
 def add_engine_arguments(parser: argparse.ArgumentParser, exclude: Collection[str] = ()) -> None:
     """One flag per engine option, grouped as the options are."""
     for group in dataclasses.fields(EngineOptions):
-        owner = group_class(group)
+        owner: type = group_class(group)
         section = parser.add_argument_group(group.metadata["title"])
         for item in dataclasses.fields(owner):
             if item.name in exclude:
                 continue
             declaration: Declaration = item.metadata["declaration"]
-            usual = declaration.default_text or _shown(item.default)
+            usual = declaration.default_text or _shown(item.default, kinds(owner, item.name))
             section.add_argument(
                 _flag(item.name),
                 dest=item.name,
@@ -140,8 +165,12 @@ def engine_options(arguments: Arguments) -> EngineOptions:
     return EngineOptions.from_arguments(**engine_arguments(arguments))
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser, max_tokens: int | None = None) -> None:
-    """One flag per sampling parameter that shows in text."""
+def add_sampling_arguments(
+    parser: argparse.ArgumentParser,
+    max_tokens: int | None = None,
+    exclude: Collection[str] = (),
+) -> None:
+    """One flag per sampling parameter that shows in text. `max_tokens` is the usual limit."""
     section = parser.add_argument_group(
         "sampling",
         "Without a flag, the model's generation_config.json decides, then the default shown.",
@@ -149,11 +178,13 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, max_tokens: int | No
     defaults = {item.name: item.default for item in dataclasses.fields(SamplingParams)}
     defaults["max_tokens"] = "up to the end of the context" if max_tokens is None else max_tokens
     for name, text in SAMPLING_HELP.items():
+        if name in exclude:
+            continue
         section.add_argument(
             _flag(name),
             dest=f"sampling_{name}",
             default=argparse.SUPPRESS,
-            help=_help(text, _shown(defaults[name])),
+            help=_help(text, _shown(defaults[name], kinds(SamplingParams, name))),
             **_reading(SamplingParams, name),
         )
 
@@ -223,8 +254,8 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _shown(default: Any) -> str:
-    if isinstance(default, bool):
+def _shown(default: Any, accepted: Collection[type]) -> str:
+    if bool in accepted:
         return "yes" if default else "no"
     return "none" if default is None else str(default)
 

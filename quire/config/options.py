@@ -108,7 +108,9 @@ class ModelOptions(_Checked):
         convert=_dtype,
     )
     quantization: str | None = option(
-        None, "How the weights are quantised.", default_text="as the model's files say"
+        None,
+        "How the weights are quantised; gguf is the only way supported yet.",
+        default_text="as the model's files say",
     )
     load_format: str = option(
         "auto",
@@ -162,7 +164,7 @@ class CacheOptions(_Checked):
         convert=_bytes,
     )
     num_gpu_blocks_override: int | None = option(
-        None, "Number of blocks, whatever the memory.", default_text="measured", minimum=1
+        None, "Number of KV blocks, whatever the memory.", default_text="measured", minimum=1
     )
     enable_prefix_caching: bool = option(True, "Share the blocks of common prompt prefixes.")
     kv_cache_dtype: str = option(
@@ -214,15 +216,19 @@ class DeviceOptions(_Checked):
 
     device: str = option(
         "auto",
-        "Where to run. auto: a GPU if there is one.",
+        "Where to run; the CPU is the only device supported yet.",
         choices=("auto", "cpu", "cuda"),
         convert=_device,
     )
-    tensor_parallel_size: int = option(1, "Devices that share each layer.", minimum=1)
-    attention_backend: str | None = option(
-        None, "Which attention kernel to use.", default_text="the fastest that can do the job"
+    tensor_parallel_size: int = option(
+        1, "Devices that share each layer; only 1 is supported yet.", minimum=1
     )
-    enforce_eager: bool = option(False, "Run a GPU without CUDA graphs.")
+    attention_backend: str | None = option(
+        None,
+        "Which attention kernel to use: cpu (C++) or torch (slow, for comparison).",
+        default_text="the fastest that can do the job",
+    )
+    enforce_eager: bool = option(False, "Run a GPU without CUDA graphs; a CPU has none.")
     num_threads: int | None = option(
         None, "CPU threads.", default_text="the cores this process may use", minimum=1
     )
@@ -232,7 +238,9 @@ class DeviceOptions(_Checked):
 class ObservabilityOptions(_Checked):
     """What the engine tells about itself."""
 
-    disable_log_stats: bool = option(True, "Log no statistics while running.")
+    disable_log_stats: bool = option(
+        True, "Kept for compatibility: statistics are not logged; LLM.get_metrics() reads them."
+    )
 
 
 @dataclass(frozen=True)
@@ -252,7 +260,8 @@ class EngineOptions:
     @classmethod
     def from_arguments(cls, **arguments: Any) -> EngineOptions:
         """Options from flat keyword arguments, as `LLM` takes them; None means the default."""
-        accepted = accepted_arguments(arguments, option_groups(), stacklevel=4)
+        # Warnings point at the line that calls LLM or AsyncLLM.
+        accepted = accepted_arguments(arguments, option_groups(), stacklevel=5)
         return cls().replace(**{k: v for k, v in accepted.items() if v is not None})
 
     def replace(self, **values: Any) -> EngineOptions:

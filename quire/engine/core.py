@@ -39,6 +39,8 @@ class EngineCore:
         self.clock = clock
         self.death: str | None = None
         """Why the engine stopped, once it has."""
+        self.on_plan: Callable[[StepPlan], None] | None = None
+        """Called with each plan before it runs: the moment to look at who holds which blocks."""
         self._in_flight: deque[tuple[StepPlan, PendingResult]] = deque()
         self._num_failures = 0
 
@@ -69,6 +71,8 @@ class EngineCore:
         started = time.perf_counter()
         plan = self.scheduler.schedule(self.clock())
         host_s = time.perf_counter() - started
+        if self.on_plan is not None and plan is not None:
+            self.on_plan(plan)
         output = StepOutput()
         try:
             if plan is not None:

@@ -54,19 +54,23 @@ class AsyncLLM:
         request = await self._submit(prompts[0], sampling_params, request_id, priority)
         news = self._news[request.request_id]
         try:
-            while not request.finished:
+            done = False
+            while not done:
                 await news.wait()
                 news.clear()
                 if request.error is not None:
                     raise EngineDeadError(f"the engine failed: {request.error}")
                 if request.has_news:
+                    done = request.finished
                     yield request.read()
         finally:
             self._forget(request)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator yields a last output with finish_reason "abort"."""
-        await self._call(lambda core: core.abort(request_id))
+        request = self._open.get(request_id)
+        if request is not None:
+            await self._call(lambda core: core.abort(request.engine_id))
 
     async def reset_prefix_cache(self) -> bool:
         await self._call(lambda core: core.scheduler.reset_prefix_cache())
@@ -100,19 +104,19 @@ class AsyncLLM:
         self._loop = asyncio.get_running_loop()
         params = params or self._session.default_params
         key = self._session.take_keys(params.n)
-        name = request_id or str(key)
+        name = request_id or f"quire-{key}"
         if name in self._open:
             raise RequestError(f"request_id {name!r} is already in use.")
         new: NewRequest = self._session.inputs.new_request(
             key,
-            name,
+            str(key),
             prompt,
             self._session.inputs.prepare_params(params),
             arrival_time=self._session.core.clock(),
             priority=priority,
             streams=params.output_kind is not params.output_kind.FINAL_ONLY,
         )
-        request = self._session.collector.open(new, prompt.text, params.output_kind)
+        request = self._session.collector.open(new, prompt.text, params.output_kind, name)
         self._open[name], self._news[name] = request, asyncio.Event()
         try:
             await self._call(lambda core: core.add(new))
@@ -149,11 +153,11 @@ class AsyncLLM:
 
     def _forget(self, request: OpenRequest) -> None:
         if not request.finished:
-            self._client.call(lambda core: core.abort(request.request_id))
+            self._client.call(lambda core: core.abort(request.engine_id))
         self._session.collector.close(request)
         self._open.pop(request.request_id, None)
         self._news.pop(request.request_id, None)
 
 
 def _stop(sequence: OpenSequence, core: EngineCore) -> None:
-    core.abort(sequence.request.request_id, sequence.finish_reason or "stop", sequence.key)
+    core.abort(sequence.request.engine_id, sequence.finish_reason or "stop", sequence.key)

@@ -94,7 +94,10 @@ class OpenSequence:
 class OpenRequest:
     """A request between its arrival and its last output."""
 
+    engine_id: str
+    """Its name in the engine."""
     request_id: str
+    """Its name for its caller."""
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
@@ -154,10 +157,17 @@ class Collector:
         self._by_key: dict[int, OpenSequence] = {}
         self._decoded: dict[int, str] = {}
 
-    def open(self, new: NewRequest, prompt: str | None, kind: RequestOutputKind) -> OpenRequest:
+    def open(
+        self,
+        new: NewRequest,
+        prompt: str | None,
+        kind: RequestOutputKind,
+        name: str | None = None,
+    ) -> OpenRequest:
+        """Listen for a request, which its caller knows by `name`, or as the engine does."""
         params = new.params
         ids = new.prompt_token_ids.tolist()
-        request = OpenRequest(new.request_id, prompt, ids, params, kind)
+        request = OpenRequest(new.request_id, name or new.request_id, prompt, ids, params, kind)
         request.metrics.arrival_time = new.arrival_time
         if params.wants_prompt_logprobs:
             request.prompt_logprobs = {}

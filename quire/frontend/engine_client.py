@@ -51,13 +51,21 @@ class ThreadEngineClient:
                 future.set_exception(error)
 
         with self._wake:
-            if self._stopping or not self._thread.is_alive():
-                reason = self._core.death or "it was shut down"
-                future.set_exception(EngineDeadError(f"the engine has stopped: {reason}"))
+            if not self._stopping:
+                self._calls.append(run)
+                self._wake.notify()
                 return future
-            self._calls.append(run)
-            self._wake.notify()
+        reason = self._core.death or "it was shut down"
+        future.set_exception(EngineDeadError(f"the engine has stopped: {reason}"))
         return future
+
+    def _refuse_calls(self) -> None:
+        """The thread is about to end: run what was passed to it, take nothing more."""
+        with self._wake:
+            self._stopping = True
+            calls, self._calls = self._calls, deque()
+        for run in calls:
+            run()
 
     def _loop(self) -> None:
         while True:
@@ -76,6 +84,7 @@ class ThreadEngineClient:
                 logger.exception("the engine loop failed")
                 self._core.death = f"the engine loop failed: {error}"
                 self._on_death(self._core.death)
+                self._refuse_calls()
                 return
             if not output.empty:
                 self._on_output(output)
@@ -88,3 +97,4 @@ class ThreadEngineClient:
             self._stopping = True
             self._wake.notify()
         self._thread.join()
+        self._core.executor.shutdown()  # for a loop that failed

@@ -27,6 +27,7 @@ REFUSED_PROMPT_KEYS = (
     "negative_prompt",
 )
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+MIN_PRIORITY, MAX_PRIORITY = -(1 << 63), (1 << 63) - 1
 
 
 @dataclass(slots=True)
@@ -175,7 +176,8 @@ class InputProcessor:
         eos = list(model.eos_token_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             eos.append(tokenizer.eos_token_id)
-        self.eos_token_ids = tuple(dict.fromkeys(eos))
+        # A tokenizer may know more tokens than the model, which never generates those.
+        self.eos_token_ids = tuple(i for i in dict.fromkeys(eos) if i < self.vocab_size)
 
     def tokenize(self, prompts: list[Prompt], options: TokenizationOptions) -> None:
         """Fill in the token ids of text prompts, then check all of them."""
@@ -188,7 +190,13 @@ class InputProcessor:
         if texts:
             assert self.tokenizer is not None
             strings = [prompts[i].text or "" for i in texts]
-            encoded = self.tokenizer.encode_batch(strings, options.add_special_tokens)
+            try:
+                encoded = self.tokenizer.encode_batch(strings, options.add_special_tokens)
+            except RequestError:
+                for i, text in zip(texts, strings, strict=True):
+                    with naming_index(i):
+                        self.tokenizer.encode(text)
+                raise
             for i, ids in zip(texts, encoded, strict=True):
                 prompts[i].token_ids = np.array(ids, np.int32)
         for i, prompt in enumerate(prompts):
@@ -224,7 +232,12 @@ class InputProcessor:
 
     def prepare_params(self, params: SamplingParams) -> SamplingParams:
         """Check parameters against the model and fill in what only the tokenizer knows."""
-        for name in ("allowed_token_ids", "logprob_token_ids", "prompt_logprob_token_ids"):
+        for name in (
+            "allowed_token_ids",
+            "logprob_token_ids",
+            "prompt_logprob_token_ids",
+            "stop_token_ids",
+        ):
             self._check_ids(name, getattr(params, name) or ())
         self._check_ids("logit_bias", params.logit_bias or ())
         prepared = copy.copy(params)
@@ -264,6 +277,8 @@ class InputProcessor:
     def check_priority(self, priority: int) -> int:
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestError(f"priority must be an integer, got {priority!r}.")
+        if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
+            raise RequestError(f"priority must fit in 64 bits, got {priority}; use a smaller one.")
         if priority and not self.uses_priority:
             raise RequestError(
                 f"priority={priority} has no effect under scheduling_policy='fcfs'; start the "

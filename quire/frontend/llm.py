@@ -20,7 +20,8 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.metrics.engine import EngineStatistics
 from quire.metrics.instruments import Metric
 from quire.protocol.errors import EngineDeadError, QuireError, RequestError
-from quire.protocol.output import FinishedSequence
+from quire.protocol.output import FinishedSequence, StepOutput
+from quire.protocol.request import NewRequest
 from quire.protocol.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -157,13 +158,22 @@ class LLM:
         _refuse_extras(lora_request=lora_request)
         if concurrency_limit is not None and concurrency_limit < 1:
             raise RequestError(f"concurrency_limit must be at least 1, got {concurrency_limit}.")
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(f"params must be BeamSearchParams, got {params!r}.")
         parsed = parse_prompts(prompts)
         self._inputs.tokenize(parsed, TokenizationOptions())
-        size = concurrency_limit or len(parsed)
+        news = []
+        for i, prompt in enumerate(parsed):
+            with naming_index(i):
+                key, now = self._session.take_keys(1), self._core.clock()
+                new = self._inputs.new_beam_search(key, str(key), prompt, params, now)
+                self._core.check(new)
+            news.append(new)
+        size = concurrency_limit or max(len(news), 1)
         outputs: list[BeamSearchOutput] = []
-        with ProgressBar(len(parsed), use_tqdm) as bar:
-            for start in range(0, len(parsed), size):
-                outputs.extend(self._search_beams(parsed[start : start + size], params, bar))
+        with ProgressBar(len(news), use_tqdm) as bar:
+            for start in range(0, len(news), size):
+                outputs.extend(self._search_beams(news[start : start + size], bar))
         return outputs
 
     # --- asking -----------------------------------------------------------------------------------
@@ -298,11 +308,15 @@ class LLM:
 
         def outputs() -> Iterator[RequestOutput]:
             try:
-                while not request.finished:
-                    self._step()
+                done = False
+                while not done:
+                    # Other calls may have taken the request on, or to its end.
+                    if not request.has_news:
+                        self._step()
                     if request.error is not None:
                         raise EngineDeadError(f"the engine failed: {request.error}")
                     if request.has_news:
+                        done = request.finished
                         yield request.read()
             finally:
                 self._forget([request])
@@ -311,10 +325,14 @@ class LLM:
 
     def _step(self) -> list[OpenRequest]:
         """One engine step; returns the requests it changed."""
-        changed, stopped = self._collector.process(self._core.step())
+        return self._take_in(self._core.step())
+
+    def _take_in(self, output: StepOutput) -> list[OpenRequest]:
+        """Pass a step's output on to open requests; returns those it changed."""
+        changed, stopped = self._collector.process(output)
         for sequence in stopped:
             reason = sequence.finish_reason or "stop"
-            self._core.abort(sequence.request.request_id, reason, sequence.key)
+            self._core.abort(sequence.request.engine_id, reason, sequence.key)
         if stopped:
             changed += self._collector.process(self._core.take_ended())[0]
         return changed
@@ -323,37 +341,36 @@ class LLM:
         """Abort what an exception or a closed iterator left unfinished."""
         for request in requests:
             if not request.finished:
-                self._core.abort(request.request_id)
+                self._core.abort(request.engine_id)
             self._collector.close(request)
 
-    def _search_beams(
-        self, prompts: list[Prompt], params: BeamSearchParams, bar: ProgressBar
-    ) -> Iterator[BeamSearchOutput]:
-        keys = []
-        for prompt in prompts:
-            key = self._session.take_keys(1)
-            new = self._inputs.new_beam_search(key, str(key), prompt, params, self._core.clock())
-            self._core.add(new)
-            keys.append(new.key)
+    def _search_beams(self, news: list[NewRequest], bar: ProgressBar) -> Iterator[BeamSearchOutput]:
         ended: dict[int, FinishedSequence] = {}
-        while len(ended) < len(keys):
-            output = self._core.step()
-            self._collector.process(output)
-            for sequence in output.finished:
-                if sequence.key in keys:
-                    ended[sequence.key] = sequence
-                    bar.update(1)
-        for key, prompt in zip(keys, prompts, strict=True):
-            yield self._beam_output(ended[key], prompt)
+        open_ids = {new.key: new.request_id for new in news}
+        try:
+            for new in news:
+                self._core.add(new)
+            while open_ids:
+                output = self._core.step()
+                self._take_in(output)
+                for sequence in output.finished:
+                    if open_ids.pop(sequence.key, None) is not None:
+                        ended[sequence.key] = sequence
+                        bar.update(1)
+        finally:
+            for request_id in open_ids.values():
+                self._core.abort(request_id)
+        for new in news:
+            yield self._beam_output(ended[new.key], new.prompt_token_ids.tolist())
 
-    def _beam_output(self, ended: FinishedSequence, prompt: Prompt) -> BeamSearchOutput:
+    def _beam_output(self, ended: FinishedSequence, prompt: list[int]) -> BeamSearchOutput:
         if ended.error is not None:
             raise EngineDeadError(f"the engine failed: {ended.error}")
-        assert ended.beams is not None and prompt.token_ids is not None
+        assert ended.beams is not None
         tokenizer = self._inputs.tokenizer
         sequences = []
         for beam in ended.beams:
-            tokens = [*prompt.token_ids.tolist(), *beam.token_ids]
+            tokens = [*prompt, *beam.token_ids]
             sequences.append(
                 BeamSearchSequence(
                     tokens=tokens,

@@ -35,9 +35,14 @@ class KVBlocks:
         if not self._skips_cache(request):
             known = request.held_token_ids[:-1]
             match = self.cache.match(request.root, request.hashes, known, step)
-        parent = request.parent
-        if parent is not None and parent.status is Status.RUNNING:
-            c, row = self.columns, parent.row
+        parent, c = request.parent, self.columns
+        # The tables and copies of a row that joins with this very plan are not there to take from.
+        if (
+            parent is not None
+            and parent.status is Status.RUNNING
+            and c.first_step[parent.row] < step
+        ):
+            row = parent.row
             computed = c.computed_before if c.last_step[row] == step else c.num_computed
             shared = min(request.num_shared, int(computed[row]))
             if shared > match.num_tokens:

@@ -51,6 +51,8 @@ class Columns:
         self.computed_before = ints()
         """`num_computed` before the step `last_step` was planned."""
         self.last_step = np.full(max_rows, -1, np.int64)
+        self.first_step = np.full(max_rows, -1, np.int64)
+        """The step whose plan gave the row to its request."""
         self.max_total = ints()
         """Prompt and output tokens at which the request ends by length."""
         self.min_total = ints()
@@ -70,8 +72,8 @@ class Columns:
         self.rank: Int64Array = np.zeros((2, max_rows), np.int64)
         self.stop_ids: Int32Array = np.full((max_rows, 4), -1, np.int32)
 
-    def fill(self, request: Request, row: int, num_computed: int) -> None:
-        """Write a request that is admitted to a row; its blocks come after."""
+    def fill(self, request: Request, row: int, num_computed: int, step: int) -> None:
+        """Write a request that `step` admits to a row; its blocks come after."""
         known, params = request.held_token_ids, request.params
         self.epoch[row] += 1
         self.running[row] = True
@@ -79,7 +81,7 @@ class Columns:
         self.num_prompt[row] = request.num_prompt
         self.num_known[row] = self.num_tokens[row] = len(known)
         self.num_computed[row] = self.computed_before[row] = num_computed
-        self.last_step[row] = -1
+        self.last_step[row], self.first_step[row] = -1, step
         self.max_total[row] = request.max_total
         self.min_total[row] = request.num_prompt + params.min_tokens
         self.num_hashed[row] = len(request.hashes)

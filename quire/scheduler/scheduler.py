@@ -229,7 +229,7 @@ class Scheduler:
         row = self.free_rows.pop()
         num_forked = match.num_tokens if fork_of >= 0 else 0
         draft.added_rows.append(request.added_row(row, match.num_tokens, fork_of, num_forked))
-        self.columns.fill(request, row, match.num_tokens)
+        self.columns.fill(request, row, match.num_tokens, draft.step)
         self.kv.adopt(row, match, fork_of, draft)
         self.by_row[row] = request
         request.row, request.status = row, Status.RUNNING
@@ -357,7 +357,8 @@ class Scheduler:
         siblings.remove(request)
         if not siblings:
             del self.requests[request.request_id]
-        by_id = reason == "stop" and len(tokens) and tokens[-1] not in request.eos_token_ids
+        eos = () if request.params.ignore_eos else request.eos_token_ids
+        by_id = reason == "stop" and len(tokens) and tokens[-1] not in eos
         ended = FinishedSequence(
             key=request.key,
             token_ids=tokens,

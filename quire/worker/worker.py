@@ -52,7 +52,8 @@ class Worker:
             model_config.sliding_window,
             options.device.attention_backend,
         )
-        logger.info("attention: %s", "; ".join([backend.support.name, *skipped]))
+        reasons = "".join(f"; not {reason}" for reason in skipped)
+        logger.info("attention: %s%s", backend.describe(), reasons)
         model = load_model(
             model_config,
             dtype=dtype,

@@ -157,6 +157,8 @@ def test_underscores_are_dashes() -> None:
             ["--max-num-sequences=3"],
             "unknown flag --max-num-sequences. Did you mean --max-num-seqs",
         ),
+        (["-n", "3"], "unknown flag -n. Did you mean --n?"),
+        (["--xyzzy=3"], "unknown flag --xyzzy (see `quire test --help`)"),
         (["--swap-space", "4"], "--swap-space has no effect here"),
         (["--enable-lora"], "--enable-lora is refused: adapters are not supported yet"),
         (["--max-num-seqs", "many"], "argument --max-num-seqs: invalid int value: 'many'"),
@@ -177,6 +179,18 @@ def test_mistakes_end_in_one_line(
     assert captured.err.count("\n") == 1 and not captured.out
 
 
+def test_flags_may_be_left_out_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a command cannot use is not in its help, and the reason is not "unknown"."""
+    parser = CommandParser(prog="quire test")
+    add_sampling_arguments(parser, exclude=("n",))
+    add_engine_arguments(parser, exclude=("seed", "max_logprobs"))
+    assert "--max-logprobs" not in parser.format_help() and "--n " not in parser.format_help()
+    for flag in ("--n", "--max-logprobs"):
+        with pytest.raises(SystemExit):
+            parser.read([flag, "3"])
+        assert f"{flag} is of no use to `quire test`" in capsys.readouterr().err
+
+
 def test_values_are_checked_where_they_are_declared() -> None:
     """The command line and the Python API give the same error."""
     with pytest.raises(OptionError, match="block_size must be a power of two from 4 to 128, got 3"):
@@ -192,3 +206,22 @@ def test_help_names_every_option_with_its_default() -> None:
         assert f"--{name.replace('_', '-')}" in text
     assert text.count("(default: ") == len(option_groups())
     assert "Tokens per block. (default: 16)" in text
+
+
+def test_help_of_sampling_parameters() -> None:
+    """Each has its default, said in words where it is not a number."""
+    parser = CommandParser(prog="quire test")
+    add_sampling_arguments(parser, 128)
+    text = " ".join(parser.format_help().split())
+    assert text.count("(default: ") == len(SAMPLING_HELP)
+    assert "Most tokens to generate. (default: 128)" in text
+    assert "even if its prefix is cached. (default: no)" in text
+
+
+def test_help_keeps_indented_lines() -> None:
+    """Examples are shown as they are typed; prose is wrapped."""
+    prose = "word " * 40
+    parser = CommandParser(prog="quire test", epilog=f"{prose}\n  quire generate x  --n 2")
+    lines = parser.format_help().splitlines()
+    assert lines[-1] == "  quire generate x  --n 2"
+    assert max(map(len, lines)) < len(prose)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import quire.engine.core as engine_module
 from quire.engine.core import EngineCore
 from quire.protocol.output import FinishedSequence
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams
 from quire.protocol.seeds import derive_seed
 from quire.scheduler.limits import SchedulerLimits
-from tests.engine.toy import ToyExecutor, entries_of, next_token, ranked_tokens
+from tests.engine.toy import InjectedError, ToyExecutor, entries_of, next_token, ranked_tokens
 
 VOCAB = 23
 EOS = 0
@@ -121,9 +125,39 @@ def new_request(index: int, job: Job) -> NewRequest:
     )
 
 
+class _Failures(logging.Handler):
+    """Collects the errors that the engine recovered from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.errors: list[BaseException | None] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.errors.append(record.exc_info[1] if record.exc_info else None)
+
+
+@contextmanager
+def only_injected_failures() -> Iterator[None]:
+    """The engine retries failed steps, and would hide its own mistakes that way too."""
+    failures, logger = _Failures(), logging.getLogger(engine_module.__name__)
+    logger.addHandler(failures)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(failures)
+        logger.propagate = True
+    for error in failures.errors:
+        assert isinstance(error, InjectedError), f"a step failed by itself: {error!r}"
+
+
 def run(setting: Setting, work: list[Job]) -> dict[int, FinishedSequence]:
+    with only_injected_failures():
+        return drive(build(setting, work), work)
+
+
+def drive(core: EngineCore, work: list[Job]) -> dict[int, FinishedSequence]:
     """Drive the engine to the end, checking its books after every step."""
-    core = build(setting, work)
     ended: dict[int, FinishedSequence] = {}
     streamed: dict[int, list[int]] = {}
     pending = dict(enumerate(work))

@@ -12,10 +12,24 @@ from hashlib import blake2b
 
 import numpy as np
 
-from quire.engine.executors.base import TokenMasks
+from quire.engine.executors.base import PendingResult, TokenMasks
 from quire.protocol.plan import AddedRow, LogprobArrays, StepPlan, StepResult
 
 UNWRITTEN = -7
+
+
+class BrokenContractError(BaseException):
+    """A plan that no worker could carry out. Not an `Exception`: the engine would retry the step
+    and so hide it."""
+
+
+class InjectedError(Exception):
+    """A step that fails on purpose."""
+
+
+def require(condition: bool, rule: str) -> None:
+    if not condition:
+        raise BrokenContractError(rule)
 
 
 def mix(*values: int) -> int:
@@ -26,7 +40,7 @@ def mix(*values: int) -> int:
 def ranked_tokens(entries: list[int], vocab: int, count: int) -> tuple[list[int], list[float]]:
     """The most likely next tokens after a context, and their log-probabilities."""
     context = mix(*entries)
-    scores = [-(mix(context, token) % 10_007) / 1_000 for token in range(vocab)]
+    scores = [-(mix(context, token) % 9_999_991) / 1_000_000 for token in range(vocab)]
     order = sorted(range(vocab), key=lambda token: -scores[token])[:count]
     return order, [scores[token] for token in order]
 
@@ -52,13 +66,22 @@ class ToyRow:
 
 
 class ToyPending:
-    def __init__(self, result: StepResult | Exception) -> None:
+    def __init__(self, result: StepResult) -> None:
         self._result = result
 
     def result(self) -> StepResult:
-        if isinstance(self._result, Exception):
-            raise self._result
         return self._result
+
+
+class ToyFailure:
+    """What a failed step leaves; the device works again once somebody has seen it."""
+
+    def __init__(self, device: ToyExecutor, step: int) -> None:
+        self._device, self._step = device, step
+
+    def result(self) -> StepResult:
+        self._device.is_down = False
+        raise InjectedError(f"injected failure of step {self._step}")
 
 
 class ToyExecutor:
@@ -77,13 +100,16 @@ class ToyExecutor:
         self.failing_steps = failing_steps
         self.num_tokens_computed = 0
         self._plan: StepPlan | None = None
-        self._broken = False
+        self.is_down = False
+        """A step failed and nobody has noticed: until then all further ones fail too."""
 
     def execute(self, plan: StepPlan) -> None:
         self._plan = plan
-        self._broken = plan.step in self.failing_steps
-        if self._broken:
-            return  # nothing of the step reaches the device
+        self.is_down |= plan.step in self.failing_steps
+        if not self.is_down:  # else nothing of the step reaches the device
+            self._carry_out(plan)
+
+    def _carry_out(self, plan: StepPlan) -> None:
         for row in plan.freed_rows.tolist():
             self.rows.pop(row, None)
         for added in plan.added_rows:
@@ -97,9 +123,10 @@ class ToyExecutor:
             strict=True,
         ):
             table = self.rows[row].table
-            assert index == len(table), "table entries arrive in order"
+            require(index == len(table), "table entries arrive in order")
             table.append(block)
-        assert not set(plan.copy_sources.tolist()) & set(plan.copy_targets.tolist())
+        sources, targets = plan.copy_sources.tolist(), plan.copy_targets.tolist()
+        require(not set(sources) & set(targets), "no block is both source and target of copies")
         self.kv[plan.copy_targets] = self.kv[plan.copy_sources]
         for row, count in zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), strict=True):
             self._compute(self.rows[row], count)
@@ -124,15 +151,15 @@ class ToyExecutor:
         row.num_computed += count
         self.num_tokens_computed += count
 
-    def sample(self, step: int, masks: TokenMasks | None = None) -> ToyPending:
+    def sample(self, step: int, masks: TokenMasks | None = None) -> PendingResult:
         plan = self._plan
         assert plan is not None and plan.step == step
-        if self._broken:
-            return ToyPending(RuntimeError(f"injected failure of step {step}"))
+        if self.is_down:
+            return ToyFailure(self, step)
         tokens, lines = [], []
         for i, row_id in enumerate(plan.rows[plan.samples].tolist()):
             row = self.rows[row_id]
-            assert row.num_computed == len(row.tokens), "only a row that caught up may sample"
+            require(row.num_computed == len(row.tokens), "only a row that caught up may sample")
             entries = [self._entry(row, p) for p in range(row.num_computed)]
             token = next_token(entries, row.added.seed, self.vocab)
             tokens.append(token)

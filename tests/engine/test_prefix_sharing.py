@@ -1,0 +1,230 @@
+"""Blocks that several requests use: what is shared, what is copied, what is kept apart, what goes
+first. Outputs are compared with a reference in every test: see `Engine.finish`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.protocol.request import NewRequest
+from quire.protocol.sampling import SamplingParams
+from quire.scheduler.block_pool import BlockPool
+from quire.scheduler.prefix_cache import PrefixCache, block_hash, chain_root
+from tests.engine.driver import Engine, numbers
+
+
+def test_a_prefix_in_mid_prefill_is_shared() -> None:
+    """Requests that arrive while their common prefix is being computed do not compute it again."""
+    engine = Engine(max_num_batched_tokens=16)
+    prefix = numbers(64)
+    keys = []
+    for i in range(4):
+        keys.append(engine.add(prefix + numbers(6, start=50 + i), max_tokens=1))
+        engine.step()
+    assert not engine.ended, "the first is still being prefilled"
+    engine.finish()
+    assert engine.toy.num_tokens_computed == 64 + 4 * 6
+    assert [engine.cached(key) for key in keys] == [0, 64, 64, 64]
+
+
+def test_requests_of_one_step_share_what_that_step_computes() -> None:
+    engine = Engine()
+    keys = [engine.add([*numbers(40), i], max_tokens=1) for i in range(5)]
+    engine.step()
+    assert len(engine.plans) == 1 and engine.plans[0].num_tokens == 41 + 4
+    engine.finish()
+    assert [engine.cached(key) for key in keys] == [0, 40, 40, 40, 40]
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 11, 12, 13])
+def test_everything_but_the_last_prompt_token_can_come_from_the_cache(length: int) -> None:
+    """The same prompt again: whole blocks are shared, the rest is copied, one token is computed."""
+    engine = Engine()
+    first = engine.add(numbers(length), max_tokens=3)
+    engine.finish()
+    again = engine.add(numbers(length), max_tokens=3)
+    engine.finish()
+    assert engine.cached(first) == 0 and engine.cached(again) == length - 1
+    assert len(engine.plans[3].copy_sources) == (1 if (length - 1) % 4 else 0)
+
+
+def test_sharing_reaches_into_a_block() -> None:
+    """Prompts that agree in 10 tokens share them although a block holds 16."""
+    engine = Engine(block_size=16)
+    keys = []
+    for i in range(3):
+        keys.append(engine.add(numbers(10) + numbers(5, start=40 + i)))
+        engine.finish()
+    assert [engine.cached(key) for key in keys] == [0, 10, 10]
+
+
+def test_generated_tokens_are_found_again() -> None:
+    """A conversation that goes on from an answer does not compute the answer again."""
+    engine = Engine()
+    first = engine.add(numbers(10), max_tokens=9)
+    engine.finish()
+    answer = engine.ended[first].token_ids.tolist()
+    second = engine.add(numbers(10) + answer + [1, 2, 3])
+    engine.finish()
+    # The last generated token was never an input.
+    assert engine.cached(second) == 10 + 8
+
+
+@pytest.mark.parametrize(
+    "change", [{"cache_salt": "b"}, {"cache_salt": None}, {"cache_salt": "a", "adapter": "x"}]
+)
+def test_salt_and_adapter_separate(change: dict[str, Any]) -> None:
+    engine = Engine()
+    engine.add(numbers(20), cache_salt="a")
+    engine.finish()
+    other = engine.add(numbers(20), **change)
+    same = engine.add(numbers(20), cache_salt="a")
+    engine.finish()
+    assert engine.cached(other) == 0 and engine.cached(same) == 19
+
+
+def test_a_hash_covers_everything_before_it() -> None:
+    """Equal blocks after different beginnings are different blocks."""
+    engine = Engine()
+    engine.add(numbers(4) + [9] * 8)
+    engine.finish()
+    other = engine.add(numbers(4, start=3) + [9] * 8)
+    engine.finish()
+    assert engine.cached(other) == 0
+
+
+def test_names_of_blocks_last() -> None:
+    """Parts of a root are told apart, and names are the same in every process and release."""
+    assert chain_root("ab", "c") != chain_root("a", "bc")
+    name = block_hash(chain_root("model", ""), _ids(0, 4))
+    assert name.hex() == "1bb809580f41c57e8b272f612a37d928"
+
+
+def _ids(start: int, stop: int) -> Any:
+    return np.arange(start, stop, dtype=np.int32)
+
+
+def test_reset_forgets_all_prefixes_also_in_mid_run() -> None:
+    engine = Engine()
+    running = engine.add(numbers(20), max_tokens=12)
+    engine.step(3)
+    engine.core.scheduler.reset_prefix_cache()
+    late = engine.add(numbers(20))
+    engine.finish()
+    assert engine.cached(late) == 0
+    assert {running, late} == set(engine.ended)
+    engine.core.scheduler.reset_prefix_cache()
+    assert len(engine.core.scheduler.kv.cache) == 0
+    last = engine.add(numbers(20))
+    engine.finish()
+    assert engine.cached(last) == 0
+
+
+def test_without_caching_nothing_is_shared_between_requests() -> None:
+    engine = Engine(enable_prefix_caching=False)
+    keys = [engine.add(numbers(20)), engine.add(numbers(20))]
+    engine.finish()
+    keys.append(engine.add(numbers(20)))
+    engine.finish()
+    assert [engine.cached(key) for key in keys] == [0, 0, 0]
+    assert len(engine.core.scheduler.kv.cache) == 0
+
+
+def test_skip_reading_prefix_cache() -> None:
+    engine = Engine()
+    engine.add(numbers(20))
+    engine.finish()
+    key = 100
+    params = SamplingParams(max_tokens=2, seed=key, skip_reading_prefix_cache=True)
+    engine.requests[key] = NewRequest(
+        key, "skips", np.array(numbers(20), np.int32), params, arrival_time=0.0
+    )
+    engine.core.add(engine.requests[key])
+    engine.finish()
+    assert engine.cached(key) == 0
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_sequences_of_one_prompt_share_its_blocks(caching: bool) -> None:
+    """n=4 holds the prompt's full blocks once: 5 of 4 tokens, and per sequence a copy of the sixth
+    and one more for what it generates."""
+    engine = Engine(enable_prefix_caching=caching)
+    engine.add(numbers(24), max_tokens=4, n=4)
+    engine.finish()
+    assert len(engine.ended) == 4
+    assert engine.core.statistics().peak_blocks == 5 + 4 * 2
+    assert engine.toy.num_tokens_computed == 24 + 3 + 4 * 3
+    assert len({tuple(s.token_ids.tolist()) for s in engine.ended.values()}) == 4
+
+
+def test_blocks_nobody_can_find_go_first_then_the_least_recently_used() -> None:
+    pool = BlockPool(6)
+    cache = PrefixCache(pool, 4)
+    blocks = pool.allocate(6)
+    root = chain_root("m")
+    for block in (blocks[0], blocks[1], blocks[4]):
+        name = block_hash(root, _ids(10 * block, 10 * block + 4))
+        cache.publish(block, root, name, _ids(10 * block, 10 * block + 4), step=0)
+    pool.free([blocks[4]])
+    pool.free([blocks[0], blocks[2]])
+    pool.free([blocks[1]])
+    pool.free([blocks[3], blocks[5]])
+    taken = [pool.allocate(1)[0] for _ in range(6)]
+    assert set(taken[:3]) == {blocks[2], blocks[3], blocks[5]}
+    assert taken[3:] == [blocks[4], blocks[0], blocks[1]]
+    assert len(cache) == 0 and not pool.cached.any()
+
+
+def test_a_shared_block_is_used_until_its_last_owner_leaves() -> None:
+    pool = BlockPool(3)
+    (block,) = pool.allocate(1)
+    pool.share([block])
+    pool.free([block])
+    assert not pool.is_free(block) and pool.num_free == 2
+    pool.free([block])
+    assert pool.is_free(block)
+    pool.share([block])
+    assert not pool.is_free(block) and pool.num_used == 1
+    with pytest.raises(AssertionError, match="freed twice"):
+        pool.free([block, block])
+
+
+def test_prefixes_lose_their_deepest_blocks_first_and_the_oldest_prefix_before_others() -> None:
+    """Two prompts of 5 blocks each fill the cache. Each time a third takes blocks, the less
+    recently used of them loses its tail, and what is left of it is still found."""
+    engine = Engine(num_blocks=12)
+    old, new = numbers(20), numbers(20, start=3)
+    for prompt in (old, new):
+        engine.add(prompt, max_tokens=1)
+        engine.finish()
+    third = engine.add(numbers(15, start=5), max_tokens=1)
+    engine.finish()
+    assert engine.cached(third) == 0
+    # 10 of 12 blocks held prefixes; the third needed 4, so two deepest blocks of `old` went.
+    match, _ = _lookup(engine, old)
+    assert match.num_tokens == 12
+    match, _ = _lookup(engine, new)
+    assert match.num_tokens == 19
+
+
+def _lookup(engine: Engine, prompt: list[int]) -> Any:
+    """What a request for `prompt` would find now."""
+    scheduler = engine.core.scheduler
+    key = engine.add(prompt, max_tokens=1)
+    found = scheduler.kv.match(scheduler.requests[f"r{key}"][0], step=10_000)
+    engine.core.abort(f"r{key}")
+    return found
+
+
+def test_a_prefix_that_is_used_again_outlives_others() -> None:
+    engine = Engine(num_blocks=12)
+    first, second = numbers(20), numbers(20, start=3)
+    for prompt in (first, second, first):
+        engine.add(prompt, max_tokens=1)
+        engine.finish()
+    engine.add(numbers(15, start=5), max_tokens=1)
+    engine.finish()
+    assert _lookup(engine, first)[0].num_tokens == 19
+    assert _lookup(engine, second)[0].num_tokens < 19

@@ -1,0 +1,225 @@
+"""What the scheduler promises about order, leaving, refusal and overlap, one promise per test.
+
+Outputs are compared with a reference in every test: see `Engine.finish`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quire.protocol.errors import RequestError
+from quire.protocol.request import NewRequest
+from quire.protocol.sampling import SamplingParams
+from tests.engine.driver import MAX_LEN, VOCAB, Engine, numbers
+from tests.engine.toy import entries_of, next_token
+
+# --- order ----------------------------------------------------------------------------------------
+
+
+def test_first_come_first_served() -> None:
+    engine = Engine(max_num_seqs=1)
+    keys = [engine.add(numbers(5, start=i), max_tokens=3 - i) for i in range(3)]
+    engine.finish()
+    assert engine.order == keys
+
+
+def test_lower_priority_values_go_first() -> None:
+    engine = Engine(max_num_seqs=1, policy="priority")
+    keys = [engine.add(numbers(5, start=i), priority=p) for i, p in enumerate((1, 0, -3, 0))]
+    engine.finish()
+    assert engine.order == [keys[2], keys[1], keys[3], keys[0]]
+
+
+def test_fcfs_ignores_priorities() -> None:
+    engine = Engine(max_num_seqs=1)
+    keys = [engine.add(numbers(5, start=i), priority=-i) for i in range(3)]
+    engine.finish()
+    assert engine.order == keys
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 4])
+@pytest.mark.parametrize(("policy", "first"), [("fcfs", 0), ("priority", 1)])
+def test_the_last_in_rank_is_preempted(policy: str, first: int, steps_in_flight: int) -> None:
+    """Two requests that fit only one at a time: the one of better rank never loses its blocks."""
+    engine = Engine(13, steps_in_flight, policy=policy, enable_prefix_caching=False)
+    keys = [
+        engine.add(numbers(20), max_tokens=20, priority=5),
+        engine.add(numbers(20, start=1), max_tokens=20, priority=-5),
+    ]
+    engine.finish()
+    assert engine.core.statistics().num_preemptions >= 1
+    assert engine.order == [keys[first], keys[1 - first]]
+    again = [added for plan in engine.plans for added in plan.added_rows]
+    assert sum(added.seed == keys[first] for added in again) == 1, "it kept its row"
+
+
+def test_running_requests_go_on_beside_a_long_prompt() -> None:
+    """A long prompt is spread over steps, and each of these also generates for the others."""
+    engine = Engine(max_num_batched_tokens=10)
+    short = engine.add([1, 2], max_tokens=12)
+    engine.step()
+    long = engine.add(numbers(60))
+    engine.step(7)
+    assert [plan.num_new_tokens.tolist() for plan in engine.plans[1:8]] == [[1, 9]] * 6 + [[1, 6]]
+    engine.finish()
+    assert set(engine.ended) == {short, long}
+
+
+def test_one_prompt_takes_no_more_than_the_threshold() -> None:
+    engine = Engine(long_prefill_token_threshold=8)
+    engine.add(numbers(30))
+    engine.add(numbers(5, start=2))
+    engine.finish()
+    first = [plan.num_new_tokens.tolist() for plan in engine.plans[:4]]
+    assert first == [[8, 5], [8, 1], [8, 1], [6, 1]]
+
+
+def test_whole_prompts_without_chunked_prefill() -> None:
+    engine = Engine(max_num_batched_tokens=MAX_LEN, enable_chunked_prefill=False)
+    for i in range(3):
+        engine.add(numbers(70, start=i), max_tokens=2)
+    engine.finish()
+    prefills = [n for plan in engine.plans for n in plan.num_new_tokens.tolist() if n > 1]
+    assert prefills == [70, 70, 70]
+
+
+def test_reserving_the_longest_length_limits_company() -> None:
+    """The comparison mode: 64 blocks are two requests of 128 tokens, however short they are."""
+    engine = Engine(64, reserves_max_length=True)
+    for i in range(5):
+        engine.add(numbers(4, start=i), max_tokens=3)
+    engine.finish()
+    assert max(len(plan.rows) for plan in engine.plans) == 2
+    assert engine.core.statistics().waste > 0.9
+
+
+# --- requests that leave, and late results --------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 4])
+def test_an_aborted_request_ends_once_and_its_late_tokens_fall_away(steps_in_flight: int) -> None:
+    """Its blocks are free at once; a request that gets its row is not fed its tokens."""
+    engine = Engine(200, steps_in_flight, max_num_seqs=2)
+    gone = engine.add(numbers(9), max_tokens=30)
+    stays = engine.add(numbers(9, start=1), max_tokens=30)
+    waits = engine.add(numbers(9, start=2), max_tokens=5)
+    engine.step(6)
+    used = engine.core.scheduler.kv.pool.num_used
+    engine.core.abort("r0")
+    engine.core.abort("r0")
+    assert engine.core.scheduler.kv.pool.num_used < used
+    engine.finish()
+    assert engine.ended[gone].finish_reason == "abort"
+    assert 0 < len(engine.ended[gone].token_ids) < 30
+    assert {stays, waits} < set(engine.ended)
+    engine.core.abort("r0")
+    engine.core.abort("unknown")
+    assert not engine.core.step().finished
+
+
+def test_a_waiting_request_can_be_aborted() -> None:
+    engine = Engine(max_num_seqs=1)
+    engine.add(numbers(5), max_tokens=3)
+    waits = engine.add(numbers(5))
+    engine.step()
+    engine.core.abort(f"r{waits}")
+    engine.finish()
+    assert engine.ended[waits].finish_reason == "abort" and not len(engine.ended[waits].token_ids)
+
+
+def test_one_of_several_sequences_can_be_stopped() -> None:
+    engine = Engine()
+    key = engine.add(numbers(9), max_tokens=10, n=3)
+    engine.step(4)
+    engine.core.abort(f"r{key}", "stop", key + 1)
+    engine.finish()
+    reasons = [engine.ended[key + i].finish_reason for i in range(3)]
+    assert reasons == ["length", "stop", "length"]
+
+
+def test_a_leader_that_is_aborted_takes_followers_along() -> None:
+    """Followers that were not released yet end too, and nothing is left behind."""
+    engine = Engine(max_num_batched_tokens=4)
+    key = engine.add(numbers(20), n=3)
+    engine.step(2)
+    engine.core.abort(f"r{key}")
+    engine.finish()
+    assert [s.finish_reason for s in engine.ended.values()] == ["abort"] * 3
+
+
+def test_stop_tokens_count_only_after_min_tokens() -> None:
+    """The token that would end the request at once is taken as any other until then."""
+    tokens = numbers(7)
+    made: list[int] = []
+    while len(made) < 8:
+        made.append(next_token(entries_of(tokens + made), 0, VOCAB))
+    stop = made[1]
+    assert stop not in made[2:]
+    for min_tokens, expected in ((0, made[:2]), (2, made[:2]), (3, made)):
+        engine = Engine()
+        params = SamplingParams(
+            seed=0, max_tokens=8, min_tokens=min_tokens, stop_token_ids=[stop], ignore_eos=True
+        )
+        request = NewRequest(0, "r0", np.array(tokens, np.int32), params, arrival_time=0.0)
+        engine.core.add(request)
+        while engine.core.has_work:
+            engine.step()
+        ended = engine.ended[0]
+        assert ended.token_ids.tolist() == expected
+        assert ended.stop_reason == (stop if expected != made else None)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_what_can_never_fit_is_refused() -> None:
+    """Also beams, each of which may come to need blocks of its own; the engine takes the next."""
+    engine = Engine(num_blocks=8, max_num_seqs=4)
+    with pytest.raises(RequestError, match=r"9 KV blocks .* has 8.*max_tokens"):
+        engine.add(numbers(30), max_tokens=4)
+    with pytest.raises(RequestError, match=r"9 KV blocks .*beam_width"):
+        engine.add(numbers(5), max_tokens=4, beam_width=3)
+    key = engine.add(numbers(28), max_tokens=4)
+    with pytest.raises(RequestError, match="already in use"):
+        engine.core.add(engine.requests[key])
+    engine.finish()
+    assert set(engine.ended) == {key}
+
+
+def test_more_beams_than_rows_are_refused() -> None:
+    engine = Engine(max_num_seqs=3)
+    with pytest.raises(RequestError, match=r"beam_width=4 exceeds max_num_seqs=3"):
+        engine.add(numbers(5), beam_width=4)
+
+
+def test_the_context_ends_a_request() -> None:
+    engine = Engine()
+    key = engine.add(numbers(120), max_tokens=1000)
+    while engine.core.has_work:
+        engine.step()
+    assert len(engine.ended[key].token_ids) == MAX_LEN - 120
+    assert engine.ended[key].finish_reason == "length"
+
+
+def test_nothing_to_do() -> None:
+    engine = Engine()
+    assert engine.core.step().empty and not engine.plans
+    assert engine.core.scheduler.schedule(0.0) is None
+
+
+# --- overlap --------------------------------------------------------------------------------------
+
+
+def test_steps_are_planned_before_results_are_read() -> None:
+    """With 3 steps in flight the first result is read after the third launch."""
+    engine = Engine(steps_in_flight=3)
+    key = engine.add(numbers(6), max_tokens=6, streams=True)
+    seen = []
+    for _ in range(4):
+        output = engine.core.step()
+        seen.append((len(engine.plans), len(output.tokens)))
+    assert seen == [(1, 0), (2, 0), (3, 1), (4, 1)]
+    engine.finish()
+    assert len(engine.ended[key].token_ids) == 6
+    assert len(engine.plans) == 6, "no step beyond max_tokens is planned"

@@ -1,0 +1,408 @@
+"""Bad input: a clear error that names the field, its value and the remedy, before any work is done.
+
+Each test also sees that nothing was started, that the books balance, and that the engine goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire import (
+    LLM,
+    BeamSearchParams,
+    ModelError,
+    OptionError,
+    QuireError,
+    RequestError,
+    SamplingParams,
+)
+from quire.config.embedded import embedded_model_path
+from tests.frontend.conftest import Tiny
+from tests.models.reference import VOCAB
+from tests.tiny import MAX_LEN, assert_at_rest, tiny_llm
+
+GOOD = "A good prompt"
+SHORT = SamplingParams(temperature=0.0, max_tokens=2)
+
+
+@pytest.fixture(autouse=True)
+def unharmed(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test that uses the shared engine: no step was taken for what was refused."""
+    if "llm" not in request.fixturenames:
+        yield
+        return
+    llm: LLM = request.getfixturevalue("llm")
+    before = llm.statistics()
+    yield
+    after = llm.statistics()
+    assert (after.num_steps, after.prompt_tokens) == (before.num_steps, before.prompt_tokens)
+    assert_at_rest(llm)
+    (output,) = llm.generate(GOOD, SHORT, use_tqdm=False)
+    assert output.finished and len(output.outputs[0].token_ids) == 2
+
+
+def refuses(call: Callable[[], Any], *parts: str, kind: type[QuireError] = RequestError) -> None:
+    """The call raises an error of this kind that mentions all `parts`."""
+    with pytest.raises(kind) as caught:
+        call()
+    assert isinstance(caught.value, ValueError) and isinstance(caught.value, QuireError)
+    for part in parts:
+        assert part in str(caught.value), f"{part!r} is not in: {caught.value}"
+
+
+# --- prompts --------------------------------------------------------------------------------------
+
+BAD_PROMPTS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "empty text": ("", ("prompt is empty", "give at least one token")),
+    "empty text in a dictionary": ({"prompt": ""}, ("prompt is empty",)),
+    "no token ids": ({"prompt_token_ids": []}, ("prompt_token_ids is empty",)),
+    "too long": (
+        [5] * MAX_LEN,
+        (f"prompt has {MAX_LEN} tokens", f"max_model_len={MAX_LEN}", "Shorten the prompt"),
+    ),
+    "id outside": ([1, VOCAB], (f"holds {VOCAB}", "outside the vocabulary", f"0 to {VOCAB - 1}")),
+    "negative id": ({"prompt_token_ids": [3, -1]}, ("holds -1", "outside the vocabulary")),
+    "huge id": ({"prompt_token_ids": [2**40]}, (f"holds {2**40}", "outside the vocabulary")),
+    "ids that are no integers": (
+        {"prompt_token_ids": [1.5, 2]},
+        ("prompt_token_ids must be a list of integers", "1.5"),
+    ),
+    "nested ids": ({"prompt_token_ids": [[1], [2, 3]]}, ("must be a list of integers",)),
+    "text as ids": ({"prompt_token_ids": "abc"}, ("prompt_token_ids must be", "'abc'")),
+    "neither": ({}, ("'prompt' or 'prompt_token_ids'",)),
+    "number": (3.5, ("prompt must be a string", "3.5")),
+    "bytes": (b"abc", ("prompt must be a string", "b'abc'")),
+    "None": (None, ("prompt must be a string", "None")),
+    "text of a wrong type": ({"prompt": 7}, ("prompt must be a string, got 7",)),
+    "salt of a wrong type": ({"prompt": "a", "cache_salt": 1}, ("cache_salt must be", "1")),
+    "images": (
+        {"prompt": "a", "multi_modal_data": {"image": 1}},
+        ("multi_modal_data", "not supported"),
+    ),
+    "unknown key": ({"prompt": "a", "promt": "b"}, ("'promt' is unknown", "prompt_token_ids")),
+    "lone surrogate": ("a\ud800", ("surrogate", "\\ud800")),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PROMPTS)
+def test_a_bad_prompt_is_named_by_its_index(case: str, llm: LLM) -> None:
+    prompt, parts = BAD_PROMPTS[case]
+    prompts = [GOOD, prompt, GOOD]
+    refuses(lambda: llm.generate(prompts, SHORT, use_tqdm=False), "prompts[1]", *parts)
+    refuses(lambda: llm.enqueue(prompts, SHORT), "prompts[1]", *parts)
+    params = BeamSearchParams(beam_width=2, max_tokens=2)
+    refuses(lambda: llm.beam_search(prompts, params), "prompts[1]", *parts)
+
+
+def test_what_is_no_prompt_at_all(llm: LLM) -> None:
+    for prompts in (None, 5, b"bytes", 2.5):
+        refuses(lambda given=prompts: llm.generate(given, SHORT), "prompts must be a string")
+    refuses(lambda: llm.stream([GOOD, GOOD]), "stream takes one prompt, got 2")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "parts"),
+    [
+        ({"truncate_prompt_tokens": 0}, ("truncate_prompt_tokens", "got 0")),
+        ({"truncate_prompt_tokens": -2}, ("truncate_prompt_tokens", "got -2")),
+        ({"truncation_side": "middle"}, ("truncation_side", "'middle'")),
+        ({"padding": True}, ("tokenization_kwargs['padding']", "not supported")),
+    ],
+)
+def test_bad_tokenization_kwargs(kwargs: dict[str, Any], parts: tuple[str, ...], llm: LLM) -> None:
+    refuses(lambda: llm.generate(GOOD, SHORT, tokenization_kwargs=kwargs), *parts)
+
+
+# --- parameters -----------------------------------------------------------------------------------
+
+BAD_PARAMS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"temperature": math.nan}, ("temperature", "finite", "nan")),
+    ({"temperature": math.inf}, ("temperature", "inf")),
+    ({"temperature": -0.5}, ("temperature", "[0, 2]", "-0.5")),
+    ({"temperature": "hot"}, ("temperature", "number", "'hot'")),
+    ({"top_p": 0}, ("top_p", "(0, 1]", "0")),
+    ({"top_p": 1.1}, ("top_p", "(0, 1]", "1.1")),
+    ({"top_k": -2}, ("top_k", "-2")),
+    ({"min_p": 2}, ("min_p", "[0, 1]", "2")),
+    ({"n": 0}, ("n must be", "from 1", "0")),
+    ({"n": 2, "temperature": 0}, ("n must be 1", "greedy", "2")),
+    ({"n": 1.5}, ("n must be an integer", "1.5")),
+    ({"max_tokens": 0}, ("max_tokens", "at least 1", "0")),
+    ({"min_tokens": 17}, ("min_tokens", "max_tokens (16)", "17")),
+    ({"stop": 5}, ("stop", "string", "5")),
+    ({"stop": ["ok", 5]}, ("stop[1]", "string", "5")),
+    ({"stop": ["ok", b"x"]}, ("stop[1]", "string", "b'x'")),
+    ({"stop": {"a": 1}}, ("stop", "string", "{'a': 1}")),
+    ({"stop": ""}, ("stop[0]", "non-empty")),
+    ({"stop": "x", "detokenize": False}, ("stop", "detokenize=True", "stop_token_ids")),
+    ({"stop_token_ids": ["a"]}, ("stop_token_ids[0]", "integer", "'a'")),
+    ({"stop_token_ids": [-4]}, ("stop_token_ids[0]", ">= 0", "-4")),
+    ({"presence_penalty": 3}, ("presence_penalty", "[-2, 2]", "3")),
+    ({"repetition_penalty": 0}, ("repetition_penalty", "> 0", "0")),
+    ({"logprobs": -2}, ("logprobs", "-2")),
+    ({"logit_bias": {"x": 1}}, ("logit_bias", "'x'")),
+    ({"logit_bias": {1: math.nan}}, ("logit_bias[1]", "nan")),
+    ({"allowed_token_ids": []}, ("allowed_token_ids", "non-empty")),
+    ({"bad_words": [""]}, ("bad_words[0]", "non-empty")),
+    ({"seed": "x"}, ("seed", "integer", "'x'")),
+    ({"output_kind": 9}, ("output_kind", "9")),
+    ({"structured_outputs": {"json": {}}}, ("structured_outputs", "not supported")),
+]
+
+
+@pytest.mark.parametrize(("values", "parts"), BAD_PARAMS)
+def test_bad_sampling_parameters(values: dict[str, Any], parts: tuple[str, ...]) -> None:
+    refuses(lambda: SamplingParams(**values), *parts)
+
+
+OUTSIDE: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"allowed_token_ids": [1, VOCAB]}, ("allowed_token_ids", f"{VOCAB}", "vocabulary")),
+    ({"logit_bias": {VOCAB + 3: 1.0}}, ("logit_bias", f"{VOCAB + 3}", "vocabulary")),
+    ({"logprob_token_ids": [VOCAB]}, ("logprob_token_ids", f"{VOCAB}", "vocabulary")),
+    ({"stop_token_ids": [VOCAB]}, ("stop_token_ids", f"{VOCAB}", "vocabulary")),
+    ({"stop_token_ids": [2**40]}, ("stop_token_ids", f"{2**40}", "vocabulary")),
+    ({"logprobs": 21}, ("logprobs=21", "max_logprobs is 20")),
+    ({"prompt_logprobs": -1}, ("prompt_logprobs=-1", "max_logprobs is 20")),
+]
+
+
+@pytest.mark.parametrize(("values", "parts"), OUTSIDE)
+def test_parameters_that_do_not_suit_the_model(
+    values: dict[str, Any], parts: tuple[str, ...], llm: LLM
+) -> None:
+    params = [SHORT, SamplingParams(**values)]
+    refuses(lambda: llm.generate([GOOD, GOOD], params, use_tqdm=False), "prompts[1]", *parts)
+    refuses(lambda: llm.stream(GOOD, params[1]), *parts)
+
+
+def test_counts_of_parameters_and_priorities(llm: LLM) -> None:
+    three = [SHORT] * 3
+    refuses(lambda: llm.generate([GOOD] * 2, three), "sampling_params has 3", "2 prompts")
+    refuses(
+        lambda: llm.generate([GOOD] * 2, [SHORT, {"max_tokens": 2}]),  # type: ignore[list-item]
+        "sampling_params[1]",
+        "must be SamplingParams",
+    )
+    refuses(
+        lambda: llm.generate(GOOD, {"max_tokens": 2}),  # type: ignore[arg-type]
+        "sampling_params",
+        "must be SamplingParams",
+    )
+    refuses(lambda: llm.generate([GOOD] * 2, SHORT, priority=[1]), "priority has 1", "2 prompts")
+    refuses(lambda: llm.generate(GOOD, SHORT, priority=[1]), "priority=1", "scheduling_policy")
+    refuses(
+        lambda: llm.generate(GOOD, SHORT, priority=["x"]),  # type: ignore[list-item]
+        "priority must be an integer",
+        "'x'",
+    )
+    refuses(lambda: llm.generate(GOOD, SHORT, lora_request="a"), "lora_request", "not supported")
+
+
+def test_priorities_beyond_64_bits(tiny: Tiny) -> None:
+    with tiny_llm(tiny.folder, scheduling_policy="priority") as llm:
+        for value in (2**63, -(2**63) - 1):
+            refuses(
+                lambda given=value: llm.generate(GOOD, SHORT, priority=[given]),
+                "priority",
+                str(value),
+            )
+        assert llm.generate(GOOD, SHORT, priority=[-(2**63)], use_tqdm=False)[0].finished
+
+
+def test_beam_search_parameters(llm: LLM) -> None:
+    for values, parts in (
+        ({"beam_width": 0, "max_tokens": 1}, ("beam_width", "at least 1", "0")),
+        ({"beam_width": 1, "max_tokens": 0}, ("max_tokens", "at least 1", "0")),
+        ({"beam_width": 1, "max_tokens": 1, "length_penalty": math.nan}, ("length_penalty",)),
+        ({"beam_width": 1, "max_tokens": 1, "temperature": 3}, ("temperature", "3")),
+    ):
+        refuses(lambda given=values: BeamSearchParams(**given), *parts)
+    good = BeamSearchParams(beam_width=2, max_tokens=2)
+    refuses(lambda: llm.beam_search(GOOD, good, concurrency_limit=0), "concurrency_limit", "0")
+    refuses(
+        lambda: llm.beam_search(GOOD, SHORT),  # type: ignore[arg-type]
+        "params must be BeamSearchParams",
+    )
+    wide = BeamSearchParams(beam_width=300, max_tokens=2)
+    refuses(lambda: llm.beam_search([GOOD, GOOD], wide), "prompts[0]", "beam_width=300")
+
+
+@pytest.mark.parametrize(
+    ("messages", "parts"),
+    [
+        ([], ("non-empty list of messages",)),
+        ("hello", ("non-empty list of messages", "'hello'")),
+        ([{"content": "x"}], ("messages[0]", "'role'")),
+        ([[{"role": "user", "content": "a"}], []], ("prompts[1]", "non-empty")),
+        ([[{"role": "user", "content": "a"}], ["b"]], ("prompts[1]", "messages[0]", "'b'")),
+    ],
+)
+def test_bad_conversations(messages: Any, parts: tuple[str, ...], llm: LLM) -> None:
+    refuses(lambda: llm.chat(messages, SHORT, use_tqdm=False), *parts)
+
+
+def test_chat_without_a_template(tiny: Tiny, tmp_path: Path) -> None:
+    folder = _copy(tiny, tmp_path)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with tiny_llm(folder) as llm:
+        refuses(lambda: llm.chat([{"role": "user", "content": "x"}], SHORT), "chat_template")
+
+
+# --- requests that can never fit ------------------------------------------------------------------
+
+
+def test_a_request_larger_than_the_cache(tiny: Tiny) -> None:
+    """It is refused with its index, and the others are not started; smaller ones run."""
+    with tiny_llm(tiny.folder, block_size=4, num_gpu_blocks_override=48, max_num_seqs=64) as llm:
+        wide = BeamSearchParams(beam_width=4, max_tokens=80)
+        refuses(
+            lambda: llm.beam_search([[1] * 3, [1] * 50], wide),
+            "prompts[0]",
+            "KV blocks of 4 tokens",
+            "the cache has 48",
+            "beam_width",
+        )
+        assert_at_rest(llm)
+        assert llm.statistics().num_steps == 0
+        (output,) = llm.generate([[1] * 190], SamplingParams(max_tokens=None), use_tqdm=False)
+        assert output.outputs[0].finish_reason in ("length", "stop")
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+def start(tiny: Tiny, **options: Any) -> Callable[[], Any]:
+    return lambda: tiny_llm(tiny.folder, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"block_size": 3}, ("block_size", "3", "power of two from 4 to 128")),
+        ({"block_size": 256}, ("block_size", "256", "power of two")),
+        ({"max_model_len": MAX_LEN + 1}, ("max_model_len", f"{MAX_LEN + 1}", f"{MAX_LEN}")),
+        ({"gpu_memory_utilization": 1.5}, ("gpu_memory_utilization", "1.5")),
+        ({"max_num_seqs": 0}, ("max_num_seqs", "0")),
+        ({"dtype": "int4"}, ("dtype", "int4", "float32")),
+        ({"scheduling_policy": "lifo"}, ("scheduling_policy", "lifo", "priority")),
+        ({"attention_backend": "flash"}, ("attention_backend", "flash")),
+        ({"tensor_parallel_size": 2}, ("tensor_parallel_size=2", "not supported yet", "1")),
+        ({"enable_lora": True}, ("enable_lora=True", "not supported yet")),
+        ({"speculative_config": {"model": "x"}}, ("speculative_config", "not supported yet")),
+        ({"cpu_offload_gb": 4}, ("cpu_offload_gb=4", "not supported yet")),
+        (
+            {"gpu_memory_utilisation": 0.5},
+            ("gpu_memory_utilisation", "gpu_memory_utilization?"),
+        ),
+        ({"max_num_sequences": 4}, ("max_num_sequences", "Did you mean max_num_seqs?")),
+    ],
+)
+def test_bad_options(options: dict[str, Any], parts: tuple[str, ...], tiny: Tiny) -> None:
+    refuses(start(tiny, **options), *parts, kind=OptionError)
+
+
+def test_too_little_memory_for_one_request(tiny: Tiny) -> None:
+    refuses(
+        start(tiny, kv_cache_memory_bytes=20_000),
+        "too small for one request",
+        f"max_model_len={MAX_LEN}",
+        "Lower max_model_len to at most",
+        "kv_cache_memory_bytes",
+        kind=OptionError,
+    )
+    with pytest.raises(OptionError) as caught:
+        tiny_llm(tiny.folder, num_gpu_blocks_override=3)
+    fits = int(re.search(r"at most (\d+)", str(caught.value))[1])  # type: ignore[index]
+    assert fits == 48
+    with tiny_llm(tiny.folder, num_gpu_blocks_override=3, max_model_len=fits) as llm:
+        assert llm.generate(GOOD, SHORT, use_tqdm=False)[0].finished
+    with tiny_llm(tiny.folder, num_gpu_blocks_override=3, max_model_len="auto") as llm:
+        assert llm.options.model.max_model_len == fits
+
+
+def test_harmless_arguments_warn_once_each(tiny: Tiny) -> None:
+    """The warning points at the caller's line."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with LLM(str(tiny.folder), swap_space=4, disable_custom_all_reduce=True) as llm:
+            llm.generate(GOOD, SHORT, use_tqdm=False)
+    ours = [w for w in caught if "has no effect" in str(w.message)]
+    names = [str(w.message).split("=")[0] for w in ours]
+    assert names == ["swap_space", "disable_custom_all_reduce"]
+    assert {w.filename for w in ours} == {__file__}
+
+
+# --- broken models --------------------------------------------------------------------------------
+
+
+def _copy(tiny: Tiny, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny.folder, tmp_path / "model"))
+
+
+def _truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def _corrupt(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "llama", ')
+
+
+def _drop_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def _rename(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["FalconForCausalLM"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("damage", "parts"),
+    [
+        (_truncate, ("model.safetensors", "damaged or incomplete", "download")),
+        (_corrupt, ("config.json",)),
+        (_drop_weights, ("no weights", "*.safetensors", "download")),
+        (_rename, ("FalconForCausalLM", "LlamaForCausalLM")),
+    ],
+)
+def test_broken_model_folders(
+    damage: Callable[[Path], None], parts: tuple[str, ...], tiny: Tiny, tmp_path: Path
+) -> None:
+    folder = _copy(tiny, tmp_path)
+    damage(folder)
+    refuses(lambda: tiny_llm(folder), str(folder), *parts, kind=ModelError)
+
+
+@pytest.mark.parametrize("keep", [0, 3, 20, 4_000, 100_000_000 - 7])
+def test_a_truncated_gguf_file(keep: int, tmp_path: Path) -> None:
+    original = embedded_model_path()
+    file = tmp_path / "cut.gguf"
+    with original.open("rb") as source:
+        file.write_bytes(source.read(min(keep, original.stat().st_size - 7)))
+    refuses(lambda: LLM(str(file)), "cut.gguf", kind=ModelError)
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    refuses(lambda: LLM(str(tmp_path / "nothing")), "nothing", kind=ModelError)
+    (tmp_path / "empty").mkdir()
+    refuses(lambda: LLM(str(tmp_path / "empty")), "config.json", kind=ModelError)
+    # Hub names need the network, which tests do without.
+    refuses(lambda: LLM("nobody/no-such-model"), "nobody/no-such-model", kind=ModelError)
+
+
+def test_numpy_ids_are_checked_too(llm: LLM) -> None:
+    refuses(lambda: llm.generate(np.array([1, VOCAB]), SHORT), "prompts[0]", "vocabulary")

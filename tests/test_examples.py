@@ -1,0 +1,136 @@
+"""Every example runs as its reader would run it, on the embedded model, and shows what it promises.
+
+A new file in examples/ fails here until it has a check.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quire.config.embedded import find_embedded_model
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def run(script: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(script)],
+        cwd=folder,
+        # One thread: waiting for each other at every operator, two are slow on busy cores.
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def check_quickstart(shown: str) -> None:
+    assert re.search(r"^'The future of AI is' -> ['\"].*\w+.*['\"]$", shown, re.MULTILINE)
+    assert re.search(r"^'How does PagedAttention work\?' -> ['\"].*['\"]$", shown, re.MULTILINE)
+
+
+def check_demo(shown: str) -> None:
+    assert shown.count("\n> ") == 5
+    for figure in ("tokens/s", "KV blocks used", "KV memory wasted", "prefix-cache hit rate"):
+        assert re.search(rf"{figure}.*\d|\d.*{figure}", shown), figure
+
+
+def check_chat(shown: str) -> None:
+    assert re.search("first answer: .*Paris", shown) and re.search("second answer: .*Rome", shown)
+    cached, total = map(int, re.findall(r"(\d+) of (\d+)", shown)[0])
+    assert 0 < cached < total
+
+
+def check_streaming(shown: str) -> None:
+    assert "32 pieces; finish_reason: length" in shown
+    assert re.search(r"first piece: '.+'", shown)
+
+
+def check_n_and_seeds(shown: str) -> None:
+    completions = re.findall(r"completion \d: (.+)", shown)
+    assert len(set(completions)) == 3
+    alone, company, free = re.findall(r"(?:alone|in company|no seed): +(.+)", shown)
+    assert alone == company != free
+
+
+def check_logprobs(shown: str) -> None:
+    assert re.search(r"' France' .*%  rank \d", shown)
+    assert re.search(r"' Paris' +' Paris' [\d.]+%, '.+' [\d.]+%", shown)
+    assert float(shown.split("cumulative logprob:")[1]) < 0
+
+
+def check_beam_search(shown: str) -> None:
+    scores = [float(score) for score in re.findall(r"^ +(-[\d.]+)  '", shown, re.MULTILINE)]
+    assert len(scores) == 6 and scores[0] > scores[1] and "Paris" in shown
+
+
+def check_prefix_caching(shown: str) -> None:
+    first, second, third, salted, forgotten = map(int, re.findall(r"(\d+) of \d+ prompt", shown))
+    assert first == salted == forgotten == 0
+    assert second > 0 and third > 0
+
+
+def check_async_serving(shown: str) -> None:
+    assert len(re.findall(r"^'The \w+ is' -> ['\"].+['\"]$", shown, re.MULTILINE)) == 3
+    assert "the impatient client: abort" in shown
+
+
+def check_custom_model(shown: str) -> None:
+    assert "LlamaForCausalLM from gguf" in shown and "vocabulary 49,152" in shown
+    assert re.search(r"greedy: ['\"].+['\"]", shown)
+    # 256 MiB over 45 KiB per token (30 layers, 3 KV heads of 64, keys and values, fp32), in blocks.
+    assert "up to 5,824 tokens" in shown
+
+
+CHECKS: dict[str, Callable[[str], None]] = {
+    name.removeprefix("check_"): check
+    for name, check in globals().items()
+    if name.startswith("check_")
+}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_says_what_it_is_for(path: Path) -> None:
+    """The purpose is the first line, so that a list of files reads as a table of contents."""
+    purpose = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").splitlines()
+    assert purpose and purpose[0].endswith(".")
+
+
+@pytest.mark.skipif(find_embedded_model() is None, reason="the embedded model is not installed")
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(path: Path, tmp_path: Path) -> None:
+    """As a plain file, from any folder, with nothing but text on standard output."""
+    result = run(path, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "quire:" not in result.stdout
+    CHECKS[path.stem](result.stdout)
+
+
+def test_checks_are_of_examples() -> None:
+    """A check whose example is gone checks nothing."""
+    assert set(CHECKS) == {path.stem for path in EXAMPLES}
+
+
+@pytest.mark.skipif(find_embedded_model() is None, reason="the embedded model is not installed")
+@pytest.mark.parametrize("page", ["docs/usage.md", "README.md"])
+def test_code_in_documentation_runs(page: str, tmp_path: Path) -> None:
+    """What people copy first works, and says what its comments claim."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    script = tmp_path / "page.py"
+    script.write_text(code, encoding="utf-8")
+    result = run(script, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "The future of AI is" in result.stdout
+    if page == "docs/usage.md":
+        assert "Paris" in result.stdout and "\nabort " in result.stdout
+        assert "prompts[1]: prompt is empty; give at least one token." in result.stdout
