@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FLAGS = (
     Flag("system_prompts", 2, 2, "Different system prompts."),
-    Flag("questions", 8, 3, "Questions under each of them."),
+    Flag("questions", 12, 3, "Questions under each of them."),
     Flag("system_len", 512, 48, "Tokens of a system prompt."),
     Flag("question_len", 32, 8, "Tokens of a question."),
     Flag("output_len", 16, 4, "Tokens to generate for each question."),

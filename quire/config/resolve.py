@@ -130,7 +130,9 @@ def _dtype(options: EngineOptions, model: ModelConfig, device: DeviceInfo, notes
 
 def _max_model_len(options: EngineOptions, model: ModelConfig, notes: list[str]) -> int:
     wanted, longest = options.model.max_model_len, model.max_position_tokens
-    if wanted is None or wanted == AUTO_LENGTH:
+    if wanted == AUTO_LENGTH:
+        return longest
+    if wanted is None:
         notes.append(f"max_model_len became {longest} because the model was made for that length")
         return longest
     if wanted > longest:

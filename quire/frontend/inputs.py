@@ -325,7 +325,10 @@ class InputProcessor:
             request_id=request_id,
             prompt_token_ids=prompt.token_ids,
             params=SamplingParams(
-                temperature=0.0, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos
+                temperature=0.0,
+                max_tokens=params.max_tokens,
+                ignore_eos=params.ignore_eos,
+                include_stop_str_in_output=params.include_stop_str_in_output,
             ),
             arrival_time=arrival_time,
             eos_token_ids=self.eos_token_ids,

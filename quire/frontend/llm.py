@@ -361,16 +361,17 @@ class LLM:
             for request_id in open_ids.values():
                 self._core.abort(request_id)
         for new in news:
-            yield self._beam_output(ended[new.key], new.prompt_token_ids.tolist())
+            yield self._beam_output(ended[new.key], new)
 
-    def _beam_output(self, ended: FinishedSequence, prompt: list[int]) -> BeamSearchOutput:
+    def _beam_output(self, ended: FinishedSequence, new: NewRequest) -> BeamSearchOutput:
         if ended.error is not None:
             raise EngineDeadError(f"the engine failed: {ended.error}")
         assert ended.beams is not None
-        tokenizer = self._inputs.tokenizer
+        tokenizer, prompt = self._inputs.tokenizer, new.prompt_token_ids.tolist()
         sequences = []
         for beam in ended.beams:
-            tokens = [*prompt, *beam.token_ids]
+            drops_eos = beam.finished_by_eos and not new.params.include_stop_str_in_output
+            tokens = prompt + (beam.token_ids[:-1] if drops_eos else beam.token_ids)
             sequences.append(
                 BeamSearchSequence(
                     tokens=tokens,

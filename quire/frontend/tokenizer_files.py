@@ -173,7 +173,7 @@ def _from_transformers(folder: Path, reason: str) -> TokenizerParts:
         ) from None
     logger.warning("Reading the tokenizer in %s with transformers: %s.", folder, reason)
     try:
-        loaded = AutoTokenizer.from_pretrained(str(folder))
+        loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:
         raise ModelError(
             f"the tokenizer in {folder} cannot be read: {reason}, and transformers fails too "

@@ -66,6 +66,7 @@ def assert_equal(found: list[BeamSearchSequence], expected: list[Hypothesis]) ->
 
 
 def search(llm: LLM, prompts: Any, width: int, max_tokens: int, **more: Any) -> list[Any]:
+    more = {"include_stop_str_in_output": True, **more}
     params = BeamSearchParams(beam_width=width, max_tokens=max_tokens, **more)
     return [output.sequences for output in llm.beam_search(prompts, params)]
 
@@ -208,3 +209,17 @@ def test_no_prompts(llm: LLM) -> None:
     assert search(llm, [], 2, 3) == []
     with pytest.raises(QuireError, match=r"prompts\[0\]: prompt is empty"):
         search(llm, [""], 2, 3)
+
+
+def test_end_token_is_left_out_unless_wanted(
+    with_eos: tuple[Path, tuple[int, ...]], tiny: Tiny
+) -> None:
+    """By default neither tokens nor text show the end-of-sequence token; scores do not change."""
+    with tiny_llm(with_eos[0]) as llm:
+        (whole,) = search(llm, [PROMPTS[1]], 3, 8)
+        (cut,) = search(llm, [PROMPTS[1]], 3, 8, include_stop_str_in_output=False)
+    assert any(beam.finish_reason == "stop" for beam in whole)
+    for ours, theirs in zip(cut, whole, strict=True):
+        ended = theirs.finish_reason == "stop"
+        assert ours.tokens == (theirs.tokens[:-1] if ended else theirs.tokens)
+        assert ours.cum_logprob == theirs.cum_logprob
