@@ -123,7 +123,7 @@ def test_missing_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("device", "dtype", "said"),
-    [("cuda", torch.float32, "runs on cpu, not cuda"), ("cpu", torch.bfloat16, "torch.float32")],
+    [("cuda", torch.float64, "torch.bfloat16"), ("cpu", torch.bfloat16, "torch.float32")],
 )
 def test_skipped_backends_say_why(device: str, dtype: torch.dtype, said: str) -> None:
     chosen, reasons = select_backend(device, dtype, 64, 16)
