@@ -13,18 +13,18 @@ from quire import LLM, SamplingParams
 
 pytestmark = pytest.mark.gpu
 
-SIZES = dict(
-    vocab_size=512,
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=3,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    max_position_embeddings=1024,
-    head_dim=64,
-    eos_token_id=None,
-    bos_token_id=None,
-)
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "head_dim": 64,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
 CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 
 
