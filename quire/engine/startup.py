@@ -6,7 +6,6 @@ import logging
 import time
 from dataclasses import dataclass
 
-from quire.config.device import cpu_device
 from quire.config.model import ModelConfig, load_model_config
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
@@ -34,13 +33,13 @@ def start_engine(options: EngineOptions) -> Engine:
         hf_overrides=options.model.hf_overrides,
         load_format=options.model.load_format,
     )
-    device = cpu_device()
-    resolved = resolve(options, model, device)
-    for note in resolved.notes:
-        logger.info("%s", note)
     # Imported here: the executor brings torch, which `quire --help` must not wait for.
     from quire.engine.executors.local import LocalExecutor
 
+    device = LocalExecutor.device(options)
+    resolved = resolve(options, model, device)
+    for note in resolved.notes:
+        logger.info("%s", note)
     executor = LocalExecutor(
         resolved.options, model, device, fits_max_model_len=resolved.fits_max_model_len
     )

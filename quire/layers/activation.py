@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from quire.kernels import dispatch
 from quire.protocol.errors import ModelError
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -44,5 +45,7 @@ class GatedActivation(nn.Module):
         self.activation = activation(name)
 
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if self.activation is F.silu:
+            return dispatch.silu_and_mul(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return self.activation(gate) * up

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from quire.kernels import dispatch
 from quire.layers.parallel import Placement, WeightedLayer, whole
 
 
@@ -16,8 +17,10 @@ class Norm(WeightedLayer, ABC):
     """Adds the residual, if any, and normalises the last dimension."""
 
     @abstractmethod
-    def normalize(self, x: torch.Tensor) -> torch.Tensor:
-        """norm(x), in x's dtype."""
+    def add_and_normalize(
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + residual), x + residual) in x's dtype; the residual may be overwritten."""
 
     @overload
     def forward(self, x: torch.Tensor) -> torch.Tensor: ...
@@ -29,10 +32,8 @@ class Norm(WeightedLayer, ABC):
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """norm(x), or (norm(x + residual), x + residual)."""
-        if residual is None:
-            return self.normalize(x)
-        residual = x + residual
-        return self.normalize(residual), residual
+        normal, total = self.add_and_normalize(x, residual)
+        return normal if residual is None else (normal, total)
 
     def fill_dummy(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
         tensor.fill_(1.0 if name == "weight" else 0.0)
@@ -48,10 +49,10 @@ class RMSNorm(Norm):
         self.eps = eps
         self.add_weight("weight", (whole(dim),), place)
 
-    def normalize(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * (wide * scale).to(x.dtype)
+    def add_and_normalize(
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return dispatch.rms_norm(x, self.weight, self.eps, residual)
 
 
 class LayerNorm(Norm):
@@ -69,5 +70,8 @@ class LayerNorm(Norm):
             else:
                 self.register_parameter(name, None)
 
-    def normalize(self, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, (self.dim,), self.weight, self.bias, self.eps)
+    def add_and_normalize(
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x if residual is None else x + residual
+        return F.layer_norm(total, (self.dim,), self.weight, self.bias, self.eps), total

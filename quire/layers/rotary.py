@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quire.layers.attention.heads import Rotation
 from quire.protocol.errors import ModelError
 
 Scaling = Mapping[str, Any]
@@ -34,17 +35,9 @@ class Rotary(nn.Module):
         self.register_buffer("cos", (angles.cos() * magnitude).to(device), persistent=False)
         self.register_buffer("sin", (angles.sin() * magnitude).to(device), persistent=False)
 
-    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin), each [T, 1, head_dim / 2], for `rotate`. Once per step, for all layers."""
-        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
-
-
-def rotate(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotates [T, heads, head_dim], pairing element i of the first half with i of the second."""
-    cos, sin = angles
-    first, second = x.float().chunk(2, dim=-1)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return rotated.to(x.dtype)
+    def forward(self, positions: torch.Tensor) -> Rotation:
+        """The rotation of a step's tokens, made once for all layers."""
+        return Rotation(self.cos, self.sin, positions)
 
 
 def rotary_frequencies(

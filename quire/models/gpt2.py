@@ -8,6 +8,7 @@ from torch import nn
 from quire.config.model import ModelConfig
 from quire.layers.activation import activation
 from quire.layers.attention.backend import AttentionStep
+from quire.layers.attention.heads import Heads
 from quire.layers.embedding import Embedding, LMHead, VocabEmbedding
 from quire.layers.linear import ColumnLinear, QKVLinear, RowLinear
 from quire.layers.norm import LayerNorm
@@ -32,8 +33,8 @@ class GPT2Attention(nn.Module):
         self.scale = _attention_scale(config, layer_index)
 
     def forward(self, x: torch.Tensor, attention: AttentionStep) -> torch.Tensor:
-        q, k, v = self.c_attn(x)
-        out = attention.attend(self.layer_index, q, k, v, self.scale, None)
+        heads = Heads(*self.c_attn(x))
+        out = attention.attend(self.layer_index, heads, self.scale, None)
         return self.c_proj(out.flatten(1))
 
 

@@ -10,14 +10,13 @@ from torch import nn
 from quire.config.model import ModelConfig
 from quire.layers.activation import GatedActivation
 from quire.layers.attention.backend import AttentionStep
+from quire.layers.attention.heads import HeadNorms, Heads, Rotation
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.linear import MergedLinear, QKVLinear, RowLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.parallel import Placement
-from quire.layers.rotary import Rotary, rotate
+from quire.layers.rotary import Rotary
 from quire.models.registry import CausalLM, WeightMap
-
-Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -47,12 +46,15 @@ class LlamaAttention(nn.Module):
             self.k_norm = RMSNorm(head_dim, config.norm_eps, place)
         self.layer_index, self.window, self.scale = layer_index, traits.window, head_dim**-0.5
 
-    def forward(self, x: torch.Tensor, angles: Angles, attention: AttentionStep) -> torch.Tensor:
-        q, k, v = self.qkv_proj(x)
+    def forward(
+        self, x: torch.Tensor, rotation: Rotation, attention: AttentionStep
+    ) -> torch.Tensor:
+        norms = None
         if self.head_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, angles), rotate(k, angles)
-        out = attention.attend(self.layer_index, q, k, v, self.scale, self.window)
+            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        q, k, v = self.qkv_proj(x)
+        heads = Heads(q, k, v, rotation, norms)
+        out = attention.attend(self.layer_index, heads, self.scale, self.window)
         return self.o_proj(out.flatten(1))
 
 
@@ -82,7 +84,7 @@ class LlamaLayer(nn.Module):
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        angles: Angles,
+        rotation: Rotation,
         attention: AttentionStep,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds `x` to the residual stream (None: starts it); returns the next addend and it."""
@@ -90,7 +92,7 @@ class LlamaLayer(nn.Module):
             x, residual = self.input_layernorm(x), x
         else:
             x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, angles, attention)
+        x = self.self_attn(x, rotation, attention)
         x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x), residual
 
@@ -118,9 +120,9 @@ class LlamaModel(nn.Module):
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionStep
     ) -> torch.Tensor:
         x, residual = self.embed_tokens(token_ids), None
-        angles = self.rotary(positions)
+        rotation = self.rotary(positions)
         for layer in self.layers:
-            x, residual = layer(x, residual, angles, attention)
+            x, residual = layer(x, residual, rotation, attention)
         return self.norm(x, residual)[0]
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from quire.config.model import ModelConfig
 from quire.layers.activation import activation
 from quire.layers.attention.backend import AttentionStep
+from quire.layers.attention.heads import Heads
 from quire.layers.embedding import Embedding, LMHead, VocabEmbedding
 from quire.layers.linear import ColumnLinear, Linear, QKVLinear, RowLinear
 from quire.layers.norm import LayerNorm
@@ -33,8 +34,8 @@ class OPTAttention(nn.Module):
         self.layer_index, self.scale = layer_index, head_dim**-0.5
 
     def forward(self, x: torch.Tensor, attention: AttentionStep) -> torch.Tensor:
-        q, k, v = self.qkv_proj(x)
-        out = attention.attend(self.layer_index, q, k, v, self.scale, None)
+        heads = Heads(*self.qkv_proj(x))
+        out = attention.attend(self.layer_index, heads, self.scale, None)
         return self.out_proj(out.flatten(1))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,10 +12,14 @@ from torch import Tensor
 from quire.decoding.sampler import Sampler
 from quire.layers.attention.backend import AttentionBackend
 from quire.models.registry import CausalLM
-from quire.protocol.plan import AddedRow, Int32Array, PromptLogprobs, StepPlan, StepResult
-from quire.worker.batch import Batch, gather_batch
+from quire.protocol.plan import AddedRow, Int32Array, PromptLogprobs, StepPlan
+from quire.worker.batch import gather_batch
 from quire.worker.kv_tensors import KVTensors
-from quire.worker.request_table import RequestTable
+from quire.worker.pending import PendingStep
+from quire.worker.request_table import RequestTable, StagedRows
+
+if TYPE_CHECKING:
+    from quire.worker.graphs import DecodeGraphs
 
 
 @dataclass(slots=True)
@@ -23,6 +28,16 @@ class _PromptLogprobRow:
 
     added: AddedRow
     num_computed: int
+
+
+@dataclass(slots=True)
+class _Executed:
+    """A step whose forward pass is launched: logits of the rows that sample, hidden states."""
+
+    plan: StepPlan
+    staged: StagedRows
+    logits: Tensor
+    hidden: Tensor | None
 
 
 class ModelRunner:
@@ -41,31 +56,48 @@ class ModelRunner:
         self.kv = kv
         self.table = table
         self.sampler = sampler
+        self.graphs: DecodeGraphs | None = None
         self._prompt_logprob_rows: dict[int, _PromptLogprobRow] = {}
-        self._executed: tuple[StepPlan, Batch, Tensor] | None = None
+        self._executed: _Executed | None = None
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> None:
-        """The forward pass of a step."""
-        self._update_rows(plan)
+        """Launch the forward pass of a step."""
+        staged = self._update_rows(plan)
         if len(plan.copy_sources):
-            index = self.table.index
-            self.kv.copy_blocks(index(plan.copy_sources), index(plan.copy_targets))
-        batch = gather_batch(self.table, plan)
-        hidden = self.model(batch.token_ids, batch.positions, self.attention.plan(batch.attention))
-        self.table.num_computed[batch.rows] = batch.attention.context_lens
-        self._executed = (plan, batch, hidden)
+            self.kv.copy_blocks(staged.copy_sources, staged.copy_targets)
+        if self._has_graph(plan):
+            assert self.graphs is not None
+            logits = self.graphs.run(plan.rows)
+            if not plan.samples.all():
+                logits = logits[staged.samples]
+            self._executed = _Executed(plan, staged, logits, None)
+            return
+        batch = gather_batch(self.table, plan, staged)
+        step = self.attention.plan(batch.attention)
+        hidden = self.model(batch.token_ids, batch.positions, step)
+        logits = self.model.logits(hidden[batch.sample_indices])
+        self._executed = _Executed(plan, staged, logits, hidden)
 
-    def _update_rows(self, plan: StepPlan) -> None:
+    def _has_graph(self, plan: StepPlan) -> bool:
+        return (
+            self.graphs is not None
+            and plan.num_tokens == len(plan.rows)
+            and self.graphs.fits(len(plan.rows))
+            and not self._prompt_logprob_rows
+        )
+
+    def _update_rows(self, plan: StepPlan) -> StagedRows:
         for row in plan.freed_rows.tolist():
             self.sampler.remove(row)
             self._prompt_logprob_rows.pop(row, None)
-        self.table.update(plan)
+        staged = self.table.update(plan)
         for added in plan.added_rows:
             self.sampler.add(added, self._known_tokens(added))
             if added.num_prompt_logprobs >= 0:
                 entry = _PromptLogprobRow(added, added.num_computed_tokens)
                 self._prompt_logprob_rows[added.row] = entry
+        return staged
 
     def _known_tokens(self, added: AddedRow) -> Int32Array:
         if not added.num_forked_tokens:
@@ -75,26 +107,24 @@ class ModelRunner:
         return known
 
     @torch.inference_mode()
-    def sample(self) -> StepResult:
+    def sample(self) -> PendingStep:
         """Choose the next tokens of the executed step; they also stay in the rows."""
         assert self._executed is not None
-        plan, batch, hidden = self._executed
-        self._executed = None
-        prompt_logprobs = self._score_prompts(plan, hidden)
+        executed, self._executed = self._executed, None
+        plan, rows = executed.plan, executed.staged.sample_rows
+        prompt_logprobs = self._score_prompts(plan, executed.hidden)
         host_rows = plan.rows[plan.samples]
         if not len(host_rows):
-            return StepResult(plan.step, np.empty(0, np.int32), None, prompt_logprobs)
-        logits = self.model.logits(hidden[batch.sample_indices])
-        sampled = self.sampler.sample(logits, batch.sample_rows, host_rows)
-        self.table.append_sampled(batch.sample_rows, sampled.tokens)
-        self.sampler.appended(batch.sample_rows, sampled.tokens)
-        logprobs = sampled.logprobs.to_host() if sampled.logprobs is not None else None
-        return StepResult(plan.step, sampled.tokens.cpu().numpy(), logprobs, prompt_logprobs)
+            return PendingStep(plan.step, rows, None, prompt_logprobs)
+        sampled = self.sampler.sample(executed.logits, rows.long(), host_rows)
+        self.table.append_sampled(rows, sampled.tokens)
+        self.sampler.appended(rows.long(), sampled.tokens)
+        return PendingStep(plan.step, sampled.tokens, sampled.logprobs, prompt_logprobs)
 
-    def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> list[PromptLogprobs]:
+    def _score_prompts(self, plan: StepPlan, hidden: Tensor | None) -> list[PromptLogprobs]:
         """Logprobs of prompt tokens: position p is scored by the hidden state at p - 1."""
         scored: list[PromptLogprobs] = []
-        if not self._prompt_logprob_rows:
+        if not self._prompt_logprob_rows or hidden is None:
             return scored
         starts = np.cumsum(plan.num_new_tokens) - plan.num_new_tokens
         for row, start, count in zip(

@@ -6,16 +6,15 @@ import logging
 
 import torch
 
-from quire.config.device import DeviceInfo, cpu_memory
+from quire.config.device import DeviceInfo
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
-from quire.config.resolve import cpu_cache_bytes
 from quire.decoding.sampler import Sampler
 from quire.layers.attention.backend import select_backend
 from quire.models.loader import load_model
 from quire.models.registry import CausalLM
 from quire.worker.kv_tensors import KVSpec, KVTensors
-from quire.worker.memory import count_blocks, describe_cache
+from quire.worker.memory import available_cache_bytes, count_blocks, describe_cache
 from quire.worker.model_runner import ModelRunner
 from quire.worker.request_table import RequestTable
 
@@ -61,22 +60,32 @@ class Worker:
             load_format=options.model.load_format,
             seed=options.model.seed,
         )
-        self.max_model_len, self.num_blocks = self._size_cache(options, spec, fits_max_model_len)
+        cache_bytes = available_cache_bytes(options, model_config, model, backend, spec, device)
+        self.max_model_len, self.num_blocks = self._size_cache(
+            options, spec, cache_bytes, fits_max_model_len
+        )
         logger.info("%s", describe_cache(spec, self.num_blocks, self.max_model_len))
         kv = KVTensors(spec, self.num_blocks, self.device)
         self.runner = self._build_runner(options, model_config, model, backend, kv)
+        if self.device.type == "cuda" and not options.device.enforce_eager:
+            self._capture_graphs(options)
+
+    def _capture_graphs(self, options: EngineOptions) -> None:
+        from quire.worker.graphs import DecodeGraphs
+
+        runner, max_rows = self.runner, options.scheduler.max_num_seqs
+        assert max_rows is not None
+        graphs = DecodeGraphs(runner.model, runner.attention, runner.table, max_rows)
+        with torch.inference_mode():
+            graphs.capture()
+        runner.graphs = graphs
 
     def _size_cache(
-        self, options: EngineOptions, spec: KVSpec, fits_max_model_len: bool
+        self, options: EngineOptions, spec: KVSpec, cache_bytes: int, fits_max_model_len: bool
     ) -> tuple[int, int]:
-        """The longest request and the number of blocks, after the weights have taken theirs."""
+        """The longest request and the number of blocks."""
         max_len, max_seqs = options.model.max_model_len, options.scheduler.max_num_seqs
         assert max_len is not None and max_seqs is not None
-        total, available = cpu_memory()
-        cache_bytes = cpu_cache_bytes(options.cache, available, total)
-        override = options.cache.num_gpu_blocks_override
-        if override is not None:
-            cache_bytes = override * spec.bytes_per_block
         if fits_max_model_len:
             fits = cache_bytes // spec.bytes_per_block * spec.block_size
             max_len = max(min(max_len, fits), 1)

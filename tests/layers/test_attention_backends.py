@@ -6,16 +6,24 @@ these red.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from quire.layers.attention import Attention, AttentionInputs, backend, select_backend
-from quire.layers.attention.backend import AttentionBackend, BackendSupport
+from quire.layers.attention import backend
+from quire.layers.attention.backend import (
+    AttentionBackend,
+    AttentionInputs,
+    BackendSupport,
+    select_backend,
+)
 from quire.layers.attention.cpu import CpuBackend
+from quire.layers.attention.heads import Heads
 from quire.layers.attention.torch import TorchBackend
 from quire.protocol.errors import OptionError
+from quire.worker.staging import Staging
 
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 2, 6, 2, 32
 LENGTHS = (37, 5, 70)
@@ -46,8 +54,8 @@ def step_inputs(computed: list[int], new: tuple[int, ...], tables: Tensor, size:
         context_lens=torch.tensor(contexts, dtype=torch.int32),
         block_tables=tables[active],
         slots=torch.tensor(slots, dtype=torch.int64),
-        max_query_len=max(new),
-        max_context_len=max(contexts),
+        query_lens=np.array([new[request] for request in active], np.int32),
+        send=Staging(torch.device("cpu")).send,
     )
 
 
@@ -71,10 +79,6 @@ def test_steps_give_dense_attention(
     tables = torch.randperm(3 * 18, generator=generator).int().view(3, 18)
     kv = torch.full((NUM_LAYERS, 2, 54, NUM_KV_HEADS, block_size, HEAD_DIM), torch.nan)
     attention = backend_class(kv, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, block_size)
-    layers = [
-        Attention(index, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, window=window)
-        for index in range(NUM_LAYERS)
-    ]
     widths = [heads * HEAD_DIM for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)]
     fused = [
         [torch.randn(length, sum(widths), generator=generator) for length in LENGTHS]
@@ -84,11 +88,13 @@ def test_steps_give_dense_attention(
     computed = [0, 0, 0]
     for new in STEPS:
         step = attention.plan(step_inputs(computed, new, tables, block_size))
-        for index, layer in enumerate(layers):
+        for index in range(NUM_LAYERS):
             rows = [x[c : c + n] for x, c, n in zip(fused[index], computed, new, strict=True)]
             q, k, v = torch.cat(rows).split(widths, dim=-1)
-            for request, out in enumerate(layer(q, k, v, step).split(new)):
-                outs[index][request].append(out)
+            heads = Heads(*(x.unflatten(-1, (-1, HEAD_DIM)) for x in (q, k, v)))
+            out = step.attend(index, heads, HEAD_DIM**-0.5, window).flatten(1)
+            for request, piece in enumerate(out.split(new)):
+                outs[index][request].append(piece)
         computed = [c + n for c, n in zip(computed, new, strict=True)]
     assert tuple(computed) == LENGTHS
     for index in range(NUM_LAYERS):
@@ -96,12 +102,6 @@ def test_steps_give_dense_attention(
             expected = dense(*fused[index][request].split(widths, dim=-1), window)
             out = torch.cat(outs[index][request]).double()
             torch.testing.assert_close(out, expected, rtol=5e-6, atol=5e-6)
-
-
-def test_layer_scale_can_be_given() -> None:
-    """Some models do not scale by the head size."""
-    assert Attention(0, 2, 2, 64).scale == 0.125
-    assert Attention(0, 2, 2, 64, scale=1.0).scale == 1.0
 
 
 def test_native_kernel_comes_first_if_it_can() -> None:
@@ -123,7 +123,7 @@ def test_missing_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("device", "dtype", "said"),
-    [("cuda", torch.float32, "runs on cpu, not cuda"), ("cpu", torch.bfloat16, "torch.float32")],
+    [("cuda", torch.float64, "torch.bfloat16"), ("cpu", torch.bfloat16, "torch.float32")],
 )
 def test_skipped_backends_say_why(device: str, dtype: torch.dtype, said: str) -> None:
     chosen, reasons = select_backend(device, dtype, 64, 16)

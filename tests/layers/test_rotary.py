@@ -7,7 +7,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from quire.layers.rotary import Rotary, rotate
+from quire.kernels.torch.heads import rotate
+from quire.layers.rotary import Rotary
 from quire.protocol.errors import ModelError
 
 HEAD_DIM, POSITIONS, CPU = 64, 4096, torch.device("cpu")
@@ -42,7 +43,7 @@ def test_angles_match_transformers(scaling: dict, theta: float) -> None:
     )
     positions = torch.tensor([0, 1, 17, 1023, 1024, 4095])
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
-    ours = Rotary(HEAD_DIM, POSITIONS, theta, scaling, CPU)(positions)
+    ours = Rotary(HEAD_DIM, POSITIONS, theta, scaling, CPU)(positions).angles
     half = HEAD_DIM // 2
     torch.testing.assert_close(ours[0][:, 0], cos[0, :, :half], rtol=1e-6, atol=2e-6)
     torch.testing.assert_close(ours[1][:, 0], sin[0, :, :half], rtol=1e-6, atol=2e-6)
@@ -58,9 +59,9 @@ def test_rotation_is_multiplication_by_a_unit_complex_number() -> None:
     pairs = torch.complex(x[..., :4].double(), x[..., 4:].double()) * turns[:, None]
     expected = torch.cat((pairs.real, pairs.imag), dim=-1)
     torch.testing.assert_close(
-        rotate(x, rotary(positions)).double(), expected, rtol=1e-4, atol=1e-4
+        rotate(x, *rotary(positions).angles).double(), expected, rtol=1e-4, atol=1e-4
     )
-    assert rotate(x.bfloat16(), rotary(positions)).dtype == torch.bfloat16
+    assert rotate(x.bfloat16(), *rotary(positions).angles).dtype == torch.bfloat16
 
 
 def test_unsupported_scaling_is_refused_by_name() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -14,6 +15,7 @@ from quire.config.model import ModelConfig
 from quire.layers.attention.backend import AttentionBackend, AttentionInputs
 from quire.layers.attention.torch import TorchBackend
 from quire.models.registry import CausalLM
+from quire.worker.staging import Staging
 
 VOCAB = 160
 MAX_POSITIONS = 128
@@ -142,8 +144,8 @@ class PagedRun:
             context_lens=torch.tensor(context_lens, dtype=torch.int32),
             block_tables=self.tables[list(work)],
             slots=torch.tensor(slots),
-            max_query_len=max(work.values()),
-            max_context_len=max(context_lens),
+            query_lens=np.array(list(work.values()), np.int32),
+            send=Staging(torch.device("cpu")).send,
         )
         with torch.inference_mode():
             hidden = self.model(

@@ -1,4 +1,4 @@
-"""`LocalExecutor`: one worker in this process. On a CPU a step is done when `sample` returns."""
+"""`LocalExecutor`: one worker in this process. Launches return at once; on a CPU they are done."""
 
 from __future__ import annotations
 
@@ -6,18 +6,9 @@ from quire.config.device import DeviceInfo
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.engine.executors.base import PendingResult, TokenMasks
-from quire.protocol.plan import StepPlan, StepResult
+from quire.protocol.plan import StepPlan
+from quire.worker.device import detect_device
 from quire.worker.worker import Worker
-
-
-class ReadyResult:
-    """A result that is there already."""
-
-    def __init__(self, result: StepResult) -> None:
-        self._result = result
-
-    def result(self) -> StepResult:
-        return self._result
 
 
 class LocalExecutor:
@@ -35,6 +26,11 @@ class LocalExecutor:
         self.num_blocks = self._worker.num_blocks
         self.max_model_len = self._worker.max_model_len
 
+    @staticmethod
+    def device(options: EngineOptions) -> DeviceInfo:
+        """The device that a worker would get."""
+        return detect_device(options.device.device)
+
     def execute(self, plan: StepPlan) -> None:
         assert self._worker is not None, "the executor was shut down"
         self._worker.runner.execute(plan)
@@ -42,7 +38,7 @@ class LocalExecutor:
     def sample(self, step: int, masks: TokenMasks | None = None) -> PendingResult:
         assert self._worker is not None, "the executor was shut down"
         assert masks is None, "grammars arrive with structured output"
-        return ReadyResult(self._worker.runner.sample())
+        return self._worker.runner.sample()
 
     def shutdown(self) -> None:
         """Free weights and KV cache."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from quire.layers.attention.heads import Heads
 from quire.protocol.errors import OptionError
+from quire.protocol.plan import Int32Array
 
 BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
 
@@ -24,8 +27,8 @@ class AttentionInputs:
     context_lens: Tensor  # int32 [requests], tokens in the cache, those of this step included
     block_tables: Tensor  # int32 [requests, max_blocks]
     slots: Tensor  # int64 [tokens], block * block_size + offset, where each new token is stored
-    max_query_len: int
-    max_context_len: int
+    query_lens: Int32Array  # new tokens of each request, on the host
+    send: Callable[..., list[Tensor]]  # host integers to the device, in one copy
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,9 @@ class BackendSupport:
 class AttentionStep(Protocol):
     """A planned step; called once per layer."""
 
-    def attend(
-        self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-    ) -> Tensor:
-        """Stores k and v [tokens, num_kv_heads, head_dim], then attends with q [tokens, num_heads,
-        head_dim] and returns a tensor of q's shape. A query at position p sees (p - window, p]."""
+    def attend(self, layer_index: int, heads: Heads, scale: float, window: int | None) -> Tensor:
+        """Prepares the heads, stores k and v, then attends with q and returns a tensor of q's
+        shape. A query at position p sees (p - window, p]."""
         ...
 
 
@@ -81,8 +82,9 @@ def candidates() -> tuple[type[AttentionBackend], ...]:
     # Imported here because they are written in terms of this module.
     from quire.layers.attention.cpu import CpuBackend
     from quire.layers.attention.torch import TorchBackend
+    from quire.layers.attention.triton import TritonBackend
 
-    return (CpuBackend, TorchBackend)
+    return (TritonBackend, CpuBackend, TorchBackend)
 
 
 def select_backend(
@@ -104,12 +106,17 @@ def select_backend(
         if not backends:
             raise OptionError(f"attention_backend={wanted!r} does not exist; choose from {names}.")
     reasons: list[str] = []
+    elsewhere: list[str] = []
+    """Backends made for another device, which nobody misses."""
     for backend in backends:
         reason = unsupported(backend.support, device_type, dtype, head_dim, block_size, window)
         reason = reason or backend.missing()
         if reason is None:
             return backend, reasons
-        reasons.append(f"{backend.support.name}: {reason}")
+        devices = backend.support.device_types
+        is_here = devices is None or device_type in devices
+        (reasons if is_here else elsewhere).append(f"{backend.support.name}: {reason}")
+    reasons += elsewhere
     raise OptionError(
         f"No attention backend can do block_size={block_size} with head size {head_dim} in {dtype} "
         f"on {device_type!r}: {'; '.join(reasons)}."

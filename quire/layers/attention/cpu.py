@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire.kernels import cpu
 from quire.layers.attention.backend import BLOCK_SIZES, AttentionInputs, BackendSupport
+from quire.layers.attention.heads import Heads
 
 
 class CpuBackend:
@@ -53,9 +54,8 @@ class CpuStep:
             layers[0], inputs.query_start, inputs.context_lens, inputs.block_tables
         )
 
-    def attend(
-        self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def attend(self, layer_index: int, heads: Heads, scale: float, window: int | None) -> Tensor:
+        q, k, v = heads.prepared()
         layer = self.layers[layer_index]
         cpu.write(self.write, layer, k, v)
         return cpu.attend(self.attention, q, layer, scale, window)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.kernels.torch.attention import paged_attention, write_kv
 from quire.layers.attention.backend import BLOCK_SIZES, AttentionInputs, BackendSupport
+from quire.layers.attention.heads import Heads
 
 
 class TorchBackend:
@@ -55,9 +56,8 @@ class TorchStep:
         self.layers = layers
         self.inputs = inputs
 
-    def attend(
-        self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def attend(self, layer_index: int, heads: Heads, scale: float, window: int | None) -> Tensor:
+        q, k, v = heads.prepared()
         layer, inputs = self.layers[layer_index], self.inputs
         write_kv(layer, k, v, inputs.slots)
         return paged_attention(

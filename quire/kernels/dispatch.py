@@ -1,0 +1,30 @@
+"""Chooses between a GPU kernel and its plain-torch twin by where the tensors lie."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.torch.heads import rms_norm as rms_norm_twin
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual) * weight, x + residual); the residual may be overwritten."""
+    if x.is_cuda and x.dim() == 2:
+        from quire.kernels.triton import norm
+
+        return norm.rms_norm(x, weight, eps, residual), x if residual is None else residual
+    total = x if residual is None else x + residual
+    return rms_norm_twin(total, weight, eps), total
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up for gate and up joined in the last dimension."""
+    if gate_up.is_cuda and gate_up.dim() == 2:
+        from quire.kernels.triton import activation
+
+        return activation.silu_and_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up

@@ -1,0 +1,219 @@
+"""Paged attention of one query per request, split over the context.
+
+The query heads that share a KV head are packed into the rows of one matrix product, so each key and
+value is read once. A request's context is cut into at most `num_splits` pieces; how long a piece
+is follows from the request's own length on the device, so a captured graph serves any lengths. A
+second kernel merges the pieces by their log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = 1.4426950408889634
+MIN_ROWS = 16
+"""Rows of the smallest matrix product; query heads are padded to it."""
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    tables_ptr,
+    lens_ptr,
+    tokens_ptr,
+    scale_log2,
+    stride_q,
+    stride_out,
+    stride_block,
+    stride_head,
+    stride_table,
+    window,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    request = tl.program_id(2).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(0)
+    context = tl.load(lens_ptr + request)
+    token = tl.load(tokens_ptr + request).to(tl.int64)
+    first = 0
+    if HAS_WINDOW:
+        first = tl.maximum(context - window, 0)
+    tiles = tl.cdiv(context - first, TILE)
+    tiles_per_split = tl.cdiv(tiles, NUM_SPLITS)
+    begin = first + split * tiles_per_split * TILE
+    end = tl.minimum(begin + tiles_per_split * TILE, context)
+
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, PADDED_DIM)
+    head = kv_head * GROUP + rows
+    in_group = rows < GROUP
+    in_head = dims < HEAD_DIM
+    q_mask = in_group[:, None] & in_head[None, :]
+    q = tl.load(q_ptr + token * stride_q + head[:, None] * HEAD_DIM + dims[None, :], q_mask, 0.0)
+
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    table = tables_ptr + request * stride_table
+    kv_offset = kv_head * stride_head
+    for start in range(begin, end, TILE):
+        position = start + tl.arange(0, TILE)
+        valid = position < end
+        block = tl.load(table + position // BLOCK_SIZE, valid, 0).to(tl.int64)
+        slot = block * stride_block + kv_offset + (position % BLOCK_SIZE) * HEAD_DIM
+        kv_mask = valid[:, None] & in_head[None, :]
+        k = tl.load(keys_ptr + slot[:, None] + dims[None, :], kv_mask, 0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+        scores = tl.where(valid[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, 1)
+        v = tl.load(values_ptr + slot[:, None] + dims[None, :], kv_mask, 0.0)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+        top = new_top
+
+    if NUM_SPLITS == 1:
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        target = out_ptr + token * stride_out + head[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(target, acc.to(out_ptr.dtype.element_ty), q_mask)
+    else:
+        place = (request * NUM_HEADS + head) * NUM_SPLITS + split
+        lse = tl.where(total > 0, top + tl.log2(total), float("-inf"))
+        tl.store(lse_ptr + place, lse, in_group)
+        if begin < end:
+            acc = acc / total[:, None]
+            tl.store(partial_ptr + place[:, None] * HEAD_DIM + dims[None, :], acc, q_mask)
+
+
+@triton.jit
+def _merge_kernel(
+    partial_ptr,
+    lse_ptr,
+    out_ptr,
+    tokens_ptr,
+    stride_out,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    PADDED_SPLITS: tl.constexpr,
+):
+    request = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(0)
+    splits = tl.arange(0, PADDED_SPLITS)
+    dims = tl.arange(0, PADDED_DIM)
+    in_head = dims < HEAD_DIM
+    place = (request * NUM_HEADS + head) * NUM_SPLITS + splits
+    lse = tl.load(lse_ptr + place, splits < NUM_SPLITS, float("-inf"))
+    used = lse > float("-inf")
+    top = tl.max(lse, 0)
+    weights = tl.where(used, tl.exp2(lse - top), 0.0)
+    mask = used[:, None] & in_head[None, :]
+    parts = tl.load(partial_ptr + place[:, None] * HEAD_DIM + dims[None, :], mask, 0.0)
+    total = tl.sum(weights, 0)
+    merged = tl.sum(parts * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
+    token = tl.load(tokens_ptr + request).to(tl.int64)
+    target = out_ptr + token * stride_out + head * HEAD_DIM + dims
+    tl.store(target, merged.to(out_ptr.dtype.element_ty), in_head)
+
+
+class DecodeWorkspace:
+    """Partial results of split contexts, shared by all layers and steps."""
+
+    def __init__(self, max_pieces: int, num_heads: int, head_dim: int, device: torch.device):
+        """`max_pieces` bounds requests times splits."""
+        self.max_pieces = max_pieces
+        self.partial = torch.empty(
+            max_pieces * num_heads * head_dim, dtype=torch.float32, device=device
+        )
+        self.lse = torch.empty(max_pieces * num_heads, dtype=torch.float32, device=device)
+
+
+def decode_attention(
+    q: Tensor,
+    kv_layer: Tensor,
+    tokens: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int | None,
+    num_splits: int,
+    workspace: DecodeWorkspace,
+    out: Tensor,
+    tile: int = 64,
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> None:
+    """Attends with one line of q [tokens, num_heads, head_dim] per request, named by `tokens`.
+
+    A context of 0 gives zeros.
+    """
+    num_requests, (_, num_heads, head_dim) = len(tokens), q.shape
+    num_kv_heads, block_size = kv_layer.shape[2], kv_layer.shape[3]
+    group = num_heads // num_kv_heads
+    assert num_splits == 1 or num_requests * num_splits <= workspace.max_pieces
+    padded = triton.next_power_of_2(head_dim)
+    exact = q.dtype == torch.float32
+    _decode_kernel[(num_splits, num_kv_heads, num_requests)](
+        q,
+        kv_layer[0],
+        kv_layer[1],
+        out,
+        workspace.partial,
+        workspace.lse,
+        block_tables,
+        context_lens,
+        tokens,
+        scale * LOG2E,
+        q.stride(0),
+        out.stride(0),
+        kv_layer.stride(1),
+        kv_layer.stride(2),
+        block_tables.stride(0),
+        window or 0,
+        NUM_HEADS=num_heads,
+        GROUP=group,
+        ROWS=max(MIN_ROWS, triton.next_power_of_2(group)),
+        HEAD_DIM=head_dim,
+        PADDED_DIM=padded,
+        BLOCK_SIZE=block_size,
+        TILE=tile,
+        NUM_SPLITS=num_splits,
+        HAS_WINDOW=window is not None,
+        PRECISION="ieee" if exact else "tf32",
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    if num_splits > 1:
+        _merge_kernel[(num_heads, num_requests)](
+            workspace.partial,
+            workspace.lse,
+            out,
+            tokens,
+            out.stride(0),
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            PADDED_DIM=padded,
+            NUM_SPLITS=num_splits,
+            PADDED_SPLITS=triton.next_power_of_2(num_splits),
+            num_warps=2,
+        )

@@ -1,0 +1,154 @@
+"""Everything between the QKV projection and attention in one kernel.
+
+Per token: queries and keys are normalised per head (where the model does that), rotated by their
+position, and keys and values are written into the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _normalized(first, second, weight_ptr, dims, in_half, eps, HEAD_DIM: tl.constexpr):
+    """RMSNorm of heads given as halves [heads, half]; rounds as the twin does."""
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / HEAD_DIM + eps)[:, None]
+    weight_a = tl.load(weight_ptr + dims, in_half, 0.0)[None, :]
+    weight_b = tl.load(weight_ptr + HEAD_DIM // 2 + dims, in_half, 0.0)[None, :]
+    return (a * scale).to(first.dtype) * weight_a, (b * scale).to(second.dtype) * weight_b
+
+
+@triton.jit
+def _rotary_cache_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    keys_ptr,
+    values_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    slots_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    eps,
+    stride_q,
+    stride_k,
+    stride_v,
+    stride_block,
+    stride_head,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,
+    PADDED_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROTATES: tl.constexpr,
+    NORMALIZES: tl.constexpr,
+):
+    HALF: tl.constexpr = HEAD_DIM // 2
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
+    dims = tl.arange(0, PADDED_HALF)
+    in_half = dims < HALF
+    if ROTATES:
+        position = tl.load(positions_ptr + token)
+        cos = tl.load(cos_ptr + position * HALF + dims, in_half, 0.0)[None, :]
+        sin = tl.load(sin_ptr + position * HALF + dims, in_half, 0.0)[None, :]
+        heads = tl.arange(0, PADDED_HEADS)[:, None]
+        mask = (heads < NUM_HEADS) & in_half[None, :]
+        offset = heads * HEAD_DIM + dims[None, :]
+        q_first = tl.load(q_ptr + token * stride_q + offset, mask, 0.0)
+        q_second = tl.load(q_ptr + token * stride_q + offset + HALF, mask, 0.0)
+        if NORMALIZES:
+            q_first, q_second = _normalized(
+                q_first, q_second, q_weight_ptr, dims, in_half, eps, HEAD_DIM
+            )
+        a, b = q_first.to(tl.float32), q_second.to(tl.float32)
+        target = out_ptr + token * NUM_HEADS * HEAD_DIM + offset
+        tl.store(target, (a * cos - b * sin).to(q_first.dtype), mask)
+        tl.store(target + HALF, (b * cos + a * sin).to(q_first.dtype), mask)
+    if slot >= 0:
+        kv_heads = tl.arange(0, PADDED_KV_HEADS)[:, None]
+        kv_mask = (kv_heads < NUM_KV_HEADS) & in_half[None, :]
+        source = kv_heads * HEAD_DIM + dims[None, :]
+        place = (slot // BLOCK_SIZE).to(tl.int64) * stride_block + kv_heads * stride_head
+        place += (slot % BLOCK_SIZE) * HEAD_DIM + dims[None, :]
+        k_first = tl.load(k_ptr + token * stride_k + source, kv_mask, 0.0)
+        k_second = tl.load(k_ptr + token * stride_k + source + HALF, kv_mask, 0.0)
+        if NORMALIZES:
+            k_first, k_second = _normalized(
+                k_first, k_second, k_weight_ptr, dims, in_half, eps, HEAD_DIM
+            )
+        if ROTATES:
+            c, d = k_first.to(tl.float32), k_second.to(tl.float32)
+            k_first = (c * cos - d * sin).to(k_first.dtype)
+            k_second = (d * cos + c * sin).to(k_second.dtype)
+        tl.store(keys_ptr + place, k_first, kv_mask)
+        tl.store(keys_ptr + place + HALF, k_second, kv_mask)
+        v_first = tl.load(v_ptr + token * stride_v + source, kv_mask, 0.0)
+        v_second = tl.load(v_ptr + token * stride_v + source + HALF, kv_mask, 0.0)
+        tl.store(values_ptr + place, v_first, kv_mask)
+        tl.store(values_ptr + place + HALF, v_second, kv_mask)
+
+
+def rotate_and_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_layer: Tensor,
+    slots: Tensor,
+    positions: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Normalises and rotates q and k where asked, writes k and v to `slots`, returns q.
+
+    q [tokens, num_heads, head_dim], k and v [tokens, num_kv_heads, head_dim] may be views of one
+    tensor; cos and sin are [max_positions, head_dim / 2]. Without `positions` q and k are used as
+    they are. A slot of -1 writes nothing.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = kv_layer.shape[2], kv_layer.shape[3]
+    rotates = positions is not None
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if rotates else q
+    _rotary_cache_kernel[(num_tokens,)](
+        q,
+        k,
+        v,
+        out,
+        kv_layer[0],
+        kv_layer[1],
+        cos if rotates else q,
+        sin if rotates else q,
+        positions if rotates else slots,
+        slots,
+        q if q_weight is None else q_weight,
+        k if k_weight is None else k_weight,
+        eps,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        kv_layer.stride(1),
+        kv_layer.stride(2),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        PADDED_HEADS=triton.next_power_of_2(num_heads),
+        PADDED_KV_HEADS=triton.next_power_of_2(num_kv_heads),
+        HEAD_DIM=head_dim,
+        PADDED_HALF=triton.next_power_of_2(head_dim // 2),
+        BLOCK_SIZE=block_size,
+        ROTATES=rotates,
+        NORMALIZES=q_weight is not None,
+        num_warps=4,
+    )
+    return out

@@ -1,0 +1,169 @@
+"""Attention on a GPU by Triton kernels: one for rows with one new token, one for longer ones."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.layers.attention.backend import BLOCK_SIZES, AttentionInputs, BackendSupport
+from quire.layers.attention.heads import Heads
+from quire.protocol.plan import Int32Array
+
+PROGRAMS_WANTED = 512
+"""Decode programs that fill a large GPU; contexts are split until there are about as many."""
+MAX_SPLITS = 64
+
+
+class TritonBackend:
+    """Keys and values are written, and attention computed, where the cache lies."""
+
+    support: ClassVar[BackendSupport] = BackendSupport(
+        name="triton",
+        device_types=("cuda",),
+        dtypes=(torch.bfloat16, torch.float16, torch.float32),
+        block_sizes=BLOCK_SIZES,
+        head_dims=None,
+        sliding_window=True,
+        batch_invariant=False,
+    )
+
+    def __init__(
+        self, kv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+    ) -> None:
+        from quire.kernels.triton.decode_attention import DecodeWorkspace
+
+        self.layers = kv.unbind(0)
+        self.num_kv_heads = num_kv_heads
+        row_bytes = head_dim * kv.element_size()
+        self.tile = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
+        self.queries, self.keys = (64, 32) if row_bytes <= 512 else (32, 16)
+        self.stages = 3 if row_bytes <= 256 else 2
+        # Requests times splits never exceeds this: splits are a power of two below twice the ratio.
+        pieces = max(MAX_SPLITS, 2 * PROGRAMS_WANTED // num_kv_heads)
+        self.workspace = DecodeWorkspace(pieces, num_heads, head_dim, kv.device)
+
+    @classmethod
+    def missing(cls) -> str | None:
+        return None if find_spec("triton") else "the package triton is not installed"
+
+    @classmethod
+    def describe(cls) -> str:
+        return "triton"
+
+    def num_splits(self, num_requests: int) -> int:
+        """Pieces of each context, so that a small batch still fills the GPU."""
+        wanted = PROGRAMS_WANTED // max(num_requests * self.num_kv_heads, 1)
+        return min(MAX_SPLITS, 1 << max(wanted - 1, 0).bit_length()) if wanted > 1 else 1
+
+    def plan(self, inputs: AttentionInputs) -> TritonStep:
+        return TritonStep(self, inputs)
+
+
+class TritonStep:
+    """A step over the layers of a cache."""
+
+    def __init__(self, backend: TritonBackend, inputs: AttentionInputs) -> None:
+        self.backend = backend
+        self.slots = inputs.slots
+        self.inputs = inputs
+        self.decode: tuple[Tensor, Tensor, Tensor] | None = None
+        self.tiles: tuple[Tensor, Tensor] | None = None
+        if int(inputs.query_lens.max()) == 1:
+            self.decode = (inputs.query_start, inputs.context_lens, inputs.block_tables)
+        else:
+            self._divide(inputs)
+
+    def _divide(self, inputs: AttentionInputs) -> None:
+        """Send rows with one new token to the decode kernel and cut the others into tiles."""
+        lens = inputs.query_lens
+        single = np.flatnonzero(lens == 1).astype(np.int32)
+        requests, indices = query_tiles(lens, self.backend.queries)
+        sent = inputs.send(single, requests, indices)
+        self.tiles = (sent[1], sent[2])
+        if len(single):
+            self.decode = (
+                inputs.query_start[sent[0]],
+                inputs.context_lens[sent[0]],
+                inputs.block_tables[sent[0]],
+            )
+
+    def attend(self, layer_index: int, heads: Heads, scale: float, window: int | None) -> Tensor:
+        from quire.kernels.triton.decode_attention import decode_attention
+        from quire.kernels.triton.prefill_attention import prefill_attention
+
+        backend, inputs = self.backend, self.inputs
+        layer = backend.layers[layer_index]
+        q = _prepare_and_write(heads, layer, self.slots)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if self.decode is not None:
+            tokens, lens, tables = self.decode
+            splits = backend.num_splits(len(lens))
+            decode_attention(
+                q,
+                layer,
+                tokens,
+                lens,
+                tables,
+                scale,
+                window,
+                splits,
+                backend.workspace,
+                out,
+                tile=backend.tile,
+                num_warps=2 if splits == 1 else 4,
+                num_stages=backend.stages,
+            )
+        if self.tiles is not None:
+            prefill_attention(
+                q,
+                layer,
+                inputs.query_start,
+                inputs.context_lens,
+                inputs.block_tables,
+                *self.tiles,
+                scale,
+                window,
+                out,
+                queries=backend.queries,
+                keys=backend.keys,
+                num_warps=4,
+                num_stages=2,
+            )
+        return out
+
+
+def query_tiles(query_lens: Int32Array, size: int) -> tuple[Int32Array, Int32Array]:
+    """(request, tile of it) for all requests with several new tokens, costly tiles first."""
+    counts = np.where(query_lens > 1, -(-query_lens // size), 0)
+    requests = np.repeat(np.arange(len(query_lens), dtype=np.int32), counts)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    indices = (np.arange(len(requests)) - first).astype(np.int32)
+    order = np.argsort(-indices, kind="stable")
+    return requests[order], indices[order]
+
+
+def _prepare_and_write(heads: Heads, layer: Tensor, slots: Tensor) -> Tensor:
+    """Normalise, rotate and store as the heads ask; returns the queries."""
+    from quire.kernels.triton.rotary_cache import rotate_and_write
+
+    rotation, norms = heads.rotation, heads.norms
+    q, k, v = heads.q, heads.k, heads.v
+    if rotation is None:
+        return rotate_and_write(q, k, v, layer, slots)
+    return rotate_and_write(
+        q,
+        k,
+        v,
+        layer,
+        slots,
+        rotation.positions,
+        rotation.cos,
+        rotation.sin,
+        norms.q_weight if norms is not None else None,
+        norms.k_weight if norms is not None else None,
+        norms.eps if norms is not None else 0.0,
+    )

@@ -1,0 +1,49 @@
+"""`PendingStep`: a step's result on its way from the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.decoding.logprobs import LogprobTensors
+from quire.protocol.plan import PromptLogprobs, StepResult
+
+
+class PendingStep:
+    """Starts the copies to the host when made; `result` waits for those and nothing else."""
+
+    def __init__(
+        self,
+        step: int,
+        tokens: Tensor,
+        logprobs: LogprobTensors | None,
+        prompt_logprobs: list[PromptLogprobs],
+    ) -> None:
+        self._step = step
+        self._prompt_logprobs = prompt_logprobs
+        self._tokens = _to_host(tokens)
+        self._logprobs = logprobs
+        if logprobs is not None:
+            self._logprobs = LogprobTensors(
+                logprobs.index,
+                _to_host(logprobs.token_ids),
+                _to_host(logprobs.logprobs),
+                _to_host(logprobs.ranks),
+            )
+        self._done: torch.cuda.Event | None = None
+        if tokens.is_cuda:
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def result(self) -> StepResult:
+        if self._done is not None:
+            self._done.synchronize()
+        logprobs = self._logprobs.to_host() if self._logprobs is not None else None
+        return StepResult(self._step, self._tokens.numpy(), logprobs, self._prompt_logprobs)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)

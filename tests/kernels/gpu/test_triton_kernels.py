@@ -1,0 +1,233 @@
+"""Triton kernels against their plain-torch twins: on the GPU, or by Triton's interpreter."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+
+from quire.kernels.torch.attention import paged_attention, write_kv  # noqa: E402
+from quire.kernels.torch.heads import rms_norm as rms_norm_twin  # noqa: E402
+from quire.kernels.torch.heads import rotate  # noqa: E402
+from quire.kernels.triton.activation import silu_and_mul  # noqa: E402
+from quire.kernels.triton.decode_attention import DecodeWorkspace, decode_attention  # noqa: E402
+from quire.kernels.triton.norm import rms_norm  # noqa: E402
+from quire.kernels.triton.prefill_attention import prefill_attention  # noqa: E402
+from quire.kernels.triton.rotary_cache import rotate_and_write  # noqa: E402
+from quire.kernels.triton.rows import append_tokens, gather_decode  # noqa: E402
+from quire.layers.attention.triton import query_tiles  # noqa: E402
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+# The interpreter has no arithmetic in bfloat16; on a GPU both half types are run.
+BFLOAT16 = torch.bfloat16 if ON_GPU else torch.float16
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+pytestmark = pytest.mark.skipif(
+    not ON_GPU and not triton.knobs.runtime.interpret,
+    reason="needs a GPU, or TRITON_INTERPRET=1 (see tests/kernels/test_triton_interpreter.py)",
+)
+
+
+class Cache:
+    """One layer of a paged cache with shuffled blocks; slots that no context covers hold NaN."""
+
+    def __init__(
+        self, contexts: list[int], kv_heads: int, size: int, dim: int, dtype: torch.dtype
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+        per_row = [-(-context // size) for context in contexts]
+        total = sum(per_row) + 3
+        order = torch.randperm(total, generator=generator)
+        self.tables = torch.zeros(len(contexts), max(per_row), dtype=torch.int32)
+        self.kv = torch.full((2, total, kv_heads, size, dim), float("nan"))
+        first = 0
+        for row, (context, count) in enumerate(zip(contexts, per_row, strict=True)):
+            blocks = order[first : first + count]
+            self.tables[row, :count] = blocks
+            self.tables[row, count:] = 2**30  # never to be followed
+            for position in range(context):
+                slot = self.kv[:, blocks[position // size], :, position % size]
+                slot.copy_(torch.randn(slot.shape, generator=generator))
+            first += count
+        self.kv = self.kv.to(DEVICE, dtype)
+        self.tables = self.tables.to(DEVICE)
+        self.lens = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
+
+    def reference(self, q: Tensor, query_lens: list[int], window: int | None) -> Tensor:
+        starts = torch.tensor(np.cumsum([0, *query_lens]), dtype=torch.int32)
+        scale = q.shape[-1] ** -0.5
+        return paged_attention(q, self.kv, starts, self.lens.cpu(), self.tables, scale, window)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    assert torch.isfinite(found).all()
+    error = (found.float() - expected.float()).norm() / expected.float().norm()
+    assert error < TOLERANCE[found.dtype], f"relative error {error:.2e}"
+
+
+DECODE_CASES = [
+    # contexts, heads, kv heads, block size, head size, dtype, window, splits
+    ([70, 1, 33], 8, 2, 16, 64, torch.float32, None, 1),
+    ([100, 17], 4, 4, 8, 80, torch.float32, 30, 2),
+    ([130, 64, 5], 6, 2, 32, 96, BFLOAT16, None, 4),
+    ([90], 16, 1, 4, 128, torch.float16, None, 8),
+    ([40, 129], 2, 1, 128, 256, torch.float32, 20, 3),
+]
+
+
+@pytest.mark.parametrize("case", DECODE_CASES, ids=str)
+def test_decode_attention(case: tuple) -> None:
+    """One query per row, whatever the split; unwritten slots and foreign blocks are never read."""
+    contexts, heads, kv_heads, size, dim, dtype, window, splits = case
+    cache = Cache(contexts, kv_heads, size, dim, dtype)
+    q = torch.randn(len(contexts) + 2, heads, dim, device=DEVICE).to(dtype)
+    tokens = torch.arange(1, len(contexts) + 1, dtype=torch.int32, device=DEVICE)
+    out = torch.full_like(q, float("nan"))
+    workspace = DecodeWorkspace(len(contexts) * splits, heads, dim, DEVICE)
+    decode_attention(
+        q,
+        cache.kv,
+        tokens,
+        cache.lens,
+        cache.tables,
+        dim**-0.5,
+        window,
+        splits,
+        workspace,
+        out,
+        tile=32,
+    )
+    picked = q[1 : len(contexts) + 1]
+    close(out[1 : len(contexts) + 1], cache.reference(picked, [1] * len(contexts), window))
+    assert out[0].isnan().all() and out[-1].isnan().all(), "only the named tokens are written"
+
+
+def test_decode_attention_of_padding_gives_zeros() -> None:
+    """Padding rows of a graph have a context of 0; they must not produce NaN."""
+    cache = Cache([20], 1, 16, 64, torch.float32)
+    q = torch.randn(1, 4, 64, device=DEVICE)
+    zero = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    for splits in (1, 2):
+        out = torch.full_like(q, float("nan"))
+        workspace = DecodeWorkspace(splits, 4, 64, DEVICE)
+        decode_attention(
+            q, cache.kv, zero, zero, cache.tables, 0.1, None, splits, workspace, out, tile=32
+        )
+        assert (out == 0).all()
+
+
+PREFILL_CASES = [
+    # (query tokens, context) of each request, heads, kv heads, block size, head size, dtype, window
+    ([(40, 70), (1, 9), (20, 20)], 4, 2, 16, 64, torch.float32, None),
+    ([(33, 33)], 2, 2, 4, 80, torch.float32, 10),
+    ([(17, 100), (50, 50)], 4, 1, 32, 96, BFLOAT16, None),
+    ([(64, 64)], 2, 1, 128, 128, torch.float16, None),
+]
+
+
+@pytest.mark.parametrize("case", PREFILL_CASES, ids=str)
+def test_prefill_attention(case: tuple) -> None:
+    """Chunks of prompts, with and without earlier context, causal and windowed."""
+    pairs, heads, kv_heads, size, dim, dtype, window = case
+    lens = [pair[0] for pair in pairs]
+    cache = Cache([pair[1] for pair in pairs], kv_heads, size, dim, dtype)
+    q = torch.randn(sum(lens), heads, dim, device=DEVICE).to(dtype)
+    out = torch.full_like(q, float("nan"))
+    starts = torch.tensor(np.cumsum([0, *lens]), dtype=torch.int32, device=DEVICE)
+    requests, indices = query_tiles(np.array(lens, np.int32), 16)
+    prefill_attention(
+        q,
+        cache.kv,
+        starts,
+        cache.lens,
+        cache.tables,
+        torch.from_numpy(requests).to(DEVICE),
+        torch.from_numpy(indices).to(DEVICE),
+        dim**-0.5,
+        window,
+        out,
+        queries=16,
+        keys=16,
+        num_stages=2,
+    )
+    expected = cache.reference(q, lens, window)
+    first = 0
+    for count in lens:
+        if count > 1:  # single tokens belong to the decode kernel
+            close(out[first : first + count], expected[first : first + count])
+        first += count
+
+
+@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float32), (80, BFLOAT16)])
+def test_rotate_and_write(dim: int, dtype: torch.dtype, with_norms: bool) -> None:
+    """Queries and keys as the twins make them, and the cache as `write_kv` leaves it."""
+    heads, kv_heads, size, count = 3, 2, 8, 5
+    joined = torch.randn(count, heads + 2 * kv_heads, dim, device=DEVICE).to(dtype)
+    q, k, v = joined.split([heads, kv_heads, kv_heads], 1)
+    positions = torch.tensor([3, 0, 7, 1, 9], device=DEVICE)
+    angles = torch.randn(12, dim // 2, device=DEVICE)
+    cos, sin = angles.cos(), angles.sin()
+    weights = [torch.randn(dim, device=DEVICE).to(dtype) for _ in range(2)] if with_norms else []
+    slots = torch.tensor([5, 17, -1, 0, 23], device=DEVICE)
+    found = torch.zeros(2, 3, kv_heads, size, dim, dtype=dtype, device=DEVICE)
+    expected = found.clone()
+    out = rotate_and_write(q, k, v, found, slots, positions, cos, sin, *weights, eps=1e-6)
+    if with_norms:
+        q, k = rms_norm_twin(q, weights[0], 1e-6), rms_norm_twin(k, weights[1], 1e-6)
+    table = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+    close(out, rotate(q, *table))
+    used = slots >= 0
+    write_kv(expected, rotate(k, *table)[used], v[used], slots[used])
+    close(found, expected)
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(96, torch.float32), (257, BFLOAT16)])
+def test_rms_norm(dim: int, dtype: torch.dtype) -> None:
+    """Equal to the twin bit for bit, and the residual holds the sum."""
+    x = torch.randn(7, dim, device=DEVICE).to(dtype)
+    residual = torch.randn(7, dim, device=DEVICE).to(dtype)
+    weight = torch.randn(dim, device=DEVICE).to(dtype)
+    close(rms_norm(x, weight, 1e-5), rms_norm_twin(x, weight, 1e-5))
+    total = x + residual
+    close(rms_norm(x, weight, 1e-5, residual), rms_norm_twin(total, weight, 1e-5))
+    assert torch.equal(residual, total)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
+def test_silu_and_mul(dtype: torch.dtype) -> None:
+    """silu(gate) * up, with a width that no tile divides."""
+    x = torch.randn(3, 2 * 130, device=DEVICE).to(dtype)
+    gate, up = x.chunk(2, -1)
+    close(silu_and_mul(x), torch.nn.functional.silu(gate) * up)
+
+
+def test_gather_decode_and_append() -> None:
+    """The inputs of a decode step follow from the rows; padding touches nothing."""
+    size = 4
+    token_ids = torch.arange(60, dtype=torch.int32, device=DEVICE).view(5, 12).contiguous()
+    computed = torch.tensor([3, 0, 7, 5, 2], dtype=torch.int32, device=DEVICE)
+    tables = torch.arange(15, dtype=torch.int32, device=DEVICE).view(5, 3).contiguous() + 40
+    rows = torch.tensor([2, 0, -1, 4], dtype=torch.int32, device=DEVICE)
+    tokens, positions, slots = (torch.full((4,), 99, device=DEVICE) for _ in range(3))
+    lens = torch.full((4,), 99, dtype=torch.int32, device=DEVICE)
+    before = computed.clone()
+    gather_decode(rows, token_ids, computed, tables, size, tokens, positions, slots, lens)
+    assert positions.tolist() == [7, 3, 0, 2]
+    assert tokens.tolist() == [int(token_ids[2, 7]), int(token_ids[0, 3]), 0, int(token_ids[4, 2])]
+    assert slots.tolist() == [47 * size + 3, 40 * size + 3, -1, 52 * size + 2]
+    assert lens.tolist() == [8, 4, 0, 3]
+    assert (computed - before).tolist() == [1, 0, 1, 0, 1]
+
+    lengths = torch.tensor([4, 1, 8, 6, 3], dtype=torch.int32, device=DEVICE)
+    appends = torch.tensor([True, True, False, True, True], device=DEVICE)
+    chosen = torch.tensor([7, 8, 9], dtype=torch.int32, device=DEVICE)
+    rows = torch.tensor([2, 0, 4], dtype=torch.int32, device=DEVICE)
+    append_tokens(rows, chosen, token_ids, lengths, appends)
+    assert lengths.tolist() == [5, 1, 8, 6, 4]
+    assert int(token_ids[0, 4]) == 8 and int(token_ids[4, 3]) == 9
+    assert int(token_ids[2, 8]) == 2 * 12 + 8, "the host chooses for this row"
