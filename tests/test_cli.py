@@ -78,7 +78,7 @@ def test_help_lists_commands_and_benchmarks(capsys: pytest.CaptureFixture[str]) 
         (["generate", "x", "--n", "0"], "n must be from 1 to"),
         (["generate", "x", "--model", "./no/such/folder"], "./no/such/folder"),
         (["pull", "./no/such/folder"], "./no/such/folder"),
-        (["generate", "x", "--device", "cuda"], "device='cuda' is not supported yet"),
+        (["generate", "x", "--device", "cuda"], "device='cuda' was not found"),
         (["generate", "x", "-n", "2"], "unknown flag -n. Did you mean --n?"),
         (["generate", "x", "--chat-template", "t"], "--chat-template is of no use to"),
         (["generate", "x", "--max-tokens", "3", "y"], "unexpected argument 'y'"),

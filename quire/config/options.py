@@ -216,7 +216,7 @@ class DeviceOptions(_Checked):
 
     device: str = option(
         "auto",
-        "Where to run; the CPU is the only device supported yet.",
+        "Where to run. auto: the first CUDA GPU if there is one, else the CPU.",
         choices=("auto", "cpu", "cuda"),
         convert=_device,
     )
@@ -225,7 +225,7 @@ class DeviceOptions(_Checked):
     )
     attention_backend: str | None = option(
         None,
-        "Which attention kernel to use: cpu (C++) or torch (slow, for comparison).",
+        "Which attention kernel to use: triton (GPU), cpu (C++) or torch (slow, for comparison).",
         default_text="the fastest that can do the job",
     )
     enforce_eager: bool = option(False, "Run a GPU without CUDA graphs; a CPU has none.")

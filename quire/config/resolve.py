@@ -77,8 +77,9 @@ def cpu_cache_bytes(cache: CacheOptions, available_bytes: int, total_bytes: int)
 def _check_device(options: EngineOptions, device: DeviceInfo) -> None:
     if options.device.device not in ("auto", device.type):
         raise OptionError(
-            f"device={options.device.device!r} is not supported yet: this version runs models on "
-            f"{device.type!r} ({device.name}). Leave device unset."
+            f"device={options.device.device!r} was not found: torch offers only {device.type!r} "
+            f"({device.name}). Check the driver and that torch was installed with CUDA, or leave "
+            "device unset."
         )
     size = options.device.tensor_parallel_size
     if size > 1:

@@ -281,7 +281,7 @@ def test_context_length() -> None:
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported yet"),
         ({"quantization": "awq"}, "quantization='awq' is not supported yet"),
-        ({"device": "cuda"}, "device='cuda' is not supported yet"),
+        ({"device": "cuda"}, "device='cuda' was not found"),
         (
             {"enable_chunked_prefill": False, "max_num_batched_tokens": 64},
             "max_num_batched_tokens=64.*max_model_len=2048",
