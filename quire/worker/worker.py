@@ -35,7 +35,9 @@ class Worker:
         self.device = torch.device(device.type)
         dtype = getattr(torch, options.model.dtype)
         assert options.device.num_threads is not None
-        torch.set_num_threads(options.device.num_threads)
+        # Loading is many small operations: where other programs keep the cores busy, waiting for a
+        # second thread at each of them takes many times longer than one thread does.
+        torch.set_num_threads(1)
         spec = KVSpec(
             num_layers=model_config.num_layers,
             num_kv_heads=model_config.num_kv_heads,
@@ -60,6 +62,7 @@ class Worker:
             load_format=options.model.load_format,
             seed=options.model.seed,
         )
+        torch.set_num_threads(options.device.num_threads)
         cache_bytes = available_cache_bytes(options, model_config, model, backend, spec, device)
         self.max_model_len, self.num_blocks = self._size_cache(
             options, spec, cache_bytes, fits_max_model_len
