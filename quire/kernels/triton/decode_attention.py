@@ -170,6 +170,7 @@ def decode_attention(
     num_requests, (_, num_heads, head_dim) = len(tokens), q.shape
     num_kv_heads, block_size = kv_layer.shape[2], kv_layer.shape[3]
     group = num_heads // num_kv_heads
+    assert len(context_lens) == len(block_tables) == num_requests
     assert num_splits == 1 or num_requests * num_splits <= workspace.max_pieces
     padded = triton.next_power_of_2(head_dim)
     exact = q.dtype == torch.float32

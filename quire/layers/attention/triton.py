@@ -73,7 +73,8 @@ class TritonStep:
         self.decode: tuple[Tensor, Tensor, Tensor] | None = None
         self.tiles: tuple[Tensor, Tensor] | None = None
         if int(inputs.query_lens.max()) == 1:
-            self.decode = (inputs.query_start, inputs.context_lens, inputs.block_tables)
+            tokens = inputs.query_start[: len(inputs.context_lens)]
+            self.decode = (tokens, inputs.context_lens, inputs.block_tables)
         else:
             self._divide(inputs)
 
