@@ -28,3 +28,12 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
         return activation.silu_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias for x [tokens, inputs]."""
+    if x.is_cuda and x.shape[0] == 1 and x.is_contiguous():
+        from quire.kernels.triton import gemv
+
+        return gemv.gemv(x, weight, bias)
+    return F.linear(x, weight, bias)

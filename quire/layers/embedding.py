@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from quire.kernels import dispatch
 from quire.layers.parallel import Axis, Part, Placement, WeightedLayer, whole
 
 
@@ -66,5 +67,5 @@ class LMHead(WeightedLayer):
             self.weight = tied.weight
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.parallel.all_gather(F.linear(hidden, self.weight))
+        logits = self.parallel.all_gather(dispatch.linear(hidden, self.weight))
         return logits[:, : self.vocab_size]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
+from quire.kernels import dispatch
 from quire.layers.parallel import Axis, Placement, WeightedLayer
 
 
@@ -41,4 +41,4 @@ class Unquantized:
     def apply(
         self, layer: WeightedLayer, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        return F.linear(x, layer.get_parameter("weight"), bias)
+        return dispatch.linear(x, layer.get_parameter("weight"), bias)

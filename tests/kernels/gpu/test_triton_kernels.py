@@ -14,6 +14,7 @@ from quire.kernels.torch.heads import rms_norm as rms_norm_twin  # noqa: E402
 from quire.kernels.torch.heads import rotate  # noqa: E402
 from quire.kernels.triton.activation import silu_and_mul  # noqa: E402
 from quire.kernels.triton.decode_attention import DecodeWorkspace, decode_attention  # noqa: E402
+from quire.kernels.triton.gemv import gemv  # noqa: E402
 from quire.kernels.triton.norm import rms_norm  # noqa: E402
 from quire.kernels.triton.prefill_attention import prefill_attention  # noqa: E402
 from quire.kernels.triton.rotary_cache import rotate_and_write  # noqa: E402
@@ -231,3 +232,17 @@ def test_gather_decode_and_append() -> None:
     assert lengths.tolist() == [5, 1, 8, 6, 4]
     assert int(token_ids[0, 4]) == 8 and int(token_ids[4, 3]) == 9
     assert int(token_ids[2, 8]) == 2 * 12 + 8, "the host chooses for this row"
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "dtype"), [(7, 40, torch.float32), (33, 2100, BFLOAT16)]
+)
+def test_gemv(outputs: int, inputs: int, dtype: torch.dtype, with_bias: bool) -> None:
+    """A linear layer of one token, with sizes that no tile divides."""
+    x = torch.randn(1, inputs, device=DEVICE).to(dtype)
+    weight = torch.randn(outputs, inputs, device=DEVICE).to(dtype)
+    bias = torch.randn(outputs, device=DEVICE).to(dtype) if with_bias else None
+    wide = None if bias is None else bias.float()
+    expected = torch.nn.functional.linear(x.float(), weight.float(), wide)
+    close(gemv(x, weight, bias), expected)
