@@ -86,6 +86,7 @@ def _side(runs: Sequence[Run]) -> dict[str, Any]:
     first, seconds = runs[0], median([one.seconds for one in runs])
     return {
         "rounds_s": [one.seconds for one in runs],
+        "rounds_cpu_s": [one.cpu_s for one in runs],
         "seconds": seconds,
         "output_tokens_per_s": first.num_output_tokens / seconds,
         "waste": first.log.waste,

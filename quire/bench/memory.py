@@ -164,6 +164,7 @@ def _figures(
         systems["transformers"] = {
             **_memory(static.steps),
             "rounds_s": [seconds],
+            "rounds_cpu_s": [static.cpu_s],
             "seconds": seconds,
             "output_tokens_per_s": sum(map(len, static.tokens)) / seconds,
         }
@@ -185,6 +186,7 @@ def _side(runs: Sequence[Run], blocks_per_reservation: int) -> dict[str, Any]:
     return {
         **_memory(first.log.memory_steps(blocks_per_reservation)),
         "rounds_s": [one.seconds for one in runs],
+        "rounds_cpu_s": [one.cpu_s for one in runs],
         "seconds": seconds,
         "output_tokens_per_s": first.num_output_tokens / seconds,
         "max_unused_slots": first.log.max_unused_slots,

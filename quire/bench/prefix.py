@@ -83,6 +83,7 @@ def _side(runs: Sequence[Run]) -> dict[str, Any]:
     seconds = median([one.seconds for one in runs])
     return {
         "rounds_s": [one.seconds for one in runs],
+        "rounds_cpu_s": [one.cpu_s for one in runs],
         "seconds": seconds,
         "output_tokens_per_s": runs[0].num_output_tokens / seconds,
         "first_token_median_s": median(first_token_s),

@@ -30,6 +30,9 @@ class Run:
     """One pass of an engine over a list of requests, all of them there from the start."""
 
     seconds: float
+    cpu_s: float
+    """CPU time of the process, which other programs on the machine hardly change; with several
+    threads it counts their waiting for each other too."""
     num_input_tokens: int
     num_output_tokens: int
     num_cached_tokens: int
@@ -97,14 +100,15 @@ def measure(llm: LLM, requests: Sequence[BenchRequest]) -> Run:
     log = StepLog(core.scheduler)
     allocated, preemptions = pool.num_allocated_total, metrics.preemptions.value
     core.on_plan = log
-    started = time.perf_counter()
+    started, cpu_started = time.perf_counter(), time.process_time()
     outputs = _generate(llm, requests)
-    seconds = time.perf_counter() - started
+    seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
     core.on_plan = None
     tokens = [output.outputs[0].token_ids for output in outputs]
     times = [output.metrics for output in outputs if output.metrics is not None]
     return Run(
         seconds=seconds,
+        cpu_s=cpu_s,
         num_input_tokens=sum(len(request.token_ids) for request in requests),
         num_output_tokens=sum(map(len, tokens)),
         num_cached_tokens=sum(output.num_cached_tokens or 0 for output in outputs),

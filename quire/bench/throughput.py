@@ -73,6 +73,7 @@ def _figures(runs: list[Run], num_requests: int) -> dict[str, Any]:
     seconds = median([one.seconds for one in runs])
     return {
         "rounds_s": [one.seconds for one in runs],
+        "rounds_cpu_s": [one.cpu_s for one in runs],
         "seconds": seconds,
         "input_tokens": first.num_input_tokens,
         "output_tokens": first.num_output_tokens,

@@ -40,6 +40,7 @@ def resolve(options: EngineOptions, model: ModelConfig, device: DeviceInfo) -> R
     What stays None has no default to fill in (names, revisions, memory that must be measured).
     """
     notes: list[str] = []
+    check_options(options)
     _check_device(options, device)
     _check_quantization(options, model)
     fits = options.model.max_model_len == AUTO_LENGTH
@@ -81,21 +82,31 @@ def _check_device(options: EngineOptions, device: DeviceInfo) -> None:
             f"({device.name}). Check the driver and that torch was installed with CUDA, or leave "
             "device unset."
         )
+
+
+def check_options(options: EngineOptions) -> None:
+    """Refuse what can be refused before a model is looked for, and maybe downloaded."""
     size = options.device.tensor_parallel_size
     if size > 1:
         raise OptionError(
             f"tensor_parallel_size={size} is not supported yet: a model runs on one device. "
             "Set tensor_parallel_size=1; if the model is then too large, choose a smaller one."
         )
+    if options.model.quantization not in (None, "gguf"):
+        raise OptionError(_unsupported_quantization(options))
+
+
+def _unsupported_quantization(options: EngineOptions) -> str:
+    return (
+        f"quantization={options.model.quantization!r} is not supported yet. Leave it unset and use "
+        "an unquantised checkpoint or a GGUF file."
+    )
 
 
 def _check_quantization(options: EngineOptions, model: ModelConfig) -> None:
     wanted = options.model.quantization
     if wanted is not None and not (wanted == "gguf" and model.source.kind == "gguf"):
-        raise OptionError(
-            f"quantization={wanted!r} is not supported yet. Leave it unset and use an unquantised "
-            "checkpoint or a GGUF file."
-        )
+        raise OptionError(_unsupported_quantization(options))
     if model.quantization is not None:
         method = model.quantization.get("quant_method", "an unnamed method")
         raise OptionError(

@@ -12,7 +12,7 @@ from quire.metrics.engine import EngineMetrics, EngineStatistics
 from quire.metrics.instruments import Metric
 from quire.protocol.errors import EngineDeadError
 from quire.protocol.output import StepOutput
-from quire.protocol.plan import StepPlan
+from quire.protocol.plan import StepPlan, StepResult
 from quire.protocol.request import NewRequest
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
@@ -60,7 +60,7 @@ class EngineCore:
 
     def abort(self, request_id: str, reason: str = "abort", key: int | None = None) -> None:
         """End a request, or one sequence of it. Unknown ones are ignored: ends and aborts cross."""
-        self.scheduler.abort(request_id, reason, key)
+        self.scheduler.abort(request_id, reason, key, now=self.clock())
 
     def take_ended(self) -> StepOutput:
         """Terminal outputs that wait for no step (aborts without tokens in flight)."""
@@ -68,60 +68,71 @@ class EngineCore:
 
     def step(self) -> StepOutput:
         """Schedule, execute, apply. Results come `max_steps_in_flight - 1` steps later."""
-        started = time.perf_counter()
-        plan = self.scheduler.schedule(self.clock())
-        host_s = time.perf_counter() - started
-        if self.on_plan is not None and plan is not None:
-            self.on_plan(plan)
         output = StepOutput()
         try:
+            started = time.perf_counter()
+            plan = self.scheduler.schedule(self.clock())
+            host_s = time.perf_counter() - started
+            if self.on_plan is not None and plan is not None:
+                self.on_plan(plan)
+            done = self._execute(plan)
+            started = time.perf_counter()
+            if done is not None:
+                output = self.scheduler.apply(*done, self.clock())
+                self._num_failures = 0
             if plan is not None:
-                self._launch(plan)
-            if self._in_flight and (plan is None or self._is_full):
-                output, apply_s = self._complete()
-                host_s += apply_s
-        except BaseException as error:
-            oldest = self._in_flight[0][0] if self._in_flight else plan
-            assert oldest is not None
-            self._recover(oldest.step, error)
-            if not isinstance(error, Exception):
-                raise  # an interrupt: the engine stays usable, its caller decides
+                self.metrics.step_host.observe(host_s + time.perf_counter() - started)
+            if not self.has_work:
+                self.scheduler.check_books()
+        except Exception as error:
+            # Planning or applying broke off half-way: the books can no longer be trusted.
+            self._die(f"the engine's bookkeeping failed: {error!r}", error)
         output.finished.extend(self.scheduler.take_ended())
-        if plan is not None:
-            self.metrics.step_host.observe(host_s)
-        if not self.has_work:
-            self.scheduler.check_books()
         return output
+
+    def _execute(self, plan: StepPlan | None) -> tuple[StepPlan, StepResult] | None:
+        """Launch a step and, once enough are in flight, wait for the oldest one's result."""
+        try:
+            if plan is not None:
+                self.executor.execute(plan)
+                self._in_flight.append((plan, self.executor.sample(plan.step)))
+            if not self._in_flight or (plan is not None and not self._is_full):
+                return None
+            oldest, pending = self._in_flight[0]
+            result = pending.result()
+            self._in_flight.popleft()
+            return oldest, result
+        except BaseException as error:
+            failed = self._in_flight[0][0] if self._in_flight else plan
+            assert failed is not None
+            self._recover(failed.step, error)
+            if not isinstance(error, Exception):
+                raise
+            return None
 
     @property
     def _is_full(self) -> bool:
         return len(self._in_flight) >= self.max_steps_in_flight
-
-    def _launch(self, plan: StepPlan) -> None:
-        self.executor.execute(plan)
-        self._in_flight.append((plan, self.executor.sample(plan.step)))
-
-    def _complete(self) -> tuple[StepOutput, float]:
-        """Wait for the oldest step and take its result in; also says how long the latter took."""
-        plan, pending = self._in_flight[0]
-        result = pending.result()
-        self._in_flight.popleft()
-        started = time.perf_counter()
-        output = self.scheduler.apply(plan, result, self.clock())
-        self._num_failures = 0
-        return output, time.perf_counter() - started
 
     def _recover(self, failed_step: int, error: BaseException) -> None:
         """A step failed: start its requests over, or give up if steps keep failing."""
         self._in_flight.clear()
         self.scheduler.recover(failed_step)
         if not isinstance(error, Exception):
-            return
+            return  # an interrupt says nothing about the step
         self._num_failures += 1
         logger.error("step %d failed: %s", failed_step, error, exc_info=error)
         if self._num_failures >= MAX_CONSECUTIVE_FAILURES:
-            self.death = f"{self._num_failures} steps in a row failed, the last with: {error}"
-            self.scheduler.fail_all(self.death)
+            count = self._num_failures
+            self._die(f"{count} steps in a row failed, the last with: {error}", error)
+
+    def _die(self, reason: str, error: BaseException) -> None:
+        """Stop for good: everything that is open ends with an error."""
+        if self.death is None:
+            logger.error("the engine stops: %s", reason, exc_info=error)
+            self.death = reason
+        self._in_flight.clear()
+        self.scheduler.fail_all(self.death)
 
     def read_metrics(self) -> list[Metric]:
         scheduler, metrics = self.scheduler, self.metrics
@@ -135,8 +146,8 @@ class EngineCore:
         return self.metrics.statistics(limits.num_blocks, limits.block_size)
 
     def shutdown(self) -> None:
-        """End what is left and free the workers."""
-        self.death = "it was shut down"
+        """End what is left and free the workers; harmless if called again."""
+        self.death = self.death or "it was shut down"
         self.scheduler.fail_all(self.death)
         self._in_flight.clear()
         self.executor.shutdown()

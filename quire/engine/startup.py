@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from quire.config.model import ModelConfig, load_model_config
 from quire.config.options import EngineOptions
-from quire.config.resolve import resolve
+from quire.config.resolve import check_options, resolve
 from quire.engine.core import EngineCore
 from quire.scheduler.limits import SchedulerLimits
 
@@ -26,6 +26,7 @@ class Engine:
 
 def start_engine(options: EngineOptions) -> Engine:
     started = time.perf_counter()
+    check_options(options)
     model = load_model_config(
         options.model.model,
         revision=options.model.revision,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -101,7 +102,7 @@ class AsyncLLM:
     async def _submit(
         self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, priority: int
     ) -> OpenRequest:
-        self._loop = asyncio.get_running_loop()
+        self._bind_loop()
         params = params or self._session.default_params
         key = self._session.take_keys(params.n)
         name = request_id or f"quire-{key}"
@@ -125,17 +126,35 @@ class AsyncLLM:
             raise
         return request
 
+    def _bind_loop(self) -> None:
+        """Outputs go to the event loop of the callers; there can be one at a time."""
+        loop, previous = asyncio.get_running_loop(), self._loop
+        if (
+            previous is not None
+            and previous is not loop
+            and not previous.is_closed()
+            and self._open
+        ):
+            raise RequestError(
+                "AsyncLLM serves one event loop at a time, and another one has open requests; "
+                "use one loop, or an AsyncLLM for each."
+            )
+        self._loop = loop
+
     async def _call(self, function: Any) -> Any:
         return await asyncio.wrap_future(self._client.call(function))
 
     def _deliver(self, output: StepOutput) -> None:
         """Called on the engine's thread: pass the output on to the event loop."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._receive, output)
+        self._on_loop(self._receive, output)
 
     def _deliver_death(self, reason: str) -> None:
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._fail_all, reason)
+        self._on_loop(self._fail_all, reason)
+
+    def _on_loop(self, function: Callable[..., None], argument: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(function, argument)
 
     def _fail_all(self, reason: str) -> None:
         for request in self._open.values():

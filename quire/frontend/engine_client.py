@@ -45,6 +45,8 @@ class ThreadEngineClient:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # the caller has gone; what it asked for is not done
             try:
                 future.set_result(function(self._core))
             except BaseException as error:
@@ -80,14 +82,14 @@ class ThreadEngineClient:
                 if stopping:
                     self._core.shutdown()
                 output = self._core.take_ended() if stopping else self._core.step()
+                if not output.empty:
+                    self._on_output(output)
             except Exception as error:
                 logger.exception("the engine loop failed")
                 self._core.death = f"the engine loop failed: {error}"
                 self._on_death(self._core.death)
                 self._refuse_calls()
                 return
-            if not output.empty:
-                self._on_output(output)
             if stopping:
                 return
 

@@ -150,8 +150,8 @@ def _token_array(ids: Any) -> Int32Array:
 class naming_index:
     """Prefixes a `RequestError` raised inside with the index of the prompt it is about."""
 
-    def __init__(self, index: int, total: int | None = None) -> None:
-        self.index, self.total = index, total
+    def __init__(self, index: int) -> None:
+        self.index = index
 
     def __enter__(self) -> None:
         return None
@@ -240,7 +240,9 @@ class InputProcessor:
         ):
             self._check_ids(name, getattr(params, name) or ())
         self._check_ids("logit_bias", params.logit_bias or ())
+        self._check_ids("stop_token_ids", params.stop_token_ids or ())
         prepared = copy.copy(params)
+        prepared.top_k = 0 if params.top_k >= self.vocab_size else params.top_k
         prepared.logprobs = self._logprob_count("logprobs", params.logprobs)
         prepared.prompt_logprobs = self._logprob_count("prompt_logprobs", params.prompt_logprobs)
         needs_text = "stop" if params.stop else "bad_words" if params.bad_words else None
@@ -299,6 +301,13 @@ class InputProcessor:
     ) -> NewRequest:
         """A request from a checked prompt and prepared parameters."""
         assert prompt.token_ids is not None
+        room = self.max_model_len - len(prompt.token_ids)
+        if params.min_tokens > room:
+            raise RequestError(
+                f"min_tokens={params.min_tokens} is more than the {room} tokens that "
+                f"max_model_len={self.max_model_len} leaves after a prompt of "
+                f"{len(prompt.token_ids)}. Lower min_tokens or shorten the prompt."
+            )
         return NewRequest(
             key=key,
             request_id=request_id,

@@ -13,6 +13,7 @@ from quire.frontend.inputs import (
     naming_index,
     parse_prompts,
 )
+from quire.frontend.interrupts import deferred_interrupts
 from quire.frontend.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from quire.frontend.progress import ProgressBar
 from quire.frontend.session import Session
@@ -201,9 +202,8 @@ class LLM:
 
     def shutdown(self) -> None:
         """Free weights and KV cache. The object cannot be used afterwards."""
-        if self._core.death is None:
-            self._core.shutdown()
-            gc.collect()
+        self._core.shutdown()
+        gc.collect()
 
     def __enter__(self) -> LLM:
         return self
@@ -256,10 +256,15 @@ class LLM:
                 )
                 self._core.check(new)
             news.append(new)
-        requests = []
-        for new, prompt in zip(news, prompts, strict=True):
-            self._core.add(new)
-            requests.append(self._collector.open(new, prompt.text, kind))
+        requests: list[OpenRequest] = []
+        try:
+            with deferred_interrupts():
+                for new, prompt in zip(news, prompts, strict=True):
+                    self._core.add(new)
+                    requests.append(self._collector.open(new, prompt.text, kind))
+        except BaseException:
+            self._forget(requests)
+            raise
         return requests
 
     def _params_per_prompt(self, params: Params, count: int) -> list[SamplingParams]:
@@ -325,7 +330,8 @@ class LLM:
 
     def _step(self) -> list[OpenRequest]:
         """One engine step; returns the requests it changed."""
-        return self._take_in(self._core.step())
+        with deferred_interrupts():
+            return self._take_in(self._core.step())
 
     def _take_in(self, output: StepOutput) -> list[OpenRequest]:
         """Pass a step's output on to open requests; returns those it changed."""
@@ -351,8 +357,9 @@ class LLM:
             for new in news:
                 self._core.add(new)
             while open_ids:
-                output = self._core.step()
-                self._take_in(output)
+                with deferred_interrupts():
+                    output = self._core.step()
+                    self._take_in(output)
                 for sequence in output.finished:
                     if open_ids.pop(sequence.key, None) is not None:
                         ended[sequence.key] = sequence

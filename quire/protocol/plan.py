@@ -10,7 +10,6 @@ parent's row), append known tokens, write block-table entries, copy blocks, comp
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,4 +110,3 @@ class StepResult:
     tokens: Int32Array
     logprobs: LogprobArrays | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    info: dict[str, Any] = field(default_factory=dict)

@@ -6,7 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -17,6 +17,7 @@ MIN_TEMPERATURE = 1e-2
 MAX_N = 16384
 MAX_BAD_WORDS = 128
 MAX_LOGPROB_TOKEN_IDS = 128
+MAX_LENGTH_PENALTY = 10.0  # a length to a higher power leaves the range of floats
 
 # Fields of vLLM's class that would change results if ignored; refused until they exist.
 UNSUPPORTED_FIELDS = (
@@ -298,15 +299,6 @@ class SamplingParams:
     def clone(self) -> SamplingParams:
         return copy.deepcopy(self)
 
-    @classmethod
-    def from_optional(cls, **kwargs: Any) -> SamplingParams:
-        """Build from keyword arguments where None means "the default"."""
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(kwargs) - known)
-        if unknown:
-            raise RequestError(f"unknown sampling parameter {unknown[0]!r}.")
-        return cls(**{k: v for k, v in kwargs.items() if v is not None})
-
 
 @dataclass
 class BeamSearchParams:
@@ -328,5 +320,8 @@ class BeamSearchParams:
         self.temperature = _number("temperature", self.temperature)
         _require(0.0 <= self.temperature <= 2.0, "temperature", "in [0, 2]", self.temperature)
         self.length_penalty = _number("length_penalty", self.length_penalty)
+        rule = f"in [-{MAX_LENGTH_PENALTY:g}, {MAX_LENGTH_PENALTY:g}]"
+        fits = abs(self.length_penalty) <= MAX_LENGTH_PENALTY
+        _require(fits, "length_penalty", rule, self.length_penalty)
         if self.structured_outputs is not None:
             raise RequestError("structured_outputs is not supported yet; leave it unset.")

@@ -52,10 +52,10 @@ class KVBlocks:
         return match, -1
 
     def _skips_cache(self, request: Request) -> bool:
+        """Prompt logprobs need every prompt token computed, by the first sequence of a prompt."""
         params = request.params
-        if params.skip_reading_prefix_cache is not None:
-            return params.skip_reading_prefix_cache
-        return params.wants_prompt_logprobs and request.parent is None
+        scores_prompt = params.wants_prompt_logprobs and request.parent is None
+        return scores_prompt or bool(params.skip_reading_prefix_cache)
 
     def room_for(self, match: PrefixMatch, num_tokens: int, running: Int32Array) -> bool:
         """Whether a whole request fits beside what running ones still need for their tokens."""

@@ -25,7 +25,7 @@ def chain_root(*parts: str) -> bytes:
     """Root of a hash chain. Every part that changes the KV of equal tokens belongs here."""
     digest = blake2b(digest_size=HASH_BYTES)
     for part in parts:
-        data = part.encode()
+        data = part.encode(errors="surrogatepass")
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.digest()
 

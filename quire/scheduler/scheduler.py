@@ -19,6 +19,7 @@ from quire.protocol.seeds import random_seed
 from quire.scheduler.beams import BeamGroup, report_candidates
 from quire.scheduler.books import check_books
 from quire.scheduler.draft import PlanDraft
+from quire.scheduler.failure import fail_all, recover
 from quire.scheduler.kv_blocks import KVBlocks
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy import rank_function
@@ -43,7 +44,7 @@ class Scheduler:
         self._rank = rank_function(limits.policy)
         self._ranked: Int32Array | None = None
         self._draining: set[Request] = set()
-        self._ended: list[FinishedSequence] = []
+        self.ended: list[FinishedSequence] = []
         # Changes since the last plan that the next one will carry:
         self._freed_rows: list[int] = []
         self._appends: list[tuple[int, int]] = []
@@ -84,26 +85,29 @@ class Scheduler:
         self.waiting.push(leader)
         self.metrics.prompt_tokens.add(leader.num_prompt)
 
-    def abort(self, request_id: str, reason: str = "abort", key: int | None = None) -> None:
+    def abort(
+        self, request_id: str, reason: str = "abort", key: int | None = None, now: float = 0.0
+    ) -> None:
         """End the sequences of a request, or the one named by `key`; those with tokens in flight
         end once these are applied."""
         for request in list(self.requests.get(request_id, ())):
             if key is not None and request.key != key:
                 continue
             self.waiting.remove(request)
-            if request.group is not None or request.row < 0:
-                self._end(request, reason)
-            elif request.status is Status.DRAINING:
+            draining = request.status is Status.DRAINING
+            if request.group is None and (draining or self._has_tokens_in_flight(request)):
                 request.finish_reason = reason
-            elif self.columns.in_flight[request.row]:
-                request.finish_reason = reason
-                self._drain(request)
+                if not draining:
+                    self._drain(request)
             else:
-                self._end(request, reason)
+                self.end(request, reason, now)
+
+    def _has_tokens_in_flight(self, request: Request) -> bool:
+        return request.row >= 0 and bool(self.columns.in_flight[request.row])
 
     def take_ended(self) -> list[FinishedSequence]:
         """Terminal outputs that no `apply` has reported yet (aborts, failures)."""
-        ended, self._ended = self._ended, []
+        ended, self.ended = self.ended, []
         return ended
 
     # --- planning a step ------------------------------------------------------------------------
@@ -193,7 +197,7 @@ class Scheduler:
         if self.columns.in_flight[row]:
             self._drain(request)
         else:
-            self._requeue(request)
+            self.requeue(request)
 
     # --- admission ------------------------------------------------------------------------------
 
@@ -260,9 +264,9 @@ class Scheduler:
         self._append(rows[by_sampler], result.tokens[samples[by_sampler]], now)
         for request in [r for r in self._draining if c.in_flight[r.row] == 0]:
             if request.finish_reason is not None:
-                self._end(request, request.finish_reason, now)
+                self.end(request, request.finish_reason, now)
             else:
-                self._requeue(request)
+                self.requeue(request)
         output.finished = self.take_ended()
         return output
 
@@ -280,7 +284,7 @@ class Scheduler:
         stops = (c.stop_ids[rows] == tokens[:, None]).any(axis=1) & (at + 1 >= c.min_total[rows])
         ends = stops | (at + 1 >= c.max_total[rows])
         for row, by_stop in zip(rows[ends], stops[ends], strict=True):
-            self._end(self._at(row), "stop" if by_stop else "length", now)
+            self.end(self._at(row), "stop" if by_stop else "length", now)
 
     def append_token(self, request: Request, token: int) -> None:
         """Append a token that the host chose."""
@@ -304,7 +308,7 @@ class Scheduler:
         request.status = Status.DRAINING
         self._draining.add(request)
 
-    def _requeue(self, request: Request) -> None:
+    def requeue(self, request: Request) -> None:
         self._release_row(request)
         request.status = Status.WAITING
         if request.group is None or request.group.awaits(request):
@@ -332,7 +336,7 @@ class Scheduler:
             self._release_row(request)
         request.status = Status.FINISHED
 
-    def _end(self, request: Request, reason: str, now: float = 0.0, error: str = "") -> None:
+    def end(self, request: Request, reason: str, now: float = 0.0, error: str = "") -> None:
         """Free everything a sequence has and give it its one terminal output."""
         if request.group is not None:
             request.group.end(self, reason, error)
@@ -371,30 +375,17 @@ class Scheduler:
             first_token_time=request.first_token_time,
             finished_time=now,
         )
-        self._ended.append(ended)
+        self.ended.append(ended)
         self.metrics.finished(ended)
         return ended
 
     # --- failure, maintenance -------------------------------------------------------------------
 
     def recover(self, failed_step: int) -> None:
-        """After a failed step nothing from it on is computed: every running request starts over
-        from its known tokens, and draws the same random numbers again."""
-        self.kv.cache.withdraw(failed_step)
-        self.num_steps_in_flight = 0
-        for request in [r for r in self.by_row if r is not None]:
-            # Nothing of a row whose last step is lost may be published on release.
-            self.columns.num_computed[request.row] = 0
-            if request.finish_reason is not None:
-                self._end(request, request.finish_reason)
-            else:
-                self._requeue(request)
+        recover(self, failed_step)
 
     def fail_all(self, error: str) -> None:
-        """End everything with an error: the engine is dead."""
-        for request in [r for sequences in self.requests.values() for r in sequences]:
-            self.waiting.remove(request)
-            self._end(request, "error", error=error)
+        fail_all(self, error)
 
     def reset_prefix_cache(self) -> None:
         self.kv.cache.reset()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import torch
 
@@ -104,13 +106,13 @@ def count_blocks(spec: KVSpec, cache_bytes: int, max_model_len: int, max_num_seq
     num_blocks = min(cache_bytes // spec.bytes_per_block, per_request * max_num_seqs)
     if num_blocks < per_request:
         fits = num_blocks * spec.block_size
+        shorter = f"Lower max_model_len to at most {fits}, or " if fits else "To run it at all, "
         raise OptionError(
             f"the KV cache is too small for one request: max_model_len={max_model_len} needs "
             f"{per_request} blocks of {spec.block_size} tokens "
             f"({per_request * spec.bytes_per_block / MIB:.1f} MiB), but "
-            f"{cache_bytes / MIB:.1f} MiB hold {num_blocks} blocks ({fits} tokens). Lower "
-            f"max_model_len to at most {fits}, or raise kv_cache_memory_bytes or "
-            "gpu_memory_utilization."
+            f"{cache_bytes / MIB:.1f} MiB hold {num_blocks} blocks ({fits} tokens). "
+            f"{shorter}raise kv_cache_memory_bytes or gpu_memory_utilization."
         )
     return num_blocks
 
@@ -123,3 +125,12 @@ def describe_cache(spec: KVSpec, num_blocks: int, max_model_len: int) -> str:
         f"({num_blocks * spec.bytes_per_block / MIB:,.0f} MiB), "
         f"{tokens / max_model_len:.1f} requests at once at max_model_len={max_model_len}"
     )
+
+
+def return_free_memory() -> None:
+    """Hand freed memory back to the system; the C library would keep most of it for later."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+    if trim is not None:
+        trim(0)

@@ -6,9 +6,11 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from random import Random
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+import pytest
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import quire.engine.core as engine_module
@@ -169,6 +171,7 @@ def drive(core: EngineCore, work: list[Job]) -> dict[int, FinishedSequence]:
                 core.abort(f"r{i}")
         output = core.step()
         core.scheduler.check_books()
+        check_steps_in_flight(core)
         for key, token in zip(output.keys.tolist(), output.tokens.tolist(), strict=True):
             assert key not in ended, "no token after the end"
             streamed.setdefault(key, []).append(token)
@@ -184,6 +187,16 @@ def drive(core: EngineCore, work: list[Job]) -> dict[int, FinishedSequence]:
     assert core.death is None
     assert core.scheduler.kv.pool.num_used == 0
     return ended
+
+
+def check_steps_in_flight(core: EngineCore) -> None:
+    """The host knows for each row how many steps that include it have not reported yet."""
+    columns = core.scheduler.columns
+    counts = np.zeros_like(columns.in_flight)
+    for plan, _ in core._in_flight:
+        counts[plan.rows[columns.epoch[plan.rows] == plan.epochs]] += 1
+    held = [row for row, request in enumerate(core.scheduler.by_row) if request is not None]
+    assert columns.in_flight[held].tolist() == counts[held].tolist()
 
 
 def reference_tokens(prompt: tuple[int, ...], max_tokens: int, seed: int) -> list[int]:
@@ -213,15 +226,8 @@ def reference_beams(prompt: tuple[int, ...], width: int, max_tokens: int) -> lis
     return [tokens[len(prompt) :] for _, tokens in best]
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(engine_settings(), st.lists(jobs(), min_size=1, max_size=9))
-def test_outputs_do_not_depend_on_scheduling(setting: Setting, work: list[Job]) -> None:
-    """Every request ends once, with the tokens it would get alone, whatever runs beside it.
-
-    Turns red if a block is leaked, shared wrongly, read before it is written or after it was
-    reused, if a token is lost or doubled by preemption, overlap or a failed step, or if a request
-    starves. The reference knows nothing of blocks, caching or preemption.
-    """
+def check_outputs(setting: Setting, work: list[Job]) -> None:
+    """Run the work and compare every output with what its request would get alone."""
     ended = run(setting, work)
     for i, job in enumerate(work):
         for child in range(job.n):
@@ -242,3 +248,81 @@ def test_outputs_do_not_depend_on_scheduling(setting: Setting, work: list[Job]) 
                 stopped = expected[-1] == EOS
                 assert sequence.finish_reason == ("stop" if stopped else "length")
     assert not ended
+
+
+# A beam and its fork, both preempted, come back with one plan: the fork must not take over blocks
+# that the same plan fills by copying.
+RETURNING_TOGETHER = (
+    Setting(
+        block_size=8,
+        spare_blocks=2,
+        max_num_seqs=5,
+        budget=8,
+        steps_in_flight=2,
+        policy="priority",
+        caching=False,
+        threshold=0,
+        failing=frozenset(),
+    ),
+    [
+        Job((3, 1, 4), 6, 1, 0, 0, None, 3, False),
+        Job((3, 2, 3, 4, 3), 13, 3, -1, 9, None, 0, False),
+        Job((3, 1, 4, 3, 1, 2, 1), 12, 2, -1, 4, None, 0, False),
+        Job((4, 4, 4, 2, 4, 2, 1, 4, 2, 1, 3), 9, 2, -1, 9, None, 0, False),
+        Job((1, 4, 2, 1, 4, 3, 3, 4), 7, 2, -1, 8, None, 0, False),
+    ],
+)
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@example(*RETURNING_TOGETHER)
+@given(engine_settings(), st.lists(jobs(), min_size=1, max_size=9))
+def test_outputs_do_not_depend_on_scheduling(setting: Setting, work: list[Job]) -> None:
+    """Every request ends once, with the tokens it would get alone, whatever runs beside it.
+
+    Turns red if a block is leaked, shared wrongly, read before it is written or after it was
+    reused, if a token is lost or doubled by preemption, overlap or a failed step, or if a request
+    starves. The reference knows nothing of blocks, caching or preemption.
+    """
+    check_outputs(setting, work)
+
+
+def crowd(random: Random) -> tuple[Setting, list[Job]]:
+    """Many forks and beams in a pool for one of them, which hypothesis comes upon too rarely."""
+    setting = Setting(
+        block_size=random.choice([4, 8]),
+        spare_blocks=random.randint(0, 5),
+        max_num_seqs=random.randint(3, 9),
+        budget=random.choice([3, 6, 8, 20, 40]),
+        steps_in_flight=random.choice([1, 2, 4]),
+        policy=random.choice(["fcfs", "priority"]),
+        caching=random.random() < 0.5,
+        threshold=random.choice([0, 0, 5]),
+        failing=frozenset(random.sample(range(25), random.choice([0, 1, 2]))),
+    )
+    work = []
+    for _ in range(random.randint(2, 6)):
+        kind = random.choice(["plain", "forked", "forked", "beams", "beams"])
+        prefix = random.choice([(), (1, 2, 3), (1, 2, 3, 4, 5, 6, 7, 8, 9), (5,) * 13])
+        rest = [random.randint(1, 4) for _ in range(random.randint(0, 14))]
+        work.append(
+            Job(
+                prompt=(*prefix, *rest)[:24] or (1,),
+                max_tokens=random.randint(1, 14),
+                n=random.randint(2, 4) if kind == "forked" else 1,
+                priority=random.randint(-2, 2),
+                arrives=random.randint(0, 12),
+                aborts=random.choice([None, None, None, random.randint(0, 25)]),
+                beam_width=random.randint(2, 3) if kind == "beams" else 0,
+                streams=random.random() < 0.5,
+            )
+        )
+    return setting, work
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_crowds(seed: int) -> None:
+    """The same property where nearly every step preempts, forks or copies."""
+    random = Random(seed)
+    for _ in range(40):
+        check_outputs(*crowd(random))

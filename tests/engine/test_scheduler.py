@@ -54,6 +54,34 @@ def test_the_last_in_rank_is_preempted(policy: str, first: int, steps_in_flight:
     assert sum(added.seed == keys[first] for added in again) == 1, "it kept its row"
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_among_equals_the_last_to_arrive_is_preempted(policy: str) -> None:
+    """Whatever rows they have: the late one has the row that the first one left."""
+    engine = Engine(13, policy=policy, enable_prefix_caching=False)
+    engine.add([1, 2], max_tokens=1)
+    early = engine.add(numbers(20), max_tokens=20)
+    engine.step()
+    late = engine.add(numbers(20, start=1), max_tokens=20)
+    engine.step()
+    rows = engine.core.scheduler.requests
+    assert rows[f"r{late}"][0].row < rows[f"r{early}"][0].row
+    engine.finish()
+    assert engine.core.statistics().num_preemptions == 1
+    assert engine.order[-2:] == [early, late]
+
+
+def test_blocks_that_a_running_prompt_will_need_are_not_given_away() -> None:
+    """A prompt in mid-prefill has 6 blocks to come; the 8 free ones have no room for 3 more."""
+    engine = Engine(10, long_prefill_token_threshold=8)
+    engine.add(numbers(32), max_tokens=1)
+    engine.step()
+    engine.add(numbers(9, start=1), max_tokens=3)
+    engine.step(3)
+    assert [len(plan.added_rows) for plan in engine.plans] == [1, 0, 0, 0]
+    engine.finish()
+    assert engine.core.statistics().num_preemptions == 0
+
+
 def test_running_requests_go_on_beside_a_long_prompt() -> None:
     """A long prompt is spread over steps, and each of these also generates for the others."""
     engine = Engine(max_num_batched_tokens=10)
@@ -146,6 +174,36 @@ def test_a_leader_that_is_aborted_takes_followers_along() -> None:
     engine.core.abort(f"r{key}")
     engine.finish()
     assert [s.finish_reason for s in engine.ended.values()] == ["abort"] * 3
+
+
+def test_a_follower_that_is_stopped_before_it_starts_stays_stopped() -> None:
+    engine = Engine(max_num_batched_tokens=4)
+    key = engine.add(numbers(20), n=3)
+    engine.step(2)
+    engine.core.abort(f"r{key}", "stop", key + 1)
+    engine.finish()
+    reasons = [engine.ended[key + i].finish_reason for i in range(3)]
+    assert reasons == ["length", "stop", "length"]
+
+
+def test_stop_tokens_do_not_outlive_their_request() -> None:
+    """A row forgets them when the next request takes it."""
+    engine = Engine(max_num_seqs=1)
+    first = engine.add(numbers(7), max_tokens=6)
+    engine.finish()
+    made = engine.ended[first].token_ids.tolist()
+    params = SamplingParams(max_tokens=1, stop_token_ids=sorted(set(made)))
+    request = NewRequest(50, "stops", np.array([1], np.int32), params, arrival_time=0.0)
+    engine.core.add(request)
+    while engine.core.has_work:
+        engine.core.step()
+    again = NewRequest(
+        60, "again", engine.requests[first].prompt_token_ids, engine.requests[first].params, 0.0
+    )
+    engine.core.add(again)
+    while engine.core.has_work:
+        engine.step()
+    assert engine.ended[60].token_ids.tolist() == made
 
 
 def test_stop_tokens_count_only_after_min_tokens() -> None:

@@ -19,7 +19,7 @@ from quire.protocol.seeds import derive_seed
 from tests.decoding import reference
 from tests.frontend.conftest import Tiny
 from tests.frontend.tokenizer_samples import write_json
-from tests.models.reference import random_tokens, reference_logits
+from tests.models.reference import VOCAB, random_tokens, reference_logits
 from tests.tiny import END_ID, MAX_LEN, ascii_tokenizer, text_ids, tiny_llm
 
 PROMPT = text_ids("The quick brown fox jumps over the lazy dog.")
@@ -99,8 +99,12 @@ def test_every_parameter_does_what_the_reference_does(
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"max_num_batched_tokens": 24, "max_steps_in_flight": 2, "block_size": 4}],
-    ids=["one step", "chunks and overlap"],
+    [
+        {},
+        {"max_num_batched_tokens": 24, "max_steps_in_flight": 2, "block_size": 4},
+        {"num_gpu_blocks_override": 50, "block_size": 4, "max_steps_in_flight": 2},
+    ],
+    ids=["one step", "chunks and overlap", "preemption"],
 )
 def test_a_batch_changes_nobodys_tokens(
     tiny: Tiny, expected: dict[str, list[int]], options: dict[str, Any]
@@ -122,6 +126,8 @@ def test_a_batch_changes_nobodys_tokens(
         for i in range(len(names), 32):
             alone = generate(llm, [prompts[i]], wanted[i])
             assert alone[0].outputs[0].token_ids == outputs[i].outputs[0].token_ids
+        preempts = "num_gpu_blocks_override" in options
+        assert (llm.statistics().num_preemptions > 0) == preempts
 
 
 def test_seeds_decide_and_nothing_else(llm: LLM) -> None:
@@ -226,6 +232,38 @@ def test_the_context_ends_a_request(llm: LLM) -> None:
         assert output.outputs[0].finish_reason == "length"
     (last,) = generate(llm, [random_tokens(MAX_LEN - 1)], params(ignore_eos=True))
     assert len(last.outputs[0].token_ids) == 1
+
+
+EXTREMES: list[dict[str, Any]] = [
+    {"seed": 2**70},
+    {"seed": -5},
+    {"max_tokens": 2**70},
+    {"top_k": 2**40},
+    {"top_p": 1e-300},
+    {"min_p": 1e-300},
+    {"min_p": 1.0},
+    {"repetition_penalty": 1e-45},
+    {"allowed_token_ids": [END_ID], "min_tokens": 3},
+    {"allowed_token_ids": [END_ID], "min_tokens": 3, "top_p": 0.5},
+    {"allowed_token_ids": [END_ID], "min_tokens": 3, "temperature": 0.0},
+    {"stop_token_ids": list(range(VOCAB)), "min_tokens": 3},
+    {"stop": ["a" * 100_000, "\ud800"]},
+    {"logit_bias": dict.fromkeys(range(VOCAB), -100)},
+    {"stream_interval": 2**70},
+    {"prompt_logprobs": 1, "prompt_logprob_start": 2**70},
+    {"n": 300, "max_tokens": 2},
+]
+
+
+def test_extreme_values_harm_nobody(llm: LLM, expected: dict[str, list[int]]) -> None:
+    """Each request ends, and the ones beside it get their tokens."""
+    wanted = [params(**values) for values in EXTREMES]
+    neighbour = params(temperature=0.0)
+    outputs = generate(llm, [PROMPT] * (2 * len(wanted)), [*wanted, *[neighbour] * len(wanted)])
+    for values, output in zip(EXTREMES, outputs, strict=False):
+        assert output.finished and output.outputs[0].token_ids, values
+    for output in outputs[len(wanted) :]:
+        assert output.outputs[0].token_ids == expected["greedy"]
 
 
 # --- defaults and priorities ----------------------------------------------------------------------

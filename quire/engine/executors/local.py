@@ -8,6 +8,7 @@ from quire.config.options import EngineOptions
 from quire.engine.executors.base import PendingResult, TokenMasks
 from quire.protocol.plan import StepPlan
 from quire.worker.device import detect_device
+from quire.worker.memory import return_free_memory
 from quire.worker.worker import Worker
 
 
@@ -42,4 +43,6 @@ class LocalExecutor:
 
     def shutdown(self) -> None:
         """Free weights and KV cache."""
-        self._worker = None
+        if self._worker is not None:
+            self._worker = None
+            return_free_memory()
