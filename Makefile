@@ -25,8 +25,9 @@ help:
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
 
+# Two processes of one thread each: threads that wait for each other are slow on busy cores.
 test: lint
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)

@@ -10,12 +10,15 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quire import LLM, AsyncLLM, BeamSearchParams, EngineDeadError, RequestOutput, SamplingParams
 from quire.engine.executors.base import Executor, PendingResult, TokenMasks
 from quire.protocol.plan import StepPlan, StepResult
-from tests.engine.driver import Engine, numbers
+from quire.protocol.request import NewRequest
+from tests.engine.driver import VOCAB, Engine, numbers
+from tests.engine.toy import entries_of, next_token
 from tests.models.reference import random_tokens
 from tests.tiny import assert_at_rest, save_tiny, tiny_llm
 
@@ -181,6 +184,25 @@ def test_every_request_gets_its_terminal_error() -> None:
     assert engine.core.death is not None
     with pytest.raises(EngineDeadError):
         engine.add([1])
+
+
+def test_what_a_lost_step_was_to_write_is_not_served() -> None:
+    """A request stops while its next step is in flight. That step fails, so the last token's KV is
+    nowhere, although the block that was to hold it had been offered to others."""
+    engine = Engine(steps_in_flight=2)
+    tokens = numbers(8)
+    while len(tokens) < 11:
+        tokens.append(next_token(entries_of(tokens), 0, VOCAB))
+    params = SamplingParams(seed=0, max_tokens=20, stop_token_ids=[tokens[-1]], ignore_eos=True)
+    prompt = np.array(tokens[:8], np.int32)
+    engine.core.add(NewRequest(1, "stops", prompt, params, arrival_time=0.0))
+    engine.toy.failing_steps = frozenset({3})
+    while engine.core.has_work:
+        engine.core.step()
+    assert len(engine.plans) == 4, "the step after the stop was planned, and failed"
+    key = engine.add([*tokens, 1, 2, 3])
+    engine.finish()
+    assert engine.cached(key) == 8
 
 
 def test_failures_apart_from_each_other_do_not_add_up() -> None:

@@ -5,13 +5,8 @@ Each test also sees that nothing was started, that the books balance, and that t
 
 from __future__ import annotations
 
-import json
 import math
-import re
-import shutil
-import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,14 +15,10 @@ import pytest
 from quire import (
     LLM,
     BeamSearchParams,
-    ModelError,
-    OptionError,
-    QuireError,
-    RequestError,
     SamplingParams,
 )
-from quire.config.embedded import embedded_model_path
 from tests.frontend.conftest import Tiny
+from tests.frontend.refusals import refuses
 from tests.models.reference import VOCAB
 from tests.tiny import MAX_LEN, assert_at_rest, tiny_llm
 
@@ -49,15 +40,6 @@ def unharmed(request: pytest.FixtureRequest) -> Iterator[None]:
     assert_at_rest(llm)
     (output,) = llm.generate(GOOD, SHORT, use_tqdm=False)
     assert output.finished and len(output.outputs[0].token_ids) == 2
-
-
-def refuses(call: Callable[[], Any], *parts: str, kind: type[QuireError] = RequestError) -> None:
-    """The call raises an error of this kind that mentions all `parts`."""
-    with pytest.raises(kind) as caught:
-        call()
-    assert isinstance(caught.value, ValueError) and isinstance(caught.value, QuireError)
-    for part in parts:
-        assert part in str(caught.value), f"{part!r} is not in: {caught.value}"
 
 
 # --- prompts --------------------------------------------------------------------------------------
@@ -251,15 +233,6 @@ def test_bad_conversations(messages: Any, parts: tuple[str, ...], llm: LLM) -> N
     refuses(lambda: llm.chat(messages, SHORT, use_tqdm=False), *parts)
 
 
-def test_chat_without_a_template(tiny: Tiny, tmp_path: Path) -> None:
-    folder = _copy(tiny, tmp_path)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    del config["chat_template"]
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    with tiny_llm(folder) as llm:
-        refuses(lambda: llm.chat([{"role": "user", "content": "x"}], SHORT), "chat_template")
-
-
 # --- requests that can never fit ------------------------------------------------------------------
 
 
@@ -278,130 +251,6 @@ def test_a_request_larger_than_the_cache(tiny: Tiny) -> None:
         assert llm.statistics().num_steps == 0
         (output,) = llm.generate([[1] * 190], SamplingParams(max_tokens=None), use_tqdm=False)
         assert output.outputs[0].finish_reason in ("length", "stop")
-
-
-# --- options --------------------------------------------------------------------------------------
-
-
-def start(tiny: Tiny, **options: Any) -> Callable[[], Any]:
-    return lambda: tiny_llm(tiny.folder, **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "parts"),
-    [
-        ({"block_size": 3}, ("block_size", "3", "power of two from 4 to 128")),
-        ({"block_size": 256}, ("block_size", "256", "power of two")),
-        ({"max_model_len": MAX_LEN + 1}, ("max_model_len", f"{MAX_LEN + 1}", f"{MAX_LEN}")),
-        ({"gpu_memory_utilization": 1.5}, ("gpu_memory_utilization", "1.5")),
-        ({"max_num_seqs": 0}, ("max_num_seqs", "0")),
-        ({"dtype": "int4"}, ("dtype", "int4", "float32")),
-        ({"scheduling_policy": "lifo"}, ("scheduling_policy", "lifo", "priority")),
-        ({"attention_backend": "flash"}, ("attention_backend", "flash")),
-        ({"tensor_parallel_size": 2}, ("tensor_parallel_size=2", "not supported yet", "1")),
-        ({"enable_lora": True}, ("enable_lora=True", "not supported yet")),
-        ({"speculative_config": {"model": "x"}}, ("speculative_config", "not supported yet")),
-        ({"cpu_offload_gb": 4}, ("cpu_offload_gb=4", "not supported yet")),
-        (
-            {"gpu_memory_utilisation": 0.5},
-            ("gpu_memory_utilisation", "gpu_memory_utilization?"),
-        ),
-        ({"max_num_sequences": 4}, ("max_num_sequences", "Did you mean max_num_seqs?")),
-    ],
-)
-def test_bad_options(options: dict[str, Any], parts: tuple[str, ...], tiny: Tiny) -> None:
-    refuses(start(tiny, **options), *parts, kind=OptionError)
-
-
-def test_too_little_memory_for_one_request(tiny: Tiny) -> None:
-    refuses(
-        start(tiny, kv_cache_memory_bytes=20_000),
-        "too small for one request",
-        f"max_model_len={MAX_LEN}",
-        "Lower max_model_len to at most",
-        "kv_cache_memory_bytes",
-        kind=OptionError,
-    )
-    with pytest.raises(OptionError) as caught:
-        tiny_llm(tiny.folder, num_gpu_blocks_override=3)
-    fits = int(re.search(r"at most (\d+)", str(caught.value))[1])  # type: ignore[index]
-    assert fits == 48
-    with tiny_llm(tiny.folder, num_gpu_blocks_override=3, max_model_len=fits) as llm:
-        assert llm.generate(GOOD, SHORT, use_tqdm=False)[0].finished
-    with tiny_llm(tiny.folder, num_gpu_blocks_override=3, max_model_len="auto") as llm:
-        assert llm.options.model.max_model_len == fits
-
-
-def test_harmless_arguments_warn_once_each(tiny: Tiny) -> None:
-    """The warning points at the caller's line."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with LLM(str(tiny.folder), swap_space=4, disable_custom_all_reduce=True) as llm:
-            llm.generate(GOOD, SHORT, use_tqdm=False)
-    ours = [w for w in caught if "has no effect" in str(w.message)]
-    names = [str(w.message).split("=")[0] for w in ours]
-    assert names == ["swap_space", "disable_custom_all_reduce"]
-    assert {w.filename for w in ours} == {__file__}
-
-
-# --- broken models --------------------------------------------------------------------------------
-
-
-def _copy(tiny: Tiny, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny.folder, tmp_path / "model"))
-
-
-def _truncate(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1000])
-
-
-def _corrupt(folder: Path) -> None:
-    (folder / "config.json").write_text('{"model_type": "llama", ')
-
-
-def _drop_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-
-
-def _rename(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config["architectures"] = ["FalconForCausalLM"]
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-@pytest.mark.parametrize(
-    ("damage", "parts"),
-    [
-        (_truncate, ("model.safetensors", "damaged or incomplete", "download")),
-        (_corrupt, ("config.json",)),
-        (_drop_weights, ("no weights", "*.safetensors", "download")),
-        (_rename, ("FalconForCausalLM", "LlamaForCausalLM")),
-    ],
-)
-def test_broken_model_folders(
-    damage: Callable[[Path], None], parts: tuple[str, ...], tiny: Tiny, tmp_path: Path
-) -> None:
-    folder = _copy(tiny, tmp_path)
-    damage(folder)
-    refuses(lambda: tiny_llm(folder), str(folder), *parts, kind=ModelError)
-
-
-@pytest.mark.parametrize("keep", [0, 3, 20, 4_000, 100_000_000 - 7])
-def test_a_truncated_gguf_file(keep: int, tmp_path: Path) -> None:
-    original = embedded_model_path()
-    file = tmp_path / "cut.gguf"
-    with original.open("rb") as source:
-        file.write_bytes(source.read(min(keep, original.stat().st_size - 7)))
-    refuses(lambda: LLM(str(file)), "cut.gguf", kind=ModelError)
-
-
-def test_a_model_that_is_not_there(tmp_path: Path) -> None:
-    refuses(lambda: LLM(str(tmp_path / "nothing")), "nothing", kind=ModelError)
-    (tmp_path / "empty").mkdir()
-    refuses(lambda: LLM(str(tmp_path / "empty")), "config.json", kind=ModelError)
-    # Hub names need the network, which tests do without.
-    refuses(lambda: LLM("nobody/no-such-model"), "nobody/no-such-model", kind=ModelError)
 
 
 def test_numpy_ids_are_checked_too(llm: LLM) -> None:
