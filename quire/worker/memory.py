@@ -100,10 +100,10 @@ def measure_step_bytes(
     return peak + graphs
 
 
-def count_blocks(spec: KVSpec, cache_bytes: int, max_model_len: int, max_num_seqs: int) -> int:
-    """Blocks that fit into `cache_bytes`, at most as many as all rows together could fill."""
+def count_blocks(spec: KVSpec, cache_bytes: int, max_model_len: int) -> int:
+    """Blocks that fit into `cache_bytes`; what running requests leave serves the prefix cache."""
     per_request = -(-max_model_len // spec.block_size)
-    num_blocks = min(cache_bytes // spec.bytes_per_block, per_request * max_num_seqs)
+    num_blocks = cache_bytes // spec.bytes_per_block
     if num_blocks < per_request:
         fits = num_blocks * spec.block_size
         shorter = f"Lower max_model_len to at most {fits}, or " if fits else "To run it at all, "

@@ -87,12 +87,12 @@ class Worker:
         self, options: EngineOptions, spec: KVSpec, cache_bytes: int, fits_max_model_len: bool
     ) -> tuple[int, int]:
         """The longest request and the number of blocks."""
-        max_len, max_seqs = options.model.max_model_len, options.scheduler.max_num_seqs
-        assert max_len is not None and max_seqs is not None
+        max_len = options.model.max_model_len
+        assert max_len is not None
         if fits_max_model_len:
             fits = cache_bytes // spec.bytes_per_block * spec.block_size
             max_len = max(min(max_len, fits), 1)
-        return max_len, count_blocks(spec, cache_bytes, max_len, max_seqs)
+        return max_len, count_blocks(spec, cache_bytes, max_len)
 
     def _build_runner(
         self,
