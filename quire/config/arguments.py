@@ -45,7 +45,7 @@ IGNORED: dict[str, str] = _ignored(
             disable_async_output_proc num_lookahead_slots scheduler_delay_factor watermark
             scheduler_reserve_full_isl prefill_schedule_interval max_num_partial_prefills
             max_long_partial_prefills max_num_scheduled_tokens stream_interval
-            disable_hybrid_kv_cache_manager disable_cascade_attn kv_sharing_fast_prefill
+            disable_hybrid_kv_cache_manager kv_sharing_fast_prefill
             prefix_caching_hash_algo prefix_cache_retention_interval prefix_match_unit""",
         "there is nothing to compile or to tune at start-up": """
             compilation_config max_seq_len_to_capture max_context_len_to_capture cuda_graph_sizes

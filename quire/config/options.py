@@ -229,6 +229,10 @@ class DeviceOptions(_Checked):
         default_text="the fastest that can do the job",
     )
     enforce_eager: bool = option(False, "Run a GPU without CUDA graphs; a CPU has none.")
+    disable_cascade_attn: bool = option(
+        False,
+        "Read a prefix that running requests share once for each of them instead of once for all.",
+    )
     num_threads: int | None = option(
         None, "CPU threads.", default_text="the cores this process may use", minimum=1
     )

@@ -47,7 +47,7 @@ def start_engine(options: EngineOptions) -> Engine:
     final = resolved.options.replace(max_model_len=executor.max_model_len)
     core = EngineCore(
         executor,
-        scheduler_limits(final, model, executor.num_blocks),
+        scheduler_limits(final, model, executor.num_blocks, executor.groups_prefixes),
         max_steps_in_flight=final.scheduler.max_steps_in_flight or 1,
     )
     logger.info(
@@ -57,7 +57,7 @@ def start_engine(options: EngineOptions) -> Engine:
 
 
 def scheduler_limits(
-    options: EngineOptions, model: ModelConfig, num_blocks: int
+    options: EngineOptions, model: ModelConfig, num_blocks: int, groups_prefixes: bool = False
 ) -> SchedulerLimits:
     """What the scheduler needs of fully resolved options."""
     wanted = options.scheduler
@@ -80,6 +80,7 @@ def scheduler_limits(
         enable_chunked_prefill=wanted.enable_chunked_prefill,
         long_prefill_token_threshold=wanted.long_prefill_token_threshold,
         reserves_max_length=wanted.reservation == "max_length",
+        groups_prefixes=groups_prefixes,
         seed=options.model.seed,
         cache_identity=identity,
     )

@@ -22,6 +22,10 @@ Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 
 
+MIN_PREFIX_GROUP = 4
+"""Fewest rows for which reading shared leading blocks once is worth it."""
+
+
 def empty_ints() -> Int32Array:
     return np.empty(0, np.int32)
 
@@ -73,6 +77,11 @@ class StepPlan:
     """Tokens each of `rows` computes, all > 0."""
     samples: BoolArray = field(default_factory=lambda: np.empty(0, np.bool_))
     """Which of `rows` reach their last known token and so sample the next one."""
+    prefix_groups: Int32Array = field(default_factory=empty_ints)
+    """For each of `rows` the group of rows it shares leading blocks with, -1 for none; empty where
+    nothing worth it is shared."""
+    prefix_blocks: Int32Array = field(default_factory=empty_ints)
+    """Leading blocks that each group shares, all computed before its rows decode."""
     epochs: Int32Array = field(default_factory=empty_ints)
     """Row epochs at planning time: a result applies only while the row's epoch is unchanged."""
 

@@ -24,6 +24,8 @@ class SchedulerLimits:
     """Most tokens of one prompt per step; 0 leaves it to the budget."""
     reserves_max_length: bool = False
     """Reserve `max_model_len` tokens on admission, as engines without paging do (benchmarks)."""
+    groups_prefixes: bool = False
+    """Tell the workers which running requests share leading blocks."""
     seed: int = 0
     cache_identity: tuple[str, ...] = ()
     """Model, dtype and layout: what the KV of equal tokens depends on."""

@@ -24,6 +24,7 @@ from quire.scheduler.kv_blocks import KVBlocks
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy import rank_function
 from quire.scheduler.prefix_cache import PrefixMatch, chain_root
+from quire.scheduler.prefix_groups import PrefixGroups
 from quire.scheduler.queue import WaitingQueue
 from quire.scheduler.request import Columns, Request, Status, make_sequences
 from quire.scheduler.results import collect_output
@@ -35,6 +36,9 @@ class Scheduler:
         self.metrics = metrics or EngineMetrics()
         self.columns = Columns(limits.max_num_seqs, limits.max_model_len, limits.max_blocks_per_row)
         self.kv = KVBlocks(limits, self.columns)
+        self.prefix_groups = (
+            PrefixGroups(self.columns, limits.block_size) if limits.groups_prefixes else None
+        )
         self.waiting = WaitingQueue()
         self.requests: dict[str, list[Request]] = {}
         """Sequences without a terminal output, by request id."""
@@ -127,6 +131,8 @@ class Scheduler:
             return None
         plan = draft.finish(self._freed_rows, self._appends)
         plan.epochs = self.columns.epoch[plan.rows]
+        if self.prefix_groups is not None:
+            self.prefix_groups.mark(plan, self._ranked_rows())
         self._freed_rows, self._appends = [], []
         self.kv.pool.free(draft.held_blocks)
         self._release_followers(plan.rows)

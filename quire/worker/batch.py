@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.layers.attention.backend import AttentionInputs
+from quire.layers.attention.shared_prefix import HostPrefixTiles, PrefixTiles
 from quire.protocol.plan import StepPlan
 from quire.worker.request_table import RequestTable, StagedRows
 
@@ -22,7 +23,12 @@ class Batch:
     attention: AttentionInputs
 
 
-def gather_batch(table: RequestTable, plan: StepPlan, staged: StagedRows) -> Batch:
+def gather_batch(
+    table: RequestTable,
+    plan: StepPlan,
+    staged: StagedRows,
+    prefixes: HostPrefixTiles | None = None,
+) -> Batch:
     """Gathers the step's inputs; its tokens count as computed from then on."""
     rows, counts = staged.rows, staged.counts
     num_tokens = plan.num_tokens
@@ -49,5 +55,11 @@ def gather_batch(table: RequestTable, plan: StepPlan, staged: StagedRows) -> Bat
             slots=blocks * size + positions % size,
             query_lens=plan.num_new_tokens,
             send=table.staging.send,
+            prefixes=_send_tiles(table, prefixes) if prefixes is not None else None,
         ),
     )
+
+
+def _send_tiles(table: RequestTable, tiles: HostPrefixTiles) -> PrefixTiles:
+    starts, lens, members = table.staging.send(*tiles)
+    return PrefixTiles(starts, lens, members.view(tiles.members.shape))

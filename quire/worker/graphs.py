@@ -11,11 +11,16 @@ from torch import Tensor
 
 from quire.kernels.triton.rows import gather_decode
 from quire.layers.attention.backend import AttentionBackend, AttentionInputs
+from quire.layers.attention.shared_prefix import HostPrefixTiles, PrefixTiles, max_tiles
 from quire.models.registry import CausalLM
 from quire.protocol.plan import Int32Array
 from quire.worker.request_table import RequestTable
 
 logger = logging.getLogger(__name__)
+
+
+PREFIX_SIZES = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+"""Batch sizes of graphs that read a shared prefix once."""
 
 
 def graph_sizes(max_rows: int) -> list[int]:
@@ -28,46 +33,72 @@ def graph_sizes(max_rows: int) -> list[int]:
 class DecodeGraphs:
     """Owns the static buffers, captures once at start-up, pads and replays.
 
-    A graph gathers the batch from the rows itself, so a replay needs the row numbers and nothing
-    else. Its output, the logits, is valid until the next replay.
+    A graph gathers the batch from the rows itself, so a replay needs the row numbers and, where
+    rows share a prefix, the tiles of those. Its output, the logits, is valid until the next replay.
     """
 
     def __init__(
-        self, model: CausalLM, attention: AttentionBackend, table: RequestTable, max_rows: int
+        self,
+        model: CausalLM,
+        attention: AttentionBackend,
+        table: RequestTable,
+        max_rows: int,
+        shares_prefixes: bool = False,
     ) -> None:
         self.model, self.attention, self.table = model, attention, table
         self.sizes = graph_sizes(max_rows)
+        self.prefix_sizes: list[int] = []
+        if shares_prefixes:
+            largest = self.sizes[-1]
+            self.prefix_sizes = sorted({*(s for s in PREFIX_SIZES if s < largest), largest})
         device = table.device
 
         def buffer(dtype: torch.dtype) -> Tensor:
             return torch.zeros(max_rows, dtype=dtype, device=device)
 
-        self._rows = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
+        length = max_rows
+        if self.prefix_sizes:
+            length += max_rows + self._max_tiles(max_rows) * (1 + attention.prefix_members)
+        # Rows, then prefix starts, tile lengths and tile members, each as long as a graph needs it.
+        self._inputs = torch.full((length,), -1, dtype=torch.int32, device=device)
         self._tokens, self._positions, self._slots = (buffer(torch.int64) for _ in range(3))
         self._lens = buffer(torch.int32)
         self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     def capture(self) -> None:
         """Capture all sizes, the largest first so that the others fit into its memory."""
         started = time.perf_counter()
         pool = None
-        for size in reversed(self.sizes):
-            self._forward(size)  # compiles kernels and sets up libraries outside of the graph
+        wanted = [(size, False) for size in self.sizes] + [(s, True) for s in self.prefix_sizes]
+        for key in sorted(wanted, reverse=True):
+            self._stage(key, np.empty(0, np.int32), None)
+            self._forward(*key)  # compiles kernels and sets up libraries outside of the graph
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                logits = self._forward(size)
+                logits = self._forward(*key)
             pool = pool or graph.pool()
-            self._graphs[size] = (graph, logits)
+            self._graphs[key] = (graph, logits)
         torch.cuda.synchronize()
         logger.info(
             "captured %d graphs in %.1f s", len(self._graphs), time.perf_counter() - started
         )
 
-    def _forward(self, size: int) -> Tensor:
+    def _max_tiles(self, size: int) -> int:
+        return max_tiles(size, self.attention.prefix_members)
+
+    def _prefixes(self, size: int) -> PrefixTiles:
+        num_tiles = self._max_tiles(size)
+        starts, lens, members = self._inputs[size:].split(
+            [size, num_tiles, len(self._inputs) - 2 * size - num_tiles]
+        )
+        width = self.attention.prefix_members
+        return PrefixTiles(starts, lens, members[: num_tiles * width].view(num_tiles, width))
+
+    def _forward(self, size: int, shares_prefixes: bool) -> Tensor:
         table = self.table
-        rows, lens = self._rows[:size], self._lens[:size]
+        rows, lens = self._inputs[:size], self._lens[:size]
         gather_decode(
             rows,
             table.token_ids,
@@ -87,6 +118,7 @@ class DecodeGraphs:
                 slots=self._slots[:size],
                 query_lens=np.ones(size, np.int32),
                 send=table.staging.send,
+                prefixes=self._prefixes(size) if shares_prefixes else None,
             )
         )
         hidden = self.model(self._tokens[:size], self._positions[:size], step)
@@ -95,14 +127,32 @@ class DecodeGraphs:
     def fits(self, num_rows: int) -> bool:
         return num_rows <= self.sizes[-1]
 
-    def run(self, rows: Int32Array) -> Tensor:
+    def run(self, rows: Int32Array, prefixes: HostPrefixTiles | None) -> Tensor:
         """Logits of the next token for each row."""
-        size = next(size for size in self.sizes if size >= len(rows))
-        padded = np.full(size, -1, np.int32)
-        padded[: len(rows)] = rows
-        pinned = torch.empty(size, dtype=torch.int32, pin_memory=True)
-        pinned.numpy()[:] = padded
-        self._rows[:size].copy_(pinned, non_blocking=True)
-        graph, logits = self._graphs[size]
+        sizes = self.sizes if prefixes is None else self.prefix_sizes
+        size = next(size for size in sizes if size >= len(rows))
+        key = (size, prefixes is not None)
+        self._stage(key, rows, prefixes)
+        graph, logits = self._graphs[key]
         graph.replay()
         return logits[: len(rows)]
+
+    def _stage(
+        self, key: tuple[int, bool], rows: Int32Array, prefixes: HostPrefixTiles | None
+    ) -> None:
+        """Send a graph's inputs, padded with rows and tiles that do nothing."""
+        size, shares_prefixes = key
+        num_tiles = self._max_tiles(size) if shares_prefixes else 0
+        length = size + shares_prefixes * (size + num_tiles * (1 + self.attention.prefix_members))
+        pinned = torch.empty(length, dtype=torch.int32, pin_memory=True)
+        inputs = pinned.numpy()
+        inputs[: len(rows)] = rows
+        inputs[len(rows) : size] = -1
+        if shares_prefixes:
+            inputs[size : 2 * size + num_tiles] = 0
+        if prefixes is not None:
+            starts, lens, members = prefixes
+            inputs[size : size + len(starts)] = starts
+            inputs[2 * size : 2 * size + len(lens)] = lens
+            inputs[2 * size + num_tiles :][: members.size] = members.ravel()
+        self._inputs[:length].copy_(pinned, non_blocking=True)

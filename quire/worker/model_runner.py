@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.decoding.sampler import Sampler
 from quire.layers.attention.backend import AttentionBackend
+from quire.layers.attention.shared_prefix import HostPrefixTiles, prefix_tiles
 from quire.models.registry import CausalLM
 from quire.protocol.plan import AddedRow, Int32Array, PromptLogprobs, StepPlan
 from quire.worker.batch import gather_batch
@@ -66,18 +67,30 @@ class ModelRunner:
         staged = self._update_rows(plan)
         if len(plan.copy_sources):
             self.kv.copy_blocks(staged.copy_sources, staged.copy_targets)
+        prefixes = self._shared_prefixes(plan)
         if self._has_graph(plan):
             assert self.graphs is not None
-            logits = self.graphs.run(plan.rows)
+            logits = self.graphs.run(plan.rows, prefixes)
             if not plan.samples.all():
                 logits = logits[staged.samples]
             self._executed = _Executed(plan, staged, logits, None)
             return
-        batch = gather_batch(self.table, plan, staged)
+        batch = gather_batch(self.table, plan, staged, prefixes)
         step = self.attention.plan(batch.attention)
         hidden = self.model(batch.token_ids, batch.positions, step)
         logits = self.model.logits(hidden[batch.sample_indices])
         self._executed = _Executed(plan, staged, logits, hidden)
+
+    def _shared_prefixes(self, plan: StepPlan) -> HostPrefixTiles | None:
+        """What the rows with one new token share."""
+        if not len(plan.prefix_groups):
+            return None
+        tiles = prefix_tiles(
+            plan.prefix_groups[plan.num_new_tokens == 1],
+            plan.prefix_blocks * self.table.block_size,
+            self.attention.prefix_members,
+        )
+        return tiles if len(tiles.lens) else None
 
     def _has_graph(self, plan: StepPlan) -> bool:
         return (

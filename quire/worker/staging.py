@@ -8,6 +8,9 @@ from torch import Tensor
 
 from quire.protocol.plan import Int32Array
 
+ALIGNMENT = 4
+"""Integers; Triton compiles a kernel anew for pointers that are not at multiples of 16 bytes."""
+
 
 class Staging:
     """Packs arrays into pinned memory and sends them together; on a CPU nothing is copied."""
@@ -18,8 +21,16 @@ class Staging:
     def send(self, *arrays: Int32Array) -> list[Tensor]:
         if self.device.type == "cpu":
             return [torch.from_numpy(np.ascontiguousarray(array).ravel()) for array in arrays]
-        sizes = [array.size for array in arrays]
-        packed = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=True)
-        np.concatenate([array.ravel() for array in arrays], out=packed.numpy())
+        starts, end = [], 0
+        for array in arrays:
+            starts.append(end)
+            end += -(-array.size // ALIGNMENT) * ALIGNMENT
+        packed = torch.empty(end, dtype=torch.int32, pin_memory=True)
+        host = packed.numpy()
+        for start, array in zip(starts, arrays, strict=True):
+            host[start : start + array.size] = array.ravel()
         # The allocator of pinned memory reuses it only after the copy is done.
-        return list(packed.to(self.device, non_blocking=True).split(sizes))
+        sent = packed.to(self.device, non_blocking=True)
+        return [
+            sent[start : start + array.size] for start, array in zip(starts, arrays, strict=True)
+        ]

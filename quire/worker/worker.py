@@ -70,6 +70,11 @@ class Worker:
         logger.info("%s", describe_cache(spec, self.num_blocks, self.max_model_len))
         kv = KVTensors(spec, self.num_blocks, self.device)
         self.runner = self._build_runner(options, model_config, model, backend, kv)
+        self.groups_prefixes = (
+            self.runner.attention.max_prefix_rows >= (options.scheduler.max_num_seqs or 0)
+            and model_config.sliding_window is None
+            and not options.device.disable_cascade_attn
+        )
         if self.device.type == "cuda" and not options.device.enforce_eager:
             self._capture_graphs(options)
 
@@ -78,7 +83,9 @@ class Worker:
 
         runner, max_rows = self.runner, options.scheduler.max_num_seqs
         assert max_rows is not None
-        graphs = DecodeGraphs(runner.model, runner.attention, runner.table, max_rows)
+        graphs = DecodeGraphs(
+            runner.model, runner.attention, runner.table, max_rows, self.groups_prefixes
+        )
         with torch.inference_mode():
             graphs.capture()
         runner.graphs = graphs

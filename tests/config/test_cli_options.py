@@ -57,6 +57,7 @@ ENGINE_FLAGS: dict[str, tuple[str, Any]] = {
     "tensor_parallel_size": ("--tensor-parallel-size=2", 2),
     "attention_backend": ("--attention-backend=torch", "torch"),
     "enforce_eager": ("--enforce-eager", True),
+    "disable_cascade_attn": ("--disable-cascade-attn", True),
     "num_threads": ("--num-threads=2", 2),
     "disable_log_stats": ("--no-disable-log-stats", False),
 }

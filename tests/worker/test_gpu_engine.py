@@ -105,3 +105,13 @@ def test_settings_do_not_change_tokens(folder: Path, options: dict[str, object])
     assert generate(folder, work, dtype="float32", **options) == generate(
         folder, work, dtype="float32"
     )
+
+
+def test_reading_a_shared_prefix_once_does_not_change_tokens(folder: Path) -> None:
+    """Two groups that share a prefix and requests that share nothing, with and without graphs."""
+    rng = np.random.default_rng(2)
+    shared = [rng.integers(5, 500, length).tolist() for length in (500, 333)]
+    work = [shared[i % 2] + tail for i, tail in enumerate(prompts(44))] + prompts(4)
+    plain = generate(folder, work, dtype="float32", disable_cascade_attn=True)
+    for options in ({}, {"enforce_eager": True}, {"block_size": 64}):
+        assert generate(folder, work, dtype="float32", **options) == plain

@@ -27,6 +27,8 @@ class Executor(Protocol):
 
     num_blocks: int
     """KV blocks the workers have room for."""
+    groups_prefixes: bool
+    """Whether plans should say which rows share leading blocks."""
 
     def execute(self, plan: StepPlan) -> None:
         """Start the forward pass of a step."""

@@ -26,6 +26,7 @@ class LocalExecutor:
         )
         self.num_blocks = self._worker.num_blocks
         self.max_model_len = self._worker.max_model_len
+        self.groups_prefixes = self._worker.groups_prefixes
 
     @staticmethod
     def device(options: EngineOptions) -> DeviceInfo:

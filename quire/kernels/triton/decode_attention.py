@@ -8,6 +8,8 @@ second kernel merges the pieces by their log-sum-exp.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +20,8 @@ MIN_ROWS = 16
 """Rows of the smallest matrix product; query heads are padded to it."""
 
 
-@triton.jit
+# Values that differ from call to call are not specialised on: each variant costs compile time.
+@triton.jit(do_not_specialize=["num_splits", "prefix_splits", "window"])
 def _decode_kernel(
     q_ptr,
     keys_ptr,
@@ -29,6 +32,9 @@ def _decode_kernel(
     tables_ptr,
     lens_ptr,
     tokens_ptr,
+    starts_ptr,
+    prefix_partial_ptr,
+    prefix_lse_ptr,
     scale_log2,
     stride_q,
     stride_out,
@@ -36,6 +42,8 @@ def _decode_kernel(
     stride_head,
     stride_table,
     window,
+    num_splits,
+    prefix_splits,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -43,7 +51,8 @@ def _decode_kernel(
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -55,8 +64,10 @@ def _decode_kernel(
     first = 0
     if HAS_WINDOW:
         first = tl.maximum(context - window, 0)
+    if HAS_PREFIX:
+        first = tl.load(starts_ptr + request)
     tiles = tl.cdiv(context - first, TILE)
-    tiles_per_split = tl.cdiv(tiles, NUM_SPLITS)
+    tiles_per_split = tl.cdiv(tiles, num_splits)
     begin = first + split * tiles_per_split * TILE
     end = tl.minimum(begin + tiles_per_split * TILE, context)
 
@@ -71,6 +82,20 @@ def _decode_kernel(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    if HAS_PREFIX:
+        # The shared prefix comes first, as the partial results that its own kernel left.
+        pieces = tl.where((first > 0) & (split == 0), prefix_splits, 0)
+        for piece in range(pieces):
+            place = (request * NUM_HEADS + head) * prefix_splits + piece
+            lse = tl.load(prefix_lse_ptr + place, in_group, 0.0)
+            part_mask = q_mask & (lse > float("-inf"))[:, None]
+            part_ptr = prefix_partial_ptr + place[:, None] * HEAD_DIM + dims[None, :]
+            part = tl.load(part_ptr, part_mask, 0.0)
+            new_top = tl.maximum(top, lse)
+            shrink, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top)
+            total = total * shrink + weight
+            acc = acc * shrink[:, None] + part * weight[:, None]
+            top = new_top
     table = tables_ptr + request * stride_table
     kv_offset = kv_head * stride_head
     for start in range(begin, end, TILE):
@@ -91,12 +116,12 @@ def _decode_kernel(
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
         top = new_top
 
-    if NUM_SPLITS == 1:
+    if not IS_SPLIT:
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         target = out_ptr + token * stride_out + head[:, None] * HEAD_DIM + dims[None, :]
         tl.store(target, acc.to(out_ptr.dtype.element_ty), q_mask)
     else:
-        place = (request * NUM_HEADS + head) * NUM_SPLITS + split
+        place = (request * NUM_HEADS + head) * num_splits + split
         lse = tl.where(total > 0, top + tl.log2(total), float("-inf"))
         tl.store(lse_ptr + place, lse, in_group)
         if begin < end:
@@ -104,17 +129,17 @@ def _decode_kernel(
             tl.store(partial_ptr + place[:, None] * HEAD_DIM + dims[None, :], acc, q_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _merge_kernel(
     partial_ptr,
     lse_ptr,
     out_ptr,
     tokens_ptr,
     stride_out,
+    num_splits,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
 ):
     request = tl.program_id(1).to(tl.int64)
@@ -122,8 +147,8 @@ def _merge_kernel(
     splits = tl.arange(0, PADDED_SPLITS)
     dims = tl.arange(0, PADDED_DIM)
     in_head = dims < HEAD_DIM
-    place = (request * NUM_HEADS + head) * NUM_SPLITS + splits
-    lse = tl.load(lse_ptr + place, splits < NUM_SPLITS, float("-inf"))
+    place = (request * NUM_HEADS + head) * num_splits + splits
+    lse = tl.load(lse_ptr + place, splits < num_splits, float("-inf"))
     used = lse > float("-inf")
     top = tl.max(lse, 0)
     weights = tl.where(used, tl.exp2(lse - top), 0.0)
@@ -148,6 +173,15 @@ class DecodeWorkspace:
         self.lse = torch.empty(max_pieces * num_heads, dtype=torch.float32, device=device)
 
 
+@dataclass(frozen=True)
+class PrefixPieces:
+    """What `prefix_attention` left: attention to the first `starts[r]` tokens of request r."""
+
+    starts: Tensor
+    workspace: DecodeWorkspace
+    num_splits: int
+
+
 def decode_attention(
     q: Tensor,
     kv_layer: Tensor,
@@ -162,16 +196,18 @@ def decode_attention(
     tile: int = 64,
     num_warps: int = 4,
     num_stages: int = 3,
+    prefix: PrefixPieces | None = None,
 ) -> None:
     """Attends with one line of q [tokens, num_heads, head_dim] per request, named by `tokens`.
 
-    A context of 0 gives zeros.
+    A context of 0 gives zeros. What `prefix` covers of a context is taken from there.
     """
     num_requests, (_, num_heads, head_dim) = len(tokens), q.shape
     num_kv_heads, block_size = kv_layer.shape[2], kv_layer.shape[3]
     group = num_heads // num_kv_heads
     assert len(context_lens) == len(block_tables) == num_requests
     assert num_splits == 1 or num_requests * num_splits <= workspace.max_pieces
+    assert prefix is None or window is None
     padded = triton.next_power_of_2(head_dim)
     exact = q.dtype == torch.float32
     _decode_kernel[(num_splits, num_kv_heads, num_requests)](
@@ -184,6 +220,9 @@ def decode_attention(
         block_tables,
         context_lens,
         tokens,
+        prefix.starts if prefix else None,
+        prefix.workspace.partial if prefix else None,
+        prefix.workspace.lse if prefix else None,
         scale * LOG2E,
         q.stride(0),
         out.stride(0),
@@ -191,6 +230,8 @@ def decode_attention(
         kv_layer.stride(2),
         block_tables.stride(0),
         window or 0,
+        num_splits,
+        prefix.num_splits if prefix else 0,
         NUM_HEADS=num_heads,
         GROUP=group,
         ROWS=max(MIN_ROWS, triton.next_power_of_2(group)),
@@ -198,7 +239,8 @@ def decode_attention(
         PADDED_DIM=padded,
         BLOCK_SIZE=block_size,
         TILE=tile,
-        NUM_SPLITS=num_splits,
+        IS_SPLIT=num_splits > 1,
+        HAS_PREFIX=prefix is not None,
         HAS_WINDOW=window is not None,
         PRECISION="ieee" if exact else "tf32",
         num_warps=num_warps,
@@ -211,10 +253,10 @@ def decode_attention(
             out,
             tokens,
             out.stride(0),
+            num_splits,
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
             PADDED_DIM=padded,
-            NUM_SPLITS=num_splits,
-            PADDED_SPLITS=triton.next_power_of_2(num_splits),
+            PADDED_SPLITS=16 if num_splits <= 16 else triton.next_power_of_2(num_splits),
             num_warps=2,
         )

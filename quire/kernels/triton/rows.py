@@ -6,8 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+WIDTH = 128
+"""Rows of one program."""
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["count"])
 def _gather_decode_kernel(
     rows_ptr,
     token_ids_ptr,
@@ -54,8 +57,7 @@ def gather_decode(
     Padding gets slot -1 and context 0. The rows count as computed afterwards.
     """
     count = len(rows)
-    width = min(128, triton.next_power_of_2(count))
-    _gather_decode_kernel[(triton.cdiv(count, width),)](
+    _gather_decode_kernel[(triton.cdiv(count, WIDTH),)](
         rows,
         token_ids,
         num_computed,
@@ -68,12 +70,12 @@ def gather_decode(
         token_ids.stride(0),
         block_tables.stride(0),
         BLOCK_SIZE=block_size,
-        WIDTH=width,
+        WIDTH=WIDTH,
         num_warps=1,
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _append_kernel(
     rows_ptr,
     tokens_ptr,
@@ -99,8 +101,7 @@ def append_tokens(
 ) -> None:
     """Append `tokens[i]` to row `rows[i]` where `appends` (bool per row) says so."""
     count = len(rows)
-    width = min(128, triton.next_power_of_2(count))
-    _append_kernel[(triton.cdiv(count, width),)](
+    _append_kernel[(triton.cdiv(count, WIDTH),)](
         rows,
         tokens,
         token_ids,
@@ -108,6 +109,6 @@ def append_tokens(
         appends,
         count,
         token_ids.stride(0),
-        WIDTH=width,
+        WIDTH=WIDTH,
         num_warps=1,
     )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.layers.attention.heads import Heads
+from quire.layers.attention.shared_prefix import PrefixTiles
 from quire.protocol.errors import OptionError
 from quire.protocol.plan import Int32Array
 
@@ -29,6 +30,7 @@ class AttentionInputs:
     slots: Tensor  # int64 [tokens], block * block_size + offset, where each new token is stored
     query_lens: Int32Array  # new tokens of each request, on the host
     send: Callable[..., list[Tensor]]  # host integers to the device, in one copy
+    prefixes: PrefixTiles | None = None  # what requests with one new token share, if used
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,10 @@ class AttentionBackend(Protocol):
     """Computes attention over `kv [layers, 2, blocks, num_kv_heads, block_size, head_dim]`."""
 
     support: ClassVar[BackendSupport]
+    max_prefix_rows: int
+    """Largest batch in which a shared prefix can be read once; 0: never."""
+    prefix_members: int
+    """Requests whose queries of a shared prefix go into one tile."""
 
     def __init__(
         self, kv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int

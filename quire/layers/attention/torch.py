@@ -26,6 +26,8 @@ class TorchBackend:
         batch_invariant=True,
     )
 
+    max_prefix_rows = prefix_members = 0
+
     def __init__(
         self, kv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
     ) -> None:

@@ -16,6 +16,11 @@ from quire.protocol.plan import Int32Array
 PROGRAMS_WANTED = 512
 """Decode programs that fill a large GPU; contexts are split until there are about as many."""
 MAX_SPLITS = 64
+PREFIX_PROGRAMS_WANTED = 256
+PREFIX_ROWS = 128
+"""Query rows of a tile that attends to a shared prefix: requests times heads of a KV head."""
+MAX_PREFIX_PIECES = 2048
+"""Bounds requests times splits of a shared prefix, and so its workspace."""
 
 
 class TritonBackend:
@@ -45,6 +50,10 @@ class TritonBackend:
         # Requests times splits never exceeds this: splits are a power of two below twice the ratio.
         pieces = max(MAX_SPLITS, 2 * PROGRAMS_WANTED // num_kv_heads)
         self.workspace = DecodeWorkspace(pieces, num_heads, head_dim, kv.device)
+        heads_per_kv_head = 1 << (num_heads // num_kv_heads - 1).bit_length()
+        self.prefix_members = max(1, PREFIX_ROWS // heads_per_kv_head)
+        self.max_prefix_rows = MAX_PREFIX_PIECES
+        self.prefix_workspace = DecodeWorkspace(MAX_PREFIX_PIECES, num_heads, head_dim, kv.device)
 
     @classmethod
     def missing(cls) -> str | None:
@@ -58,6 +67,12 @@ class TritonBackend:
         """Pieces of each context, so that a small batch still fills the GPU."""
         wanted = PROGRAMS_WANTED // max(num_requests * self.num_kv_heads, 1)
         return min(MAX_SPLITS, 1 << max(wanted - 1, 0).bit_length()) if wanted > 1 else 1
+
+    def num_prefix_splits(self, num_requests: int) -> int:
+        """Pieces of a prefix that all requests share, so that few tiles still fill the GPU."""
+        programs = -(-num_requests // self.prefix_members) * self.num_kv_heads
+        wanted = min(PREFIX_PROGRAMS_WANTED // programs, MAX_PREFIX_PIECES // num_requests, 16)
+        return 1 << max(wanted, 1).bit_length() - 1
 
     def plan(self, inputs: AttentionInputs) -> TritonStep:
         return TritonStep(self, inputs)
@@ -93,8 +108,9 @@ class TritonStep:
             )
 
     def attend(self, layer_index: int, heads: Heads, scale: float, window: int | None) -> Tensor:
-        from quire.kernels.triton.decode_attention import decode_attention
+        from quire.kernels.triton.decode_attention import PrefixPieces, decode_attention
         from quire.kernels.triton.prefill_attention import prefill_attention
+        from quire.kernels.triton.prefix_attention import prefix_attention
 
         backend, inputs = self.backend, self.inputs
         layer = backend.layers[layer_index]
@@ -103,6 +119,26 @@ class TritonStep:
         if self.decode is not None:
             tokens, lens, tables = self.decode
             splits = backend.num_splits(len(lens))
+            shared = inputs.prefixes
+            pieces: PrefixPieces | None = None
+            if shared is not None:
+                assert window is None, "a prefix is shared only where all of it is seen"
+                pieces = PrefixPieces(
+                    shared.starts,
+                    backend.prefix_workspace,
+                    backend.num_prefix_splits(len(lens)),
+                )
+                prefix_attention(
+                    q,
+                    layer,
+                    tokens,
+                    tables,
+                    shared.members,
+                    shared.lens,
+                    scale,
+                    pieces.num_splits,
+                    pieces.workspace,
+                )
             decode_attention(
                 q,
                 layer,
@@ -117,6 +153,7 @@ class TritonStep:
                 tile=backend.tile,
                 num_warps=2 if splits == 1 else 4,
                 num_stages=backend.stages,
+                prefix=pieces,
             )
         if self.tiles is not None:
             prefill_attention(

@@ -13,12 +13,18 @@ from quire.kernels.torch.attention import paged_attention, write_kv  # noqa: E40
 from quire.kernels.torch.heads import rms_norm as rms_norm_twin  # noqa: E402
 from quire.kernels.torch.heads import rotate  # noqa: E402
 from quire.kernels.triton.activation import silu_and_mul  # noqa: E402
-from quire.kernels.triton.decode_attention import DecodeWorkspace, decode_attention  # noqa: E402
+from quire.kernels.triton.decode_attention import (  # noqa: E402
+    DecodeWorkspace,
+    PrefixPieces,
+    decode_attention,
+)
 from quire.kernels.triton.gemv import gemv  # noqa: E402
 from quire.kernels.triton.norm import rms_norm  # noqa: E402
 from quire.kernels.triton.prefill_attention import prefill_attention  # noqa: E402
+from quire.kernels.triton.prefix_attention import prefix_attention  # noqa: E402
 from quire.kernels.triton.rotary_cache import rotate_and_write  # noqa: E402
 from quire.kernels.triton.rows import append_tokens, gather_decode  # noqa: E402
+from quire.layers.attention.shared_prefix import prefix_tiles  # noqa: E402
 from quire.layers.attention.triton import query_tiles  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
@@ -119,6 +125,65 @@ def test_decode_attention_of_padding_gives_zeros() -> None:
             q, cache.kv, zero, zero, cache.tables, 0.1, None, splits, workspace, out, tile=32
         )
         assert (out == 0).all()
+
+
+PREFIX_CASES = [
+    # shared blocks and members of each group, heads, kv heads, block size, head size, dtype,
+    # splits of the prefix, splits of the rest
+    ([(3, 5)], 8, 2, 16, 64, torch.float32, 1, 1),
+    ([(5, 7), (1, 4)], 4, 4, 16, 80, torch.float32, 4, 2),
+    ([(9, 9), (2, 4)], 6, 2, 8, 96, BFLOAT16, 2, 1),
+    ([(4, 6)], 16, 1, 32, 128, torch.float16, 2, 4),
+    ([(1, 4)], 2, 1, 128, 256, torch.float32, 1, 1),
+]
+
+
+@pytest.mark.parametrize("case", PREFIX_CASES, ids=str)
+def test_shared_prefix_attention(case: tuple) -> None:
+    """Reading a shared prefix once changes nothing, whatever else is in the batch."""
+    groups, heads, kv_heads, size, dim, dtype, prefix_splits, splits = case
+    num_shared = [0, *(blocks for blocks, members in groups for _ in range(members)), 0]
+    group_of = [-1, *(g for g, (_, members) in enumerate(groups) for _ in range(members)), -1]
+    order = np.random.default_rng(0).permutation(len(group_of))
+    num_shared, group_of = np.array(num_shared)[order], np.array(group_of, np.int32)[order]
+    contexts = [int(n) * size + 1 + 7 * (i % 5) for i, n in enumerate(num_shared)]
+    cache = Cache(contexts, kv_heads, size, dim, dtype)
+    for group, (blocks, _) in enumerate(groups):
+        first, *others = np.flatnonzero(group_of == group)
+        for other in others:
+            cache.tables[other, :blocks] = cache.tables[first, :blocks]
+    lens = np.array([blocks * size for blocks, _ in groups], np.int32)
+    tiles = [torch.from_numpy(t).to(DEVICE) for t in prefix_tiles(group_of, lens, width=4)]
+    starts, prefix_lens, members = tiles
+    # One tile that is not used, as in a captured graph.
+    prefix_lens = torch.cat([prefix_lens, prefix_lens.new_zeros(1)])
+    members = torch.cat([members, torch.full_like(members[:1], -1)])
+    q = torch.randn(len(contexts) + 1, heads, dim, device=DEVICE).to(dtype)
+    tokens = torch.arange(1, len(contexts) + 1, dtype=torch.int32, device=DEVICE)
+    pieces = PrefixPieces(
+        starts, DecodeWorkspace(len(contexts) * prefix_splits, heads, dim, DEVICE), prefix_splits
+    )
+    pieces.workspace.partial.fill_(float("nan"))
+    out = torch.full_like(q, float("nan"))
+    arguments = (dim**-0.5, prefix_splits, pieces.workspace)
+    prefix_attention(
+        q, cache.kv, tokens, cache.tables, members, prefix_lens, *arguments, tile=32, num_stages=2
+    )
+    decode_attention(
+        q,
+        cache.kv,
+        tokens,
+        cache.lens,
+        cache.tables,
+        dim**-0.5,
+        None,
+        splits,
+        DecodeWorkspace(len(contexts) * splits, heads, dim, DEVICE),
+        out,
+        tile=32,
+        prefix=pieces,
+    )
+    close(out[1:], cache.reference(q[1:], [1] * len(contexts), None))
 
 
 PREFILL_CASES = [

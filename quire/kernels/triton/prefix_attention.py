@@ -1,0 +1,148 @@
+"""Attention of many requests to the leading blocks that they share, which are read once for all.
+
+Queries of several requests are packed into one tile: their heads that share a KV head are its rows.
+The results are partial, one per split of the prefix; `decode_attention` starts from them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.decode_attention import LOG2E, DecodeWorkspace
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _prefix_kernel(
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    partial_ptr,
+    lse_ptr,
+    tables_ptr,
+    tokens_ptr,
+    members_ptr,
+    lens_ptr,
+    scale_log2,
+    stride_q,
+    stride_block,
+    stride_head,
+    stride_table,
+    num_splits,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    tile = tl.program_id(2)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(0)
+    length = tl.load(lens_ptr + tile)
+    if length == 0:
+        return
+    tiles_per_split = tl.cdiv(tl.cdiv(length, TILE), num_splits)
+    begin = split * tiles_per_split * TILE
+    end = tl.minimum(begin + tiles_per_split * TILE, length)
+
+    rows = tl.arange(0, MEMBERS * PADDED_GROUP)
+    dims = tl.arange(0, PADDED_DIM)
+    member = tl.load(members_ptr + tile * MEMBERS + rows // PADDED_GROUP).to(tl.int64)
+    used = (member >= 0) & (rows % PADDED_GROUP < GROUP)
+    head = kv_head * GROUP + rows % PADDED_GROUP
+    token = tl.load(tokens_ptr + member, used, 0).to(tl.int64)
+    in_head = dims < HEAD_DIM
+    q_mask = used[:, None] & in_head[None, :]
+    q_offset = token * stride_q + head * HEAD_DIM
+    q = tl.load(q_ptr + q_offset[:, None] + dims[None, :], q_mask, 0.0)
+
+    top = tl.full([MEMBERS * PADDED_GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([MEMBERS * PADDED_GROUP], tl.float32)
+    acc = tl.zeros([MEMBERS * PADDED_GROUP, PADDED_DIM], tl.float32)
+    # All members have these blocks, so any member's table will do.
+    table = tables_ptr + tl.load(members_ptr + tile * MEMBERS).to(tl.int64) * stride_table
+    kv_offset = kv_head * stride_head
+    for start in range(begin, end, TILE):
+        position = start + tl.arange(0, TILE)
+        valid = position < end
+        block = tl.load(table + position // BLOCK_SIZE, valid, 0).to(tl.int64)
+        slot = block * stride_block + kv_offset + (position % BLOCK_SIZE) * HEAD_DIM
+        kv_mask = valid[:, None] & in_head[None, :]
+        k = tl.load(keys_ptr + slot[:, None] + dims[None, :], kv_mask, 0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+        scores = tl.where(valid[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, 1)
+        v = tl.load(values_ptr + slot[:, None] + dims[None, :], kv_mask, 0.0)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+        top = new_top
+
+    place = (member * NUM_HEADS + head) * num_splits + split
+    lse = tl.where(total > 0, top + tl.log2(total), float("-inf"))
+    tl.store(lse_ptr + place, lse, used)
+    if begin < end:
+        acc = acc / total[:, None]
+        tl.store(partial_ptr + place[:, None] * HEAD_DIM + dims[None, :], acc, q_mask)
+
+
+def prefix_attention(
+    q: Tensor,
+    kv_layer: Tensor,
+    tokens: Tensor,
+    block_tables: Tensor,
+    members: Tensor,
+    prefix_lens: Tensor,
+    scale: float,
+    num_splits: int,
+    workspace: DecodeWorkspace,
+    tile: int = 64,
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> None:
+    """Leaves in the workspace what each member's line of q sees of its tile's shared prefix.
+
+    `members` [tiles, requests per tile] holds indices into `tokens`, padded with -1 behind the
+    first; `prefix_lens` [tiles] the tokens that the members share, 0 for an unused tile.
+    """
+    _, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = kv_layer.shape[2], kv_layer.shape[3]
+    num_tiles, num_members = members.shape
+    group = num_heads // num_kv_heads
+    assert len(tokens) * num_splits <= workspace.max_pieces
+    _prefix_kernel[(num_splits, num_kv_heads, num_tiles)](
+        q,
+        kv_layer[0],
+        kv_layer[1],
+        workspace.partial,
+        workspace.lse,
+        block_tables,
+        tokens,
+        members,
+        prefix_lens,
+        scale * LOG2E,
+        q.stride(0),
+        kv_layer.stride(1),
+        kv_layer.stride(2),
+        block_tables.stride(0),
+        num_splits,
+        NUM_HEADS=num_heads,
+        GROUP=group,
+        PADDED_GROUP=triton.next_power_of_2(group),
+        MEMBERS=num_members,
+        HEAD_DIM=head_dim,
+        PADDED_DIM=triton.next_power_of_2(head_dim),
+        BLOCK_SIZE=block_size,
+        TILE=tile,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
