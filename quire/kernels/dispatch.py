@@ -32,8 +32,33 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias for x [tokens, inputs]."""
-    if x.is_cuda and x.shape[0] == 1 and x.is_contiguous():
-        from quire.kernels.triton import gemv
+    if _is_vector(x):
+        from quire.kernels.triton.gemv import gemv
 
-        return gemv.gemv(x, weight, bias)
+        return gemv(x, weight, bias)[0]
     return F.linear(x, weight, bias)
+
+
+def norm_linear(
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    gated: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual) W^T + bias, x + residual), with `silu_and_mul` of the first if `gated`;
+    the residual may be overwritten."""
+    if _is_vector(x):
+        from quire.kernels.triton.gemv import NormInput, gemv
+
+        return gemv(x, weight, bias, NormInput(norm_weight, eps, residual), gated)
+    normal, total = rms_norm(x, norm_weight, eps, residual)
+    out = F.linear(normal, weight, bias)
+    return silu_and_mul(out) if gated else out, total
+
+
+def _is_vector(x: Tensor) -> bool:
+    """Whether a linear layer of x is a matrix times a vector on a GPU."""
+    return x.is_cuda and x.shape[0] == 1 and x.is_contiguous()

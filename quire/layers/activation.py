@@ -44,8 +44,12 @@ class GatedActivation(nn.Module):
         super().__init__()
         self.activation = activation(name)
 
+    @property
+    def is_silu(self) -> bool:
+        return self.activation is F.silu
+
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
-        if self.activation is F.silu:
+        if self.is_silu:
             return dispatch.silu_and_mul(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return self.activation(gate) * up

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from quire.kernels import dispatch
+from quire.layers.activation import GatedActivation
+from quire.layers.norm import Norm, RMSNorm
 from quire.layers.parallel import Axis, Part, Placement, WeightedLayer, divided, whole
 
 
@@ -27,6 +30,25 @@ class Linear(WeightedLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.scheme.apply(self, x, self.bias)
+
+    def after_norm(
+        self,
+        norm: Norm,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        activation: GatedActivation | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(activation(forward(norm(x + residual))), x + residual), in few kernels where possible;
+        the residual may be overwritten. Outputs are joined also where `forward` splits them."""
+        weight = self.scheme.plain_weight(self)
+        is_known = activation is None or activation.is_silu
+        if weight is not None and isinstance(norm, RMSNorm) and is_known:
+            return dispatch.norm_linear(
+                x, residual, norm.weight, norm.eps, weight, self.bias, activation is not None
+            )
+        normal, total = norm.add_and_normalize(x, residual)
+        out = self.scheme.apply(self, normal, self.bias)
+        return activation(out) if activation is not None else out, total
 
     def finish_loading(self) -> None:
         self.scheme.finish_loading(self)
@@ -86,8 +108,10 @@ class QKVLinear(Linear):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
         """q [T, heads, head_dim], k and v [T, kv_heads, head_dim]; views of one tensor."""
-        joined = super().forward(x).view(x.shape[0], -1, self.head_dim)
-        return joined.split(self.heads, dim=1)
+        return self.split(super().forward(x))
+
+    def split(self, joined: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return joined.view(joined.shape[0], -1, self.head_dim).split(self.heads, dim=1)
 
 
 class RowLinear(Linear):

@@ -47,15 +47,21 @@ class LlamaAttention(nn.Module):
         self.layer_index, self.window, self.scale = layer_index, traits.window, head_dim**-0.5
 
     def forward(
-        self, x: torch.Tensor, rotation: Rotation, attention: AttentionStep
-    ) -> torch.Tensor:
+        self,
+        norm: RMSNorm,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotation: Rotation,
+        attention: AttentionStep,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         norms = None
         if self.head_norm:
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        q, k, v = self.qkv_proj(x)
+        joined, residual = self.qkv_proj.after_norm(norm, x, residual)
+        q, k, v = self.qkv_proj.split(joined)
         heads = Heads(q, k, v, rotation, norms)
         out = attention.attend(self.layer_index, heads, self.scale, self.window)
-        return self.o_proj(out.flatten(1))
+        return self.o_proj(out.flatten(1)), residual
 
 
 class LlamaMLP(nn.Module):
@@ -66,8 +72,11 @@ class LlamaMLP(nn.Module):
         self.activation = GatedActivation(config.hidden_act)
         self.down_proj = RowLinear(inner, hidden, bias, place)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.activation(self.gate_up_proj(x)))
+    def forward(
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        inner, residual = self.gate_up_proj.after_norm(norm, x, residual, self.activation)
+        return self.down_proj(inner), residual
 
 
 class LlamaLayer(nn.Module):
@@ -88,13 +97,8 @@ class LlamaLayer(nn.Module):
         attention: AttentionStep,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds `x` to the residual stream (None: starts it); returns the next addend and it."""
-        if residual is None:
-            x, residual = self.input_layernorm(x), x
-        else:
-            x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, rotation, attention)
-        x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x), residual
+        x, residual = self.self_attn(self.input_layernorm, x, residual, rotation, attention)
+        return self.mlp(self.post_attention_layernorm, x, residual)
 
 
 class LlamaModel(nn.Module):

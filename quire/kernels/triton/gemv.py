@@ -1,30 +1,39 @@
 """Matrix times vector, the linear layers of a single token: reads the weight at memory speed.
 
-Each program computes two outputs over the whole input. cuBLAS needs 10 to 30 % longer on layers of
-an 8B model, and up to four times as long on small ones (docs/performance.md).
+Each program computes a few outputs over the whole input. What stands before and after such a layer
+is done in passing, because at this size a kernel of its own costs more than its work: the residual
+is added and normalised while the input is read, gate and up are combined when they are summed.
+cuBLAS needs 10 to 30 % longer on layers of an 8B model, and up to four times as long on small ones
+(docs/performance.md).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-OUTPUTS = 2
-"""Outputs of one program."""
-
 
 @triton.jit
 def _gemv_kernel(
     x_ptr,
+    residual_ptr,
+    sum_ptr,
+    norm_ptr,
+    eps,
     weight_ptr,
     bias_ptr,
     out_ptr,
     num_outputs,
     num_inputs,
     stride_weight,
+    HAS_NORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
@@ -33,35 +42,91 @@ def _gemv_kernel(
     in_rows = rows < num_outputs
     weight_rows = weight_ptr + rows.to(tl.int64)[:, None] * stride_weight
     acc = tl.zeros([OUTPUTS, INPUTS], tl.float32)
+    acc_up = tl.zeros([OUTPUTS, INPUTS], tl.float32)
+    squares = tl.zeros([INPUTS], tl.float32)
+    kept = tl.where(tl.program_id(0) == 0, num_inputs, 0)  # one program writes the sum
     for start in range(0, num_inputs, INPUTS):
         at = start + columns
         in_columns = at < num_inputs
-        x = tl.load(x_ptr + at, in_columns, 0.0).to(tl.float32)
-        weight = tl.load(weight_rows + at[None, :], in_rows[:, None] & in_columns[None, :], 0.0)
-        acc += weight.to(tl.float32) * x[None, :]
+        mask = in_rows[:, None] & in_columns[None, :]
+        weight = tl.load(weight_rows + at[None, :], mask, 0.0)
+        x = tl.load(x_ptr + at, in_columns, 0.0)
+        if HAS_RESIDUAL:
+            # Rounded to the model's type, as the sum is kept.
+            residual = tl.load(residual_ptr + at, in_columns, 0.0).to(tl.float32)
+            x = (x.to(tl.float32) + residual).to(x.dtype)
+            tl.store(sum_ptr + at, x, at < kept)
+        wide = x.to(tl.float32)
+        if HAS_NORM:
+            squares += wide * wide
+            wide *= tl.load(norm_ptr + at, in_columns, 0.0).to(tl.float32)
+        acc += weight.to(tl.float32) * wide[None, :]
+        if IS_GATED:
+            up_rows = weight_rows + num_outputs.to(tl.int64) * stride_weight
+            up = tl.load(up_rows + at[None, :], mask, 0.0)
+            acc_up += up.to(tl.float32) * wide[None, :]
     total = tl.sum(acc, 1)
+    total_up = tl.sum(acc_up, 1)
+    if HAS_NORM:
+        # The norm's scale is common to all inputs, so it can come last.
+        scale = tl.rsqrt(tl.sum(squares, 0) / num_inputs + eps)
+        total *= scale
+        total_up *= scale
     if HAS_BIAS:
         total += tl.load(bias_ptr + rows, in_rows, 0.0).to(tl.float32)
+    if IS_GATED:
+        if HAS_BIAS:
+            total_up += tl.load(bias_ptr + num_outputs + rows, in_rows, 0.0).to(tl.float32)
+        total = total / (1.0 + tl.exp(-total)) * total_up
     tl.store(out_ptr + rows, total.to(out_ptr.dtype.element_ty), in_rows)
 
 
-def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + bias for x [1, inputs] and W [outputs, inputs]."""
-    num_outputs, num_inputs = weight.shape
+@dataclass(frozen=True)
+class NormInput:
+    """The input is x plus the residual, if any, RMS-normalised."""
+
+    weight: Tensor
+    eps: float
+    residual: Tensor | None = None
+
+
+def gemv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm: NormInput | None = None,
+    gated: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """x W^T + bias for x [1, inputs] and W [outputs, inputs], and x plus the residual.
+
+    If `gated`, the first half of the outputs is the gate, and the result silu(gate) * up.
+    """
+    num_rows, num_inputs = weight.shape
+    num_outputs = num_rows // 2 if gated else num_rows
     out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
+    residual = norm.residual if norm is not None else None
+    total = torch.empty_like(x) if residual is not None else x
     small = num_inputs <= 1024
-    _gemv_kernel[(triton.cdiv(num_outputs, OUTPUTS),)](
+    outputs = 1 if gated else 2
+    _gemv_kernel[(triton.cdiv(num_outputs, outputs),)](
         x,
+        residual,
+        total,
+        norm.weight if norm is not None else None,
+        norm.eps if norm is not None else 0.0,
         weight,
-        bias if bias is not None else x,
+        bias,
         out,
         num_outputs,
         num_inputs,
         weight.stride(0),
+        HAS_NORM=norm is not None,
+        HAS_RESIDUAL=residual is not None,
         HAS_BIAS=bias is not None,
-        OUTPUTS=OUTPUTS,
+        IS_GATED=gated,
+        OUTPUTS=outputs,
         INPUTS=512 if small else 2048,
         num_warps=2 if small else 8,
         num_stages=4 if small else 2,
     )
-    return out
+    return out, total

@@ -26,6 +26,9 @@ class Scheme(Protocol):
     ) -> torch.Tensor:
         """x W^T + bias."""
 
+    def plain_weight(self, layer: WeightedLayer) -> torch.Tensor | None:
+        """The matrix itself for kernels that do more than `apply`; None where there is none."""
+
 
 class Unquantized:
     """The matrix itself, in the model's dtype."""
@@ -42,3 +45,6 @@ class Unquantized:
         self, layer: WeightedLayer, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         return dispatch.linear(x, layer.get_parameter("weight"), bias)
+
+    def plain_weight(self, layer: WeightedLayer) -> torch.Tensor | None:
+        return layer.get_parameter("weight")

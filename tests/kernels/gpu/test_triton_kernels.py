@@ -18,7 +18,7 @@ from quire.kernels.triton.decode_attention import (  # noqa: E402
     PrefixPieces,
     decode_attention,
 )
-from quire.kernels.triton.gemv import gemv  # noqa: E402
+from quire.kernels.triton.gemv import NormInput, gemv  # noqa: E402
 from quire.kernels.triton.norm import rms_norm  # noqa: E402
 from quire.kernels.triton.prefill_attention import prefill_attention  # noqa: E402
 from quire.kernels.triton.prefix_attention import prefix_attention  # noqa: E402
@@ -310,4 +310,32 @@ def test_gemv(outputs: int, inputs: int, dtype: torch.dtype, with_bias: bool) ->
     bias = torch.randn(outputs, device=DEVICE).to(dtype) if with_bias else None
     wide = None if bias is None else bias.float()
     expected = torch.nn.functional.linear(x.float(), weight.float(), wide)
-    close(gemv(x, weight, bias), expected)
+    found, total = gemv(x, weight, bias)
+    close(found, expected)
+    assert total is x
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "dtype"), [(6, 40, torch.float32), (34, 2100, BFLOAT16)]
+)
+def test_gemv_after_norm(
+    outputs: int, inputs: int, dtype: torch.dtype, with_residual: bool, gated: bool
+) -> None:
+    """Residual, norm, linear layer and gate in one kernel equal the four one after another."""
+    x, residual = torch.randn(2, 1, inputs, device=DEVICE).to(dtype)
+    norm_weight = torch.rand(inputs, device=DEVICE).to(dtype)
+    weight = (torch.randn(outputs, inputs, device=DEVICE) / inputs**0.5).to(dtype)
+    bias = torch.randn(outputs, device=DEVICE).to(dtype)
+    before = residual.clone()
+    norm = NormInput(norm_weight, 1e-5, residual if with_residual else None)
+    found, total = gemv(x, weight, bias, norm, gated)
+    expected_total = x + residual if with_residual else x
+    assert torch.equal(total, expected_total) and torch.equal(residual, before)
+    normal = rms_norm_twin(expected_total, norm_weight, 1e-5).float()
+    expected = torch.nn.functional.linear(normal, weight.float(), bias.float())
+    if gated:
+        gate, up = expected.chunk(2, dim=-1)
+        expected = torch.nn.functional.silu(gate) * up
+    close(found, expected)
