@@ -63,7 +63,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> None:
         """Launch the forward pass of a step."""
-        staged = self._update_rows(plan)
+        staged = self.update_rows(plan)
         if len(plan.copy_sources):
             self.kv.copy_blocks(staged.copy_sources, staged.copy_targets)
         if self._has_graph(plan):
@@ -87,7 +87,8 @@ class ModelRunner:
             and not self._prompt_logprob_rows
         )
 
-    def _update_rows(self, plan: StepPlan) -> StagedRows:
+    def update_rows(self, plan: StepPlan) -> StagedRows:
+        """Bring the rows up to the plan: all that a step sends to the device."""
         for row in plan.freed_rows.tolist():
             self.sampler.remove(row)
             self._prompt_logprob_rows.pop(row, None)
