@@ -32,7 +32,10 @@ class Columns:
     counts the tokens whose ids the host has.
     """
 
-    def __init__(self, max_rows: int, max_model_len: int, max_blocks: int) -> None:
+    def __init__(self, max_rows: int, max_model_len: int, block_size: int) -> None:
+        max_blocks = -(-max_model_len // block_size)
+        self.block_size = block_size
+
         def ints() -> Int32Array:
             return np.zeros(max_rows, np.int32)
 
@@ -58,8 +61,8 @@ class Columns:
         self.min_total = ints()
         """No stop token ends the request before it has this many tokens."""
         self.num_blocks = ints()
-        self.num_hashed = ints()
-        """Full prompt blocks to publish, and how many of them are."""
+        self.num_held_blocks = ints()
+        """Blocks full of tokens that the request came with, and how many of them are published."""
         self.num_published = ints()
         self.in_flight = ints()
         """Planned steps that include the row and are not applied yet."""
@@ -72,21 +75,26 @@ class Columns:
         self.rank: Int64Array = np.zeros((2, max_rows), np.int64)
         self.stop_ids: Int32Array = np.full((max_rows, 4), -1, np.int32)
 
-    def fill(self, request: Request, row: int, num_computed: int, step: int) -> None:
-        """Write a request that `step` admits to a row; its blocks come after."""
+    def fill(self, request: Request, row: int, step: int, num_cached: int, num_new: int) -> None:
+        """Write a request that `step` admits to a row and lets compute `num_new` tokens after
+        those whose KV is there already. Its blocks come after."""
         known, params = request.held_token_ids, request.params
+        by_host = request.group is not None
+        samples = num_cached + num_new == len(known)
         self.epoch[row] += 1
         self.running[row] = True
         self.token_ids[row, : len(known)] = known
         self.num_prompt[row] = request.num_prompt
-        self.num_known[row] = self.num_tokens[row] = len(known)
-        self.num_computed[row] = self.computed_before[row] = num_computed
-        self.last_step[row], self.first_step[row] = -1, step
+        self.num_known[row] = len(known)
+        self.num_tokens[row] = len(known) + (samples and not by_host)
+        self.num_computed[row] = num_cached + num_new
+        self.computed_before[row] = num_cached
+        self.last_step[row] = self.first_step[row] = step
         self.max_total[row] = request.max_total
         self.min_total[row] = request.num_prompt + params.min_tokens
-        self.num_hashed[row] = len(request.hashes)
-        self.in_flight[row] = 0
-        self.synchronous[row] = self.host_chooses[row] = request.group is not None
+        self.num_held_blocks[row] = len(known) // self.block_size
+        self.in_flight[row] = 1
+        self.synchronous[row] = self.host_chooses[row] = by_host
         self.has_followers[row] = bool(request.followers)
         self.streams[row] = request.streams and request.group is None
         self.keys[row] = request.key
@@ -124,7 +132,6 @@ class Request:
     streams: bool = False
     row: int = -1
     status: Status = Status.WAITING
-    hashes: list[bytes] = field(default_factory=list)
     finish_reason: str | None = None
     num_cached: int = -1
     """Prompt tokens found in the cache when it was first admitted; -1 before."""
