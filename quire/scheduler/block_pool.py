@@ -24,8 +24,8 @@ class BlockPool:
         self.ref_counts = [0] * num_blocks
         self.cached = [False] * num_blocks
         """Whether the prefix cache can find the block; kept by the cache."""
-        self.on_evict: Callable[[int], None] = lambda block: None
-        """Called when a cached block is about to be reused."""
+        self.on_evict: Callable[[list[int]], None] = lambda blocks: None
+        """Called with cached blocks that are about to be reused."""
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.num_allocated_total = 0
 
@@ -41,9 +41,10 @@ class BlockPool:
         """Take `count` blocks, each with one reference. The caller has checked `num_free`."""
         take, cached, counts = self._free.popitem, self.cached, self.ref_counts
         blocks = [take(last=False)[0] for _ in range(count)]
+        evicted = [block for block in blocks if cached[block]]
+        if evicted:
+            self.on_evict(evicted)
         for block in blocks:
-            if cached[block]:
-                self.on_evict(block)
             counts[block] = 1
         self.num_allocated_total += count
         return blocks

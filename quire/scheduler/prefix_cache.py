@@ -9,7 +9,7 @@ compared token by token from there on, so only blocks at which sequences part ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from itertools import islice
 from typing import NamedTuple
@@ -220,23 +220,36 @@ class PrefixCache:
             self._run_of[block] = run
             cached[block] = True
 
-    def forget(self, block: int) -> None:
-        """Forget a block and those that follow it in its run, which cannot be found without it."""
-        run = self._run_of[block]
-        last = len(run.blocks) - 1
-        self._truncate(run, last if run.blocks[last] == block else run.blocks.index(block))
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Forget blocks, and those that follow them in their runs: these cannot be found either."""
+        shortened: dict[Run, None] = {}
+        for block in blocks:
+            run = self._run_of.get(block)
+            if run is not None:  # else it went with one before it
+                last = len(run.blocks) - 1
+                self._drop(run, last if run.blocks[last] == block else run.blocks.index(block))
+                shortened[run] = None
+        for run in shortened:
+            self._settle(run)
+
+    def _drop(self, run: Run, length: int) -> None:
+        """Take the blocks after the first `length` from a run, to be settled after that."""
+        run_of, cached = self._run_of, self.pool.cached
+        for block in run.blocks[length:]:
+            del run_of[block]
+            cached[block] = False
+        del run.blocks[length:], run.steps[length:]
+
+    def _settle(self, run: Run) -> None:
+        """Let tokens and names follow the blocks of a run that became shorter."""
+        if not run.blocks:
+            self._remove(run, int(run.token_ids[0]))
+        run.token_ids = run.token_ids[: len(run.blocks) * self.block_size]
+        run.end = None
 
     def _truncate(self, run: Run, length: int) -> None:
-        cached = self.pool.cached
-        for block in run.blocks[length:]:
-            del self._run_of[block]
-            cached[block] = False
-        first_token = int(run.token_ids[0])
-        del run.blocks[length:], run.steps[length:]
-        run.token_ids = run.token_ids[: length * self.block_size]
-        run.end = None
-        if not length:
-            self._remove(run, first_token)
+        self._drop(run, length)
+        self._settle(run)
 
     def _remove(self, run: Run, first_token: int) -> None:
         if run.name is not None:
