@@ -42,8 +42,10 @@ class PlanDraft:
         self._samples.append(samples)
         self.budget -= int(counts.sum())
 
-    def compute_admitted(self, row: int, count: int, samples: bool) -> None:
-        self._admitted.append((row, count, samples))
+    def admit(self, added: AddedRow, count: int, samples: bool) -> None:
+        """A new row, which computes `count` tokens at once."""
+        self.added_rows.append(added)
+        self._admitted.append((added.row, count, samples))
         self.budget -= count
 
     def write_blocks(self, rows: Int32Array, indices: Int32Array, ids: Int32Array) -> None:

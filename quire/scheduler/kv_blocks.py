@@ -72,31 +72,36 @@ class KVBlocks:
         return need + num_promised <= self.pool.num_free
 
     def admit(
-        self, request: Request, match: PrefixMatch, fork_of: int, draft: PlanDraft
-    ) -> None:
-        """Give a new row the matched blocks and further ones for what it computes now.
+        self, request: Request, match: PrefixMatch, fork_of: int, grant: int, draft: PlanDraft
+    ) -> int:
+        """Give a new row the matched blocks and further ones for `grant` tokens; returns how many.
 
-        The block that is shared in part is copied. Prompt blocks become findable at once.
+        The block that is shared in part is copied. Full blocks become findable at once.
         """
-        c, row, shared = self.columns, request.row, len(match.blocks)
-        num_tokens = int(c.num_computed[row])
+        c, limits, row, shared = self.columns, self.limits, request.row, len(match.blocks)
+        filled = match.num_tokens + grant
         self.pool.share(match.blocks)
         if match.partial_block >= 0:
-            self.pool.share([match.partial_block])
+            self.pool.share((match.partial_block,))
             draft.held_blocks.append(match.partial_block)
-        reserve = self.limits.max_model_len if self.limits.reserves_max_length else num_tokens
-        added = self.pool.allocate(self.limits.blocks_for(reserve) - shared)
+        reserve = limits.max_model_len if limits.reserves_max_length else filled
+        added = self.pool.allocate(limits.blocks_for(reserve) - shared)
         blocks = match.blocks + added
         c.block_tables[0, row, : len(blocks)] = blocks
         c.num_blocks[row] = len(blocks)
-        c.num_published[row] = shared if fork_of < 0 else min(shared, c.num_published[fork_of])
         if fork_of < 0:
+            published = shared
             draft.write_table(row, 0, blocks)
-        else:  # the device copies the shared part from the other row
+        else:  # the device copies the shared part of the table from the other row
+            published = min(shared, int(c.num_published[fork_of]))
             draft.write_table(row, shared, added)
         if match.partial_block >= 0:
             draft.copy_block(match.partial_block, added[0])
-        self._publish(request, min(num_tokens, len(request.held_token_ids)) // self.limits.block_size)
+        full = filled // limits.block_size
+        tokens = request.held_token_ids[: full * limits.block_size]
+        self.cache.publish(request.root, tokens, blocks[:full], published, draft.step)
+        c.num_published[row] = max(full, published)
+        return len(blocks)
 
     # --- while running --------------------------------------------------------------------------
 
@@ -127,17 +132,11 @@ class KVBlocks:
         for row, count in zip(rows[behind].tolist(), ready[behind].tolist(), strict=True):
             request = by_row[row]
             assert request is not None
-            self._publish(request, count)
-
-    def _publish(self, request: Request, num_blocks: int) -> None:
-        """Make the first blocks of a row findable, all of them full of tokens it was given."""
-        c, row = self.columns, request.row
-        start = int(c.num_published[row])
-        if num_blocks > start:
-            tokens = request.held_token_ids[: num_blocks * self.limits.block_size]
-            blocks = c.block_tables[0, row, :num_blocks].tolist()
-            self.cache.publish(request.root, tokens, blocks, start, int(c.last_step[row]))
-            c.num_published[row] = num_blocks
+            tokens = request.held_token_ids[: count * self.limits.block_size]
+            blocks = request.blocks[:count].tolist()
+            start, step = int(c.num_published[row]), int(c.last_step[row])
+            self.cache.publish(request.root, tokens, blocks, start, step)
+            c.num_published[row] = count
 
     # --- leaving --------------------------------------------------------------------------------
 

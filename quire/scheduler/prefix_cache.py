@@ -90,14 +90,14 @@ class PrefixCache:
         self.pool = pool
         self.block_size = block_size
         self.enabled = enabled
-        self._run_of: dict[int, Run] = {}
+        self._run_of: list[Run | None] = [None] * pool.num_blocks
         self._by_name: dict[bytes, Run] = {}
         # (parent, first token) -> runs in order of publication
         self._children: dict[tuple[bytes, int], dict[Run, None]] = {}
         pool.on_evict = self.forget
 
     def __len__(self) -> int:
-        return len(self._run_of)
+        return sum(run is not None for run in self._run_of)
 
     # --- looking up -----------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class PrefixCache:
         size = self.block_size
         if not self.enabled or len(token_ids) <= start * size:
             return
-        own = self._run_of.get(blocks[start - 1]) if start else None
+        own = self._run_of[blocks[start - 1]] if start else None
         if own is not None and own.end is None and own.blocks[-1] == blocks[start - 1]:
             own.token_ids = np.concatenate([own.token_ids, token_ids[start * size :]])
             self._append(own, blocks[start:], [step] * (len(blocks) - start))
@@ -215,20 +215,27 @@ class PrefixCache:
     def _append(self, run: Run, blocks: list[int], steps: list[int]) -> None:
         run.blocks += blocks
         run.steps += steps
-        cached = self.pool.cached
+        run_of, cached = self._run_of, self.pool.cached
         for block in blocks:
-            self._run_of[block] = run
+            run_of[block] = run
             cached[block] = True
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Forget blocks, and those that follow them in their runs: these cannot be found either."""
+        run_of, cached = self._run_of, self.pool.cached
         shortened: dict[Run, None] = {}
         for block in blocks:
-            run = self._run_of.get(block)
-            if run is not None:  # else it went with one before it
-                last = len(run.blocks) - 1
-                self._drop(run, last if run.blocks[last] == block else run.blocks.index(block))
-                shortened[run] = None
+            run = run_of[block]
+            if run is None:
+                continue  # it went with one before it
+            if run.blocks[-1] == block:  # the rule: blocks are evicted deepest first
+                run.blocks.pop()
+                run.steps.pop()
+                run_of[block] = None
+                cached[block] = False
+            else:
+                self._drop(run, run.blocks.index(block))
+            shortened[run] = None
         for run in shortened:
             self._settle(run)
 
@@ -236,7 +243,7 @@ class PrefixCache:
         """Take the blocks after the first `length` from a run, to be settled after that."""
         run_of, cached = self._run_of, self.pool.cached
         for block in run.blocks[length:]:
-            del run_of[block]
+            run_of[block] = None
             cached[block] = False
         del run.blocks[length:], run.steps[length:]
 
@@ -261,11 +268,14 @@ class PrefixCache:
 
     def withdraw(self, step: int) -> None:
         """Forget blocks that a failed step, or any later one, was to write."""
-        for run in set(self._run_of.values()):
+        for run in self._runs():
             if run.steps[-1] >= step:
                 self._truncate(run, next(i for i, s in enumerate(run.steps) if s >= step))
 
     def reset(self) -> None:
         """Forget everything; blocks in use stay with their owners."""
-        for run in set(self._run_of.values()):
+        for run in self._runs():
             self._truncate(run, 0)
+
+    def _runs(self) -> set[Run]:
+        return {run for run in self._run_of if run is not None}

@@ -220,25 +220,22 @@ class Scheduler:
                 return
             self.waiting.pop()
             grant = min(want, draft.budget, limits.long_prefill_token_threshold or want)
-            row = self._admit(request, match, fork_of, grant, draft)
+            promised += self._admit(request, match, fork_of, grant, draft)
             self._note_admission(request, match.num_tokens, now)
-            need = limits.blocks_for(int(self.columns.num_tokens[row]))
-            promised += max(need - int(self.columns.num_blocks[row]), 0)
 
     def _admit(
         self, request: Request, match: PrefixMatch, fork_of: int, grant: int, draft: PlanDraft
     ) -> int:
+        """Start a request on a row; returns how many blocks more its tokens will need."""
         row = self.free_rows.pop()
-        num_forked = match.num_tokens if fork_of >= 0 else 0
-        draft.added_rows.append(request.added_row(row, match.num_tokens, fork_of, num_forked))
         samples = match.num_tokens + grant == len(request.held_token_ids)
-        draft.compute_admitted(row, grant, samples)
+        draft.admit(request.added_row(row, match.num_tokens, fork_of), grant, samples)
         self.by_row[row] = request
         request.row, request.status = row, Status.RUNNING
-        self.columns.fill(request, row, draft.step, match.num_tokens, grant)
-        self.kv.admit(request, match, fork_of, draft)
+        num_tokens = self.columns.fill(request, draft.step, match.num_tokens, grant)
+        num_blocks = self.kv.admit(request, match, fork_of, grant, draft)
         self._ranked = None
-        return row
+        return max(self.limits.blocks_for(num_tokens) - num_blocks, 0)
 
     def _note_admission(self, request: Request, num_cached: int, now: float) -> None:
         if request.num_cached < 0:
@@ -362,8 +359,7 @@ class Scheduler:
         siblings.remove(request)
         if not siblings:
             del self.requests[request.request_id]
-        eos = () if request.params.ignore_eos else request.eos_token_ids
-        by_id = reason == "stop" and len(tokens) and tokens[-1] not in eos
+        by_id = reason == "stop" and len(tokens) and tokens[-1] not in request.eos_token_ids
         ended = FinishedSequence(
             key=request.key,
             token_ids=tokens,
