@@ -132,14 +132,16 @@ def say(text: str) -> None:
 
 def generate(llm: LLM, requests: Sequence[BenchRequest]) -> list[Any]:
     """Outputs of greedy requests that generate exactly as many tokens as planned."""
-    return llm.generate(
-        [{"prompt_token_ids": request.token_ids} for request in requests],
-        [
-            SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=request.num_output_tokens)
-            for request in requests
-        ],
-        use_tqdm=False,
-    )
+    return llm.generate(*inputs(requests), use_tqdm=False)
+
+
+def inputs(requests: Sequence[BenchRequest]) -> tuple[list[Any], list[SamplingParams]]:
+    """Prompts and parameters for `LLM.generate`."""
+    prompts = [{"prompt_token_ids": request.token_ids} for request in requests]
+    lengths = [request.num_output_tokens for request in requests]
+    return prompts, [
+        SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=length) for length in lengths
+    ]
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quire.bench.runs import generate
+from quire.bench.runs import inputs
 from quire.bench.workload import BenchRequest
 from quire.engine.executors.base import PendingResult, TokenMasks
 from quire.protocol.output import StepOutput
@@ -101,8 +101,9 @@ class Stopwatch:
 
     def measure(self, requests: Sequence[BenchRequest]) -> HostRun:
         self._steps, self._starts = [], []
+        prompts, params = inputs(requests)
         started = perf_counter()
-        generate(self._llm, requests)
+        self._llm.generate(prompts, params, use_tqdm=False)
         returned = perf_counter()
         return HostRun(self._starts[0] - started, self._steps, returned - self._ended)
 

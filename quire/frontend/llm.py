@@ -241,14 +241,17 @@ class LLM:
         self._inputs.tokenize(prompts, options)
         now = self._core.clock()
         news = []
+        prepared: dict[int, SamplingParams] = {}
         for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             with naming_index(i):
+                if id(one) not in prepared:
+                    prepared[id(one)] = self._inputs.prepare_params(one)
                 key = self._session.take_keys(one.n)
                 new = self._inputs.new_request(
                     key,
                     str(key),
                     prompt,
-                    self._inputs.prepare_params(one),
+                    prepared[id(one)],
                     arrival_time=now,
                     priority=priority[i] if priority is not None else 0,
                     streams=kind is not RequestOutputKind.FINAL_ONLY,

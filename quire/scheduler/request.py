@@ -171,7 +171,7 @@ class Request:
         num_logprobs = (params.logprobs or 0) if params.wants_logprobs else -1
         return AddedRow(
             row=row,
-            token_ids=self.held_token_ids[num_forked:],
+            token_ids=self.held_token_ids,
             num_prompt_tokens=self.num_prompt,
             num_computed_tokens=num_computed,
             params=params,

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.decoding.sampler import Sampler
 from quire.layers.attention.backend import AttentionBackend
 from quire.models.registry import CausalLM
-from quire.protocol.plan import AddedRow, Int32Array, PromptLogprobs, StepPlan
+from quire.protocol.plan import AddedRow, PromptLogprobs, StepPlan
 from quire.worker.batch import gather_batch
 from quire.worker.kv_tensors import KVTensors
 from quire.worker.pending import PendingStep
@@ -94,18 +94,11 @@ class ModelRunner:
             self._prompt_logprob_rows.pop(row, None)
         staged = self.table.update(plan)
         for added in plan.added_rows:
-            self.sampler.add(added, self._known_tokens(added))
+            self.sampler.add(added, added.token_ids)
             if added.num_prompt_logprobs >= 0:
                 entry = _PromptLogprobRow(added, added.num_computed_tokens)
                 self._prompt_logprob_rows[added.row] = entry
         return staged
-
-    def _known_tokens(self, added: AddedRow) -> Int32Array:
-        if not added.num_forked_tokens:
-            return added.token_ids
-        total = added.num_forked_tokens + len(added.token_ids)
-        known: Int32Array = self.table.token_ids[added.row, :total].cpu().numpy()
-        return known
 
     @torch.inference_mode()
     def sample(self) -> PendingStep:
