@@ -30,7 +30,6 @@ FLAGS = (
 )
 SET_HERE = (
     "hf_overrides",
-    "load_format",
     "max_model_len",
     "max_num_batched_tokens",
     "max_num_seqs",
@@ -54,7 +53,7 @@ def run(arguments: Arguments) -> int:
         for _ in range(flags.rounds)
     ]
     with engines.start(
-        load_format="dummy",
+        load_format="dummy",  # no weight is ever read, whatever --load-format says
         hf_overrides={"num_hidden_layers": 1},
         max_model_len=max(map(longest, rounds)),
         max_num_seqs=flags.num_requests,
