@@ -2,7 +2,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
-BENCHMARKS ?= throughput latency prefix blocks memory
+BENCHMARKS ?= throughput latency prefix blocks memory host
 
 VENV := .venv
 BIN := $(VENV)/bin

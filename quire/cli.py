@@ -40,6 +40,7 @@ BENCHMARKS = {
     "prefix": "Repeated system prompts with prefix caching on and off.",
     "blocks": "Block sizes 4 to 64: waste, allocations and speed.",
     "memory": "Paging against reserving the maximum length: waste and requests in flight.",
+    "host": "Host work per step with 1,024 requests and no model to wait for.",
 }
 
 # Options that neither `generate` nor `chat` can make use of; their --seed is the requests' own.

@@ -88,7 +88,7 @@ class Engines:
         self.last = {name: flat[name] for name in flat.keys() - options.keys() - SECRET}
         with llm:
             dice = Dice(self.wanted.model.seed + 1, self.model.vocab_size)
-            _generate(llm, dice.requests(WARM_UP_REQUESTS, WARM_UP_LENGTHS, Lengths(4, 4)))
+            generate(llm, dice.requests(WARM_UP_REQUESTS, WARM_UP_LENGTHS, Lengths(4, 4)))
             llm.reset_prefix_cache()
             yield llm
 
@@ -101,7 +101,7 @@ def measure(llm: LLM, requests: Sequence[BenchRequest]) -> Run:
     allocated, preemptions = pool.num_allocated_total, metrics.preemptions.value
     core.on_plan = log
     started, cpu_started = time.perf_counter(), time.process_time()
-    outputs = _generate(llm, requests)
+    outputs = generate(llm, requests)
     seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
     core.on_plan = None
     tokens = [output.outputs[0].token_ids for output in outputs]
@@ -130,15 +130,18 @@ def say(text: str) -> None:
     print(f"quire bench: {text}", file=sys.stderr, flush=True)
 
 
-def _generate(llm: LLM, requests: Sequence[BenchRequest]) -> list[Any]:
-    return llm.generate(
-        [{"prompt_token_ids": request.token_ids} for request in requests],
-        [
-            SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=request.num_output_tokens)
-            for request in requests
-        ],
-        use_tqdm=False,
-    )
+def generate(llm: LLM, requests: Sequence[BenchRequest]) -> list[Any]:
+    """Outputs of greedy requests that generate exactly as many tokens as planned."""
+    return llm.generate(*inputs(requests), use_tqdm=False)
+
+
+def inputs(requests: Sequence[BenchRequest]) -> tuple[list[Any], list[SamplingParams]]:
+    """Prompts and parameters for `LLM.generate`."""
+    prompts = [{"prompt_token_ids": request.token_ids} for request in requests]
+    lengths = [request.num_output_tokens for request in requests]
+    return prompts, [
+        SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=length) for length in lengths
+    ]
 
 
 @contextlib.contextmanager

@@ -124,11 +124,12 @@ class RowSet:
         self.members[row] = True
 
     def discard(self, row: int) -> None:
-        self._count -= bool(self.members[row])
-        self.members[row] = False
+        if row in self:
+            self._count -= 1
+            self.members[row] = False
 
     def __contains__(self, row: int) -> bool:
-        return bool(self.members[row])
+        return self._count > 0 and bool(self.members[row])
 
     def __len__(self) -> int:
         return self._count

@@ -93,13 +93,17 @@ class EngineCore:
     def _execute(self, plan: StepPlan | None) -> tuple[StepPlan, StepResult] | None:
         """Launch a step and, once enough are in flight, wait for the oldest one's result."""
         try:
+            started = time.perf_counter()
             if plan is not None:
                 self.executor.execute(plan)
                 self._in_flight.append((plan, self.executor.sample(plan.step)))
+                self.metrics.step_launch.observe(time.perf_counter() - started)
             if not self._in_flight or (plan is not None and not self._is_full):
                 return None
             oldest, pending = self._in_flight[0]
+            started = time.perf_counter()
             result = pending.result()
+            self.metrics.step_wait.observe(time.perf_counter() - started)
             self._in_flight.popleft()
             return oldest, result
         except BaseException as error:

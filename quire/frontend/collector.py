@@ -37,6 +37,8 @@ class OpenSequence:
     stop_reason: int | str | None = None
     ended: bool = False
     """The engine has confirmed the end. A stop string is found here before it is."""
+    num_decoded: int = 0
+    """Tokens whose text is made."""
     num_read: int = 0
     """Tokens that earlier outputs showed."""
     end_read: bool = False
@@ -44,8 +46,8 @@ class OpenSequence:
     def append(self, token: int) -> None:
         """Take one streamed token and look for a reason to stop that the engine cannot see."""
         self.token_ids.append(token)
-        if self.detokenizer is not None:
-            stop = self.detokenizer.append([token])
+        if self.detokenizer is not None and self.request.params.stop_strings:
+            stop = self._decode(self.detokenizer)
             if stop is not None:
                 self.finish_reason, self.stop_reason = "stop", stop
         detection = self.request.params.repetition_detection
@@ -60,13 +62,13 @@ class OpenSequence:
         self.ended = True
         if self.finish_reason is not None:
             return  # what came after the stop is not part of the output
-        missing = ended.token_ids[len(self.token_ids) :].tolist()
-        self.token_ids.extend(missing)
-        if self.detokenizer is not None and missing:
-            self.detokenizer.append(missing)
-        if self.detokenizer is not None:
-            self.detokenizer.finish()
+        self.token_ids += ended.token_ids[len(self.token_ids) :].tolist()
         self.finish_reason, self.stop_reason = ended.finish_reason, ended.stop_reason
+
+    def _decode(self, detokenizer: IncrementalDetokenizer) -> str | None:
+        """Make the text of new tokens. Returns the stop string that ends it, if any."""
+        new, self.num_decoded = self.token_ids[self.num_decoded :], len(self.token_ids)
+        return detokenizer.append(new)
 
     @property
     def has_news(self) -> bool:
@@ -77,6 +79,9 @@ class OpenSequence:
         first = self.num_read if delta else 0
         text = ""
         if self.detokenizer is not None:
+            self._decode(self.detokenizer)
+            if self.ended:
+                self.detokenizer.finish()
             text = self.detokenizer.delta(self.ended) if delta else self.detokenizer.text
         self.num_read, self.end_read = len(self.token_ids), self.ended
         return CompletionOutput(

@@ -7,12 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from quire.frontend.collector import OpenRequest
-from quire.frontend.inputs import (
-    Prompt,
-    TokenizationOptions,
-    naming_index,
-    parse_prompts,
-)
+from quire.frontend.garbage import no_full_collections
+from quire.frontend.inputs import Prompt, TokenizationOptions, naming_index, parse_prompts
 from quire.frontend.interrupts import deferred_interrupts
 from quire.frontend.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from quire.frontend.progress import ProgressBar
@@ -66,8 +62,9 @@ class LLM:
         `{"prompt_token_ids": ...}`, one or many. Outputs come in the order of the prompts."""
         _refuse_extras(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         options = TokenizationOptions.from_kwargs(tokenization_kwargs)
-        requests = self._submit(parse_prompts(prompts), sampling_params, priority, options)
-        return self._finish(requests, use_tqdm)
+        with no_full_collections():
+            requests = self._submit(parse_prompts(prompts), sampling_params, priority, options)
+            return self._finish(requests, use_tqdm)
 
     def chat(
         self,
@@ -98,8 +95,9 @@ class LLM:
             template_kwargs=chat_template_kwargs,
         )
         options = TokenizationOptions.from_kwargs(tokenization_kwargs, add_special_tokens=False)
-        requests = self._submit(prompts, sampling_params, priority, options)
-        return self._finish(requests, use_tqdm)
+        with no_full_collections():
+            requests = self._submit(prompts, sampling_params, priority, options)
+            return self._finish(requests, use_tqdm)
 
     def stream(
         self, prompt: Any, sampling_params: SamplingParams | None = None
@@ -145,7 +143,8 @@ class LLM:
     def wait_for_completion(self, *, use_tqdm: bool = True) -> list[RequestOutput]:
         """Outputs of everything enqueued, in order."""
         requests, self._enqueued = self._enqueued, []
-        return self._finish(requests, use_tqdm)
+        with no_full_collections():
+            return self._finish(requests, use_tqdm)
 
     def beam_search(
         self,
@@ -242,14 +241,17 @@ class LLM:
         self._inputs.tokenize(prompts, options)
         now = self._core.clock()
         news = []
+        prepared: dict[int, SamplingParams] = {}
         for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             with naming_index(i):
+                if id(one) not in prepared:
+                    prepared[id(one)] = self._inputs.prepare_params(one)
                 key = self._session.take_keys(one.n)
                 new = self._inputs.new_request(
                     key,
                     str(key),
                     prompt,
-                    self._inputs.prepare_params(one),
+                    prepared[id(one)],
                     arrival_time=now,
                     priority=priority[i] if priority is not None else 0,
                     streams=kind is not RequestOutputKind.FINAL_ONLY,

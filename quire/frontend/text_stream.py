@@ -59,9 +59,9 @@ class TextStreams:
         if self._scheme is None:
             hidden = self._hidden if skip_special_tokens else frozenset()
             return WindowStream(self._tokenizer, prompt_token_ids, hidden)
-        pieces = self._without_special if skip_special_tokens else self._with_special
         if self._scheme == "bytes":
-            return ByteStream(pieces)
+            return ByteStream(self._shown_bytes if skip_special_tokens else self._all_bytes)
+        pieces = self._shown_pieces if skip_special_tokens else self._all_pieces
         starts_text = self._scheme == "pieces-stripped" and not any(
             pieces[int(token)] is not None for token in reversed(prompt_token_ids)
         )
@@ -73,46 +73,57 @@ class TextStreams:
         return frozenset(index for index, token in added.items() if token.special)
 
     @cached_property
-    def _with_special(self) -> _PieceTable:
-        return _PieceTable(self._tokenizer, self._scheme == "bytes", frozenset())
+    def _all_bytes(self) -> _ByteTable:
+        return _ByteTable(self._tokenizer, frozenset())
 
     @cached_property
-    def _without_special(self) -> _PieceTable:
-        return _PieceTable(self._tokenizer, self._scheme == "bytes", self._hidden)
+    def _shown_bytes(self) -> _ByteTable:
+        return _ByteTable(self._tokenizer, self._hidden)
+
+    @cached_property
+    def _all_pieces(self) -> _PieceTable:
+        return _PieceTable(self._tokenizer, frozenset())
+
+    @cached_property
+    def _shown_pieces(self) -> _PieceTable:
+        return _PieceTable(self._tokenizer, self._hidden)
+
+
+class _ByteTable(dict[int, bytes]):
+    """Token id -> its bytes, filled as ids come up; none for tokens that show nothing."""
+
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = hidden
+
+    def __missing__(self, token: int) -> bytes:
+        text = None if token in self._hidden else self._tokenizer.backend.id_to_token(token)
+        self[token] = b"" if text is None else _spelled_bytes(text)
+        return self[token]
 
 
 class _PieceTable(dict[int, "Piece | None"]):
     """Token id -> piece, filled as ids come up; None for tokens that show nothing."""
 
-    def __init__(self, tokenizer: Tokenizer, is_bytes: bool, hidden: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._is_bytes = is_bytes
         self._hidden = hidden
 
     def __missing__(self, token: int) -> Piece | None:
         text = None if token in self._hidden else self._tokenizer.backend.id_to_token(token)
-        piece: Piece | None
-        if text is None:
-            piece = None
-        elif self._is_bytes:
-            piece = _spelled_bytes(text)
-        else:
-            piece = _piece(text.replace(SPACE, " "))
-        self[token] = piece
-        return piece
+        self[token] = None if text is None else _piece(text.replace(SPACE, " "))
+        return self[token]
 
 
 class ByteStream:
     """Byte-level tokens."""
 
-    def __init__(self, pieces: _PieceTable) -> None:
-        self._pieces = pieces
+    def __init__(self, table: _ByteTable) -> None:
+        self._table = table
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_ids: Sequence[int]) -> str:
-        pieces = self._pieces
-        known = [piece for token in token_ids if isinstance(piece := pieces[token], bytes)]
-        return self._decoder.decode(b"".join(known))
+        return self._decoder.decode(b"".join(map(self._table.__getitem__, token_ids)))
 
     def tail(self) -> str:
         return ""

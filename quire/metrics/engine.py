@@ -64,7 +64,15 @@ class EngineMetrics:
         )
         self.step_tokens = Histogram("quire:iteration_tokens_total", "Tokens per step.", TOKENS)
         self.step_host = Histogram(
-            "quire:step_host_seconds", "Host work per step, waits excluded.", STEP_SECONDS
+            "quire:step_host_seconds", "Scheduling and taking in results, per step.", STEP_SECONDS
+        )
+        self.step_launch = Histogram(
+            "quire:step_launch_seconds",
+            "Launching a step; on a CPU this is the step itself.",
+            STEP_SECONDS,
+        )
+        self.step_wait = Histogram(
+            "quire:step_wait_seconds", "Waiting for the results of a step.", STEP_SECONDS
         )
 
     def planned(

@@ -1,12 +1,11 @@
-"""Counters, gauges and histograms over plain numbers and arrays, and the records a reader gets."""
+"""Counters, gauges and histograms over plain numbers, and the records a reader gets."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import ArrayLike
+from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -66,26 +65,22 @@ class Gauge:
 
 
 class Histogram:
-    """Observations counted by bucket; takes single numbers and whole arrays."""
+    """Observations counted by bucket."""
 
     def __init__(self, name: str, help: str, bounds: Sequence[float]) -> None:
         self.name, self.help = name, help
-        self.bounds = np.array(bounds, np.float64)
-        self._counts = np.zeros(len(bounds) + 1, np.int64)
+        self.bounds = list(bounds)
+        self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
         self._max = 0.0
 
-    def observe(self, values: ArrayLike) -> None:
-        array = np.atleast_1d(np.asarray(values, np.float64))
-        if not len(array):
-            return
-        places = np.searchsorted(self.bounds, array)
-        self._counts += np.bincount(places, minlength=len(self._counts))
-        self._sum += float(array.sum())
-        self._max = max(self._max, float(array.max()))
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self.bounds, value)] += 1
+        self._sum += value
+        self._max = max(self._max, value)
 
     def read(self) -> HistogramReading:
         names = [*(f"{bound:g}" for bound in self.bounds), "+Inf"]
-        buckets = dict(zip(names, np.cumsum(self._counts).tolist(), strict=True))
-        count = int(self._counts.sum())
+        buckets = dict(zip(names, accumulate(self._counts), strict=True))
+        count = sum(self._counts)
         return HistogramReading(self.name, self.help, {}, count, self._sum, self._max, buckets)

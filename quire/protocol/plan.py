@@ -36,7 +36,7 @@ class AddedRow:
 
     row: int
     token_ids: Int32Array
-    """Known tokens. For a fork, only those after `num_forked_tokens`."""
+    """All known tokens; those of a fork that its parent's row holds too are not written again."""
     num_prompt_tokens: int
     num_computed_tokens: int
     """Tokens whose KV is already in the row's blocks (cached prefix or fork)."""

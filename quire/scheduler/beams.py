@@ -95,7 +95,6 @@ class BeamGroup:
             held_token_ids=np.append(known, np.int32(token)),
             row=-1,
             status=Status.WAITING,
-            hashes=list(member.hashes),
             parent=member,
             num_shared=len(known),
         )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from quire.protocol.plan import BoolArray, Int32Array
+from quire.protocol.plan import Int32Array
 
 
 class BlockPool:
@@ -20,11 +20,12 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.ref_counts: Int32Array = np.zeros(num_blocks, np.int32)
-        self.cached: BoolArray = np.zeros(num_blocks, np.bool_)
+        # Lists, not arrays: they are read and written one block at a time.
+        self.ref_counts = [0] * num_blocks
+        self.cached = [False] * num_blocks
         """Whether the prefix cache can find the block; kept by the cache."""
-        self.on_evict: Callable[[int], None] = lambda block: None
-        """Called when a cached block is about to be reused."""
+        self.on_evict: Callable[[list[int]], None] = lambda blocks: None
+        """Called with cached blocks that are about to be reused."""
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.num_allocated_total = 0
 
@@ -38,30 +39,34 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks, each with one reference. The caller has checked `num_free`."""
-        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        take, cached, counts = self._free.popitem, self.cached, self.ref_counts
+        blocks = [take(last=False)[0] for _ in range(count)]
+        evicted = [block for block in blocks if cached[block]]
+        if evicted:
+            self.on_evict(evicted)
         for block in blocks:
-            if self.cached[block]:
-                self.on_evict(block)
-        self.ref_counts[blocks] = 1
+            counts[block] = 1
         self.num_allocated_total += count
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add a reference to each block, reviving those that were free."""
+        counts = self.ref_counts
         for block in blocks:
-            if self.ref_counts[block] == 0:
+            if counts[block] == 0:
                 del self._free[block]
-            self.ref_counts[block] += 1
+            counts[block] += 1
 
     def free(self, blocks: Iterable[int]) -> None:
         """Drop one reference from each block, deepest block of a sequence first."""
+        free, cached, counts = self._free, self.cached, self.ref_counts
         for block in blocks:
-            assert self.ref_counts[block] > 0, f"block {block} freed twice"
-            self.ref_counts[block] -= 1
-            if self.ref_counts[block] == 0:
-                self._free[block] = None
-                if not self.cached[block]:
-                    self._free.move_to_end(block, last=False)
+            assert counts[block] > 0, f"block {block} freed twice"
+            counts[block] -= 1
+            if counts[block] == 0:
+                free[block] = None
+                if not cached[block]:
+                    free.move_to_end(block, last=False)
 
     def is_free(self, block: int) -> bool:
         return block in self._free

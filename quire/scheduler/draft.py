@@ -20,17 +20,21 @@ class PlanDraft:
         self.preempted = False
         self.held_blocks: list[int] = []
         """Sources of copies, referenced until the plan is complete."""
+        # Running rows come as arrays, admitted ones one by one; arrays are made of them at the end.
         self._rows: list[Int32Array] = []
         self._counts: list[Int32Array] = []
         self._samples: list[BoolArray] = []
+        self._admitted: list[tuple[int, int, bool]] = []
         self._block_rows: list[Int32Array] = []
         self._block_indices: list[Int32Array] = []
         self._block_ids: list[Int32Array] = []
+        self._tables: list[tuple[int, int, int]] = []
+        self._table_ids: list[int] = []
         self._copies: list[tuple[int, int]] = []
 
     @property
     def empty(self) -> bool:
-        return not self._rows
+        return not self._rows and not self._admitted
 
     def compute(self, rows: Int32Array, counts: Int32Array, samples: BoolArray) -> None:
         self._rows.append(rows)
@@ -38,15 +42,27 @@ class PlanDraft:
         self._samples.append(samples)
         self.budget -= int(counts.sum())
 
+    def admit(self, added: AddedRow, count: int, samples: bool) -> None:
+        """A new row, which computes `count` tokens at once."""
+        self.added_rows.append(added)
+        self._admitted.append((added.row, count, samples))
+        self.budget -= count
+
     def write_blocks(self, rows: Int32Array, indices: Int32Array, ids: Int32Array) -> None:
         self._block_rows.append(rows)
         self._block_indices.append(indices)
         self._block_ids.append(ids)
 
+    def write_table(self, row: int, first: int, ids: list[int]) -> None:
+        """Entries of one row from index `first` on."""
+        self._tables.append((row, first, len(ids)))
+        self._table_ids += ids
+
     def copy_block(self, source: int, target: int) -> None:
         self._copies.append((source, target))
 
     def finish(self, freed_rows: list[int], appends: list[tuple[int, int]]) -> StepPlan:
+        self._gather_admitted()
         copies = np.array(self._copies, np.int32).reshape(-1, 2)
         known = np.array(appends, np.int32).reshape(-1, 2)
         return StepPlan(
@@ -63,4 +79,18 @@ class PlanDraft:
             rows=_join(self._rows),
             num_new_tokens=_join(self._counts),
             samples=np.concatenate(self._samples),
+        )
+
+    def _gather_admitted(self) -> None:
+        if not self._admitted:
+            return
+        rows, counts, samples = np.array(self._admitted, np.int32).T
+        self._rows.append(rows)
+        self._counts.append(counts)
+        self._samples.append(samples.astype(np.bool_))
+        rows, first, lengths = np.array(self._tables, np.int32).T
+        starts = np.cumsum(lengths) - lengths
+        places = np.arange(len(self._table_ids)) + np.repeat(first - starts, lengths)
+        self.write_blocks(
+            np.repeat(rows, lengths), places.astype(np.int32), np.array(self._table_ids, np.int32)
         )

@@ -30,11 +30,9 @@ class KVBlocks:
         It comes from the cache or from the row of the request's parent, and leaves out the last
         token, which must be computed to sample the next one.
         """
-        self.cache.chain(request.root, request.hashes, request.held_token_ids)
         match = PrefixMatch([], 0)
         if not self._skips_cache(request):
-            known = request.held_token_ids[:-1]
-            match = self.cache.match(request.root, request.hashes, known, step)
+            match = self.cache.match(request.root, request.held_token_ids[:-1], step)
         parent, c = request.parent, self.columns
         # The tables and copies of a row that joins with this very plan are not there to take from.
         if (
@@ -57,33 +55,53 @@ class KVBlocks:
         scores_prompt = params.wants_prompt_logprobs and request.parent is None
         return scores_prompt or bool(params.skip_reading_prefix_cache)
 
-    def room_for(self, match: PrefixMatch, num_tokens: int, running: Int32Array) -> bool:
-        """Whether a whole request fits beside what running ones still need for their tokens."""
+    def num_promised(self, running: Int32Array) -> int:
+        """Blocks that running requests still need for the tokens they have."""
         c = self.columns
+        promised = self.blocks_for(c.num_tokens[running]) - c.num_blocks[running]
+        return int(np.maximum(promised, 0).sum())
+
+    def room_for(self, match: PrefixMatch, num_tokens: int, num_promised: int) -> bool:
+        """Whether a whole request fits beside what is promised to running ones."""
         if self.limits.reserves_max_length:
             return self.limits.max_blocks_per_row <= self.pool.num_free
-        promised = self.blocks_for(c.num_tokens[running]) - c.num_blocks[running]
         revived = sum(self.pool.is_free(block) for block in match.blocks)
         need = self.limits.blocks_for(num_tokens) - len(match.blocks) + revived
         if match.partial_block >= 0 and self.pool.is_free(match.partial_block):
             need += 1  # the source of the copy must not be taken as its target
-        return need + int(np.maximum(promised, 0).sum()) <= self.pool.num_free
+        return need + num_promised <= self.pool.num_free
 
-    def adopt(self, row: int, match: PrefixMatch, fork_of: int, draft: PlanDraft) -> None:
-        """Start a row's table with the matched blocks; copy the one that is shared in part."""
-        c, shared = self.columns, len(match.blocks)
+    def admit(
+        self, request: Request, match: PrefixMatch, fork_of: int, grant: int, draft: PlanDraft
+    ) -> int:
+        """Give a new row the matched blocks and further ones for `grant` tokens; returns how many.
+
+        The block that is shared in part is copied. Full blocks become findable at once.
+        """
+        c, limits, row, shared = self.columns, self.limits, request.row, len(match.blocks)
+        filled = match.num_tokens + grant
         self.pool.share(match.blocks)
-        c.block_tables[0, row, :shared] = match.blocks
-        c.num_blocks[row] = c.num_published[row] = shared
-        if fork_of < 0 and shared:
-            indices = np.arange(shared, dtype=np.int32)
-            ids = np.array(match.blocks, np.int32)
-            draft.write_blocks(np.full(shared, row, np.int32), indices, ids)
         if match.partial_block >= 0:
-            self.pool.share([match.partial_block])
+            self.pool.share((match.partial_block,))
             draft.held_blocks.append(match.partial_block)
-            self.grow(draft, np.array([row], np.int32), np.array([1], np.int32))
-            draft.copy_block(match.partial_block, int(c.block_tables[0, row, shared]))
+        reserve = limits.max_model_len if limits.reserves_max_length else filled
+        added = self.pool.allocate(limits.blocks_for(reserve) - shared)
+        blocks = match.blocks + added
+        c.block_tables[0, row, : len(blocks)] = blocks
+        c.num_blocks[row] = len(blocks)
+        if fork_of < 0:
+            published = shared
+            draft.write_table(row, 0, blocks)
+        else:  # the device copies the shared part of the table from the other row
+            published = min(shared, int(c.num_published[fork_of]))
+            draft.write_table(row, shared, added)
+        if match.partial_block >= 0:
+            draft.copy_block(match.partial_block, added[0])
+        full = filled // limits.block_size
+        tokens = request.held_token_ids[: full * limits.block_size]
+        self.cache.publish(request.root, tokens, blocks[:full], published, draft.step)
+        c.num_published[row] = max(full, published)
+        return len(blocks)
 
     # --- while running --------------------------------------------------------------------------
 
@@ -109,37 +127,31 @@ class KVBlocks:
     def publish_prompts(self, rows: Int32Array, by_row: list[Request | None]) -> None:
         """Make prompt blocks findable as soon as a step is planned that fills them."""
         c = self.columns
-        ready = np.minimum(c.num_computed[rows] // self.limits.block_size, c.num_hashed[rows])
+        ready = np.minimum(c.num_computed[rows] // self.limits.block_size, c.num_held_blocks[rows])
         behind = ready > c.num_published[rows]
-        for row, count in zip(rows[behind], ready[behind], strict=True):
+        for row, count in zip(rows[behind].tolist(), ready[behind].tolist(), strict=True):
             request = by_row[row]
             assert request is not None
-            self._publish(request, int(count))
-
-    def _publish(self, request: Request, num_blocks: int) -> None:
-        c, size, row = self.columns, self.limits.block_size, request.row
-        for i in range(int(c.num_published[row]), num_blocks):
-            parent = request.hashes[i - 1] if i else request.root
-            tokens = c.token_ids[row, i * size : (i + 1) * size]
-            block, step = int(c.block_tables[0, row, i]), int(c.last_step[row])
-            self.cache.publish(block, parent, request.hashes[i], tokens, step)
-        c.num_published[row] = max(num_blocks, int(c.num_published[row]))
+            tokens = request.held_token_ids[: count * self.limits.block_size]
+            blocks = request.blocks[:count].tolist()
+            start, step = int(c.num_published[row]), int(c.last_step[row])
+            self.cache.publish(request.root, tokens, blocks, start, step)
+            c.num_published[row] = count
 
     # --- leaving --------------------------------------------------------------------------------
 
     def release(self, request: Request) -> None:
         """Publish what can be found again, then free the blocks, deepest first."""
-        c, size, row = self.columns, self.limits.block_size, request.row
-        if self.cache.enabled:
-            filled = int(min(c.num_computed[row], c.num_known[row]))
-            known = request.token_ids[:filled]
-            self.cache.chain(request.root, request.hashes, known)
-            full, rest = divmod(filled, size)
-            self._publish(request, full)
-            if rest:
-                parent = request.hashes[full - 1] if full else request.root
-                block, step = int(c.block_tables[0, row, full]), int(c.last_step[row])
-                self.cache.publish(block, parent, None, known[full * size :], step)
-        self.pool.free(request.blocks[::-1].tolist())
+        c, row = self.columns, request.row
+        blocks: list[int] = request.blocks.tolist()
+        filled = int(min(c.num_computed[row], c.num_known[row]))
+        self.cache.publish(
+            request.root,
+            request.token_ids[:filled],
+            blocks[: self.limits.blocks_for(filled)],
+            int(c.num_published[row]),
+            int(c.last_step[row]),
+        )
+        self.pool.free(reversed(blocks))
         c.num_blocks[row] = 0
         c.num_computed[row] = 0

@@ -32,7 +32,10 @@ class Columns:
     counts the tokens whose ids the host has.
     """
 
-    def __init__(self, max_rows: int, max_model_len: int, max_blocks: int) -> None:
+    def __init__(self, max_rows: int, max_model_len: int, block_size: int) -> None:
+        max_blocks = -(-max_model_len // block_size)
+        self.block_size = block_size
+
         def ints() -> Int32Array:
             return np.zeros(max_rows, np.int32)
 
@@ -58,8 +61,8 @@ class Columns:
         self.min_total = ints()
         """No stop token ends the request before it has this many tokens."""
         self.num_blocks = ints()
-        self.num_hashed = ints()
-        """Full prompt blocks to publish, and how many of them are."""
+        self.num_held_blocks = ints()
+        """Blocks full of tokens that the request came with, and how many of them are published."""
         self.num_published = ints()
         self.in_flight = ints()
         """Planned steps that include the row and are not applied yet."""
@@ -72,26 +75,33 @@ class Columns:
         self.rank: Int64Array = np.zeros((2, max_rows), np.int64)
         self.stop_ids: Int32Array = np.full((max_rows, 4), -1, np.int32)
 
-    def fill(self, request: Request, row: int, num_computed: int, step: int) -> None:
-        """Write a request that `step` admits to a row; its blocks come after."""
-        known, params = request.held_token_ids, request.params
+    def fill(self, request: Request, step: int, num_cached: int, num_new: int) -> int:
+        """Write a request that `step` admits to its row, where it computes `num_new` tokens after
+        those whose KV is there already; its blocks come after. Returns its `num_tokens`."""
+        row, known, by_host = request.row, request.held_token_ids, request.group is not None
+        num_known = len(known)
+        samples = num_cached + num_new == num_known
+        num_tokens = num_known + (samples and not by_host)
         self.epoch[row] += 1
         self.running[row] = True
-        self.token_ids[row, : len(known)] = known
+        self.token_ids[row, :num_known] = known
         self.num_prompt[row] = request.num_prompt
-        self.num_known[row] = self.num_tokens[row] = len(known)
-        self.num_computed[row] = self.computed_before[row] = num_computed
-        self.last_step[row], self.first_step[row] = -1, step
+        self.num_known[row] = num_known
+        self.num_tokens[row] = num_tokens
+        self.num_computed[row] = num_cached + num_new
+        self.computed_before[row] = num_cached
+        self.last_step[row] = self.first_step[row] = step
         self.max_total[row] = request.max_total
-        self.min_total[row] = request.num_prompt + params.min_tokens
-        self.num_hashed[row] = len(request.hashes)
-        self.in_flight[row] = 0
-        self.synchronous[row] = self.host_chooses[row] = request.group is not None
+        self.min_total[row] = request.num_prompt + request.params.min_tokens
+        self.num_held_blocks[row] = num_known // self.block_size
+        self.in_flight[row] = 1
+        self.synchronous[row] = self.host_chooses[row] = by_host
         self.has_followers[row] = bool(request.followers)
-        self.streams[row] = request.streams and request.group is None
+        self.streams[row] = request.streams and not by_host
         self.keys[row] = request.key
         self.rank[:, row] = request.rank
         self._set_stop_ids(row, request.stop_ids)
+        return num_tokens
 
     def _set_stop_ids(self, row: int, ids: tuple[int, ...]) -> None:
         width = self.stop_ids.shape[1]
@@ -113,6 +123,9 @@ class Request:
     num_prompt: int
     max_total: int
     eos_token_ids: tuple[int, ...]
+    """End-of-sequence ids, unless it ignores them."""
+    stop_ids: tuple[int, ...]
+    """All token ids that end it."""
     rank: tuple[int, int]
     """(priority, arrival): the policy's order, smallest first."""
     arrival_time: float
@@ -124,7 +137,6 @@ class Request:
     streams: bool = False
     row: int = -1
     status: Status = Status.WAITING
-    hashes: list[bytes] = field(default_factory=list)
     finish_reason: str | None = None
     num_cached: int = -1
     """Prompt tokens found in the cache when it was first admitted; -1 before."""
@@ -152,19 +164,14 @@ class Request:
         """Its block table, shallowest first."""
         return self.columns.block_tables[0, self.row, : self.columns.num_blocks[self.row]]
 
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """Token ids that end it."""
-        eos = () if self.params.ignore_eos else self.eos_token_ids
-        return (*eos, *(self.params.stop_token_ids or ()))
-
-    def added_row(self, row: int, num_computed: int, fork_of: int, num_forked: int) -> AddedRow:
+    def added_row(self, row: int, num_computed: int, fork_of: int) -> AddedRow:
         """What the device must know of it."""
         params = self.params
+        num_forked = num_computed if fork_of >= 0 else 0
         num_logprobs = (params.logprobs or 0) if params.wants_logprobs else -1
         return AddedRow(
             row=row,
-            token_ids=self.held_token_ids[num_forked:],
+            token_ids=self.held_token_ids,
             num_prompt_tokens=self.num_prompt,
             num_computed_tokens=num_computed,
             params=params,
@@ -201,6 +208,7 @@ def make_sequences(
 ) -> list[Request]:
     """The `n` sequences of a request; `unseeded` is its seed if it brings none."""
     seed = unseeded if new.params.seed is None else new.params.seed
+    eos = () if new.params.ignore_eos else new.eos_token_ids
     sequences = [
         Request(
             key=new.key + i,
@@ -209,7 +217,8 @@ def make_sequences(
             seed=derive_seed(seed, i),
             num_prompt=len(new.prompt_token_ids),
             max_total=max_total,
-            eos_token_ids=new.eos_token_ids,
+            eos_token_ids=eos,
+            stop_ids=(*eos, *(new.params.stop_token_ids or ())),
             rank=rank,
             arrival_time=new.arrival_time,
             root=root,

@@ -34,7 +34,7 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, metrics: EngineMetrics | None = None) -> None:
         self.limits = limits
         self.metrics = metrics or EngineMetrics()
-        self.columns = Columns(limits.max_num_seqs, limits.max_model_len, limits.max_blocks_per_row)
+        self.columns = Columns(limits.max_num_seqs, limits.max_model_len, limits.block_size)
         self.kv = KVBlocks(limits, self.columns)
         self.prefix_groups = (
             PrefixGroups(self.columns, limits.block_size) if limits.groups_prefixes else None
@@ -209,41 +209,39 @@ class Scheduler:
 
     def _admit_waiting(self, draft: PlanDraft, now: float) -> None:
         """Give rows to waiting requests in order, as long as rows, blocks and budget allow."""
-        if draft.preempted:
+        if draft.preempted or not self.waiting or not self.free_rows:
             return
+        limits, promised = self.limits, self.kv.num_promised(self._ranked_rows())
         while draft.budget > 0 and self.free_rows and self.waiting:
             request = self.waiting.first()
             num_known = len(request.held_token_ids)
             match, fork_of = self.kv.match(request, draft.step)
-            if not self.kv.room_for(match, num_known, self._ranked_rows()):
+            if not self.kv.room_for(match, num_known, promised):
                 # Without the copy of a partly matching block one block less is needed.
-                match, fork_of = match.without_partial(self.limits.block_size), -1
-                if not self.kv.room_for(match, num_known, self._ranked_rows()):
+                match, fork_of = match.without_partial(limits.block_size), -1
+                if not self.kv.room_for(match, num_known, promised):
                     return
             want = num_known - match.num_tokens
-            if want > draft.budget and not self.limits.enable_chunked_prefill:
+            if want > draft.budget and not limits.enable_chunked_prefill:
                 return
             self.waiting.pop()
-            self._admit(request, match, fork_of, draft)
+            grant = min(want, draft.budget, limits.long_prefill_token_threshold or want)
+            promised += self._admit(request, match, fork_of, grant, draft)
             self._note_admission(request, match.num_tokens, now)
-            grant = min(want, draft.budget, self.limits.long_prefill_token_threshold or want)
-            row = np.array([request.row], np.int32)
-            count = np.array([grant], np.int32)
-            reserve = count + match.num_tokens
-            if self.limits.reserves_max_length:
-                reserve = np.array([self.limits.max_model_len], np.int32)
-            self.kv.grow(draft, row, self.kv.shortfall(row, reserve))
-            self._compute(draft, row, count)
 
-    def _admit(self, request: Request, match: PrefixMatch, fork_of: int, draft: PlanDraft) -> None:
+    def _admit(
+        self, request: Request, match: PrefixMatch, fork_of: int, grant: int, draft: PlanDraft
+    ) -> int:
+        """Start a request on a row; returns how many blocks more its tokens will need."""
         row = self.free_rows.pop()
-        num_forked = match.num_tokens if fork_of >= 0 else 0
-        draft.added_rows.append(request.added_row(row, match.num_tokens, fork_of, num_forked))
-        self.columns.fill(request, row, match.num_tokens, draft.step)
-        self.kv.adopt(row, match, fork_of, draft)
+        samples = match.num_tokens + grant == len(request.held_token_ids)
+        draft.admit(request.added_row(row, match.num_tokens, fork_of), grant, samples)
         self.by_row[row] = request
         request.row, request.status = row, Status.RUNNING
+        num_tokens = self.columns.fill(request, draft.step, match.num_tokens, grant)
+        num_blocks = self.kv.admit(request, match, fork_of, grant, draft)
         self._ranked = None
+        return max(self.limits.blocks_for(num_tokens) - num_blocks, 0)
 
     def _note_admission(self, request: Request, num_cached: int, now: float) -> None:
         if request.num_cached < 0:
@@ -367,8 +365,7 @@ class Scheduler:
         siblings.remove(request)
         if not siblings:
             del self.requests[request.request_id]
-        eos = () if request.params.ignore_eos else request.eos_token_ids
-        by_id = reason == "stop" and len(tokens) and tokens[-1] not in eos
+        by_id = reason == "stop" and len(tokens) and tokens[-1] not in request.eos_token_ids
         ended = FinishedSequence(
             key=request.key,
             token_ids=tokens,

@@ -13,7 +13,7 @@ from quire.decoding.sampler import Sampler
 from quire.layers.attention.backend import AttentionBackend
 from quire.layers.attention.shared_prefix import HostPrefixTiles, prefix_tiles
 from quire.models.registry import CausalLM
-from quire.protocol.plan import AddedRow, Int32Array, PromptLogprobs, StepPlan
+from quire.protocol.plan import AddedRow, PromptLogprobs, StepPlan
 from quire.worker.batch import gather_batch
 from quire.worker.kv_tensors import KVTensors
 from quire.worker.pending import PendingStep
@@ -64,7 +64,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> None:
         """Launch the forward pass of a step."""
-        staged = self._update_rows(plan)
+        staged = self.update_rows(plan)
         if len(plan.copy_sources):
             self.kv.copy_blocks(staged.copy_sources, staged.copy_targets)
         prefixes = self._shared_prefixes(plan)
@@ -100,24 +100,18 @@ class ModelRunner:
             and not self._prompt_logprob_rows
         )
 
-    def _update_rows(self, plan: StepPlan) -> StagedRows:
+    def update_rows(self, plan: StepPlan) -> StagedRows:
+        """Bring the rows up to the plan: all that a step sends to the device."""
         for row in plan.freed_rows.tolist():
             self.sampler.remove(row)
             self._prompt_logprob_rows.pop(row, None)
         staged = self.table.update(plan)
         for added in plan.added_rows:
-            self.sampler.add(added, self._known_tokens(added))
+            self.sampler.add(added, added.token_ids)
             if added.num_prompt_logprobs >= 0:
                 entry = _PromptLogprobRow(added, added.num_computed_tokens)
                 self._prompt_logprob_rows[added.row] = entry
         return staged
-
-    def _known_tokens(self, added: AddedRow) -> Int32Array:
-        if not added.num_forked_tokens:
-            return added.token_ids
-        total = added.num_forked_tokens + len(added.token_ids)
-        known: Int32Array = self.table.token_ids[added.row, :total].cpu().numpy()
-        return known
 
     @torch.inference_mode()
     def sample(self) -> PendingStep:

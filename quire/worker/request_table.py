@@ -52,12 +52,11 @@ class RequestTable:
 
     def update(self, plan: StepPlan) -> StagedRows:
         """Carry out the changes of a plan. All that the host sends travels in one copy."""
-        for added in plan.added_rows:
-            if added.fork_of >= 0:
-                self._fork(added)
         samples = np.flatnonzero(plan.samples).astype(np.int32)
         added_fields, places, tokens = self._added(plan.added_rows)
+        forks = [added for added in plan.added_rows if added.fork_of >= 0]
         sent = self.staging.send(
+            np.array([[one.row, one.fork_of] for one in forks], np.int32).T,
             added_fields,
             places,
             tokens,
@@ -73,44 +72,47 @@ class RequestTable:
             plan.copy_sources,
             plan.copy_targets,
         )
+        if forks:
+            self._fork(sent[0].view(2, -1), max(one.num_forked_tokens for one in forks))
         if plan.added_rows:
-            rows, totals, computed, appends = sent[0].view(4, -1)
-            self.token_ids.view(-1)[sent[1]] = sent[2]
+            rows, totals, computed, appends = sent[1].view(4, -1)
+            self.token_ids.view(-1)[sent[2]] = sent[3]
             self.num_tokens[rows] = totals
             self.num_computed[rows] = computed
             self.appends_sampled[rows] = appends.bool()
         if len(plan.append_rows):
-            self.append(sent[3], sent[4])
+            self.append(sent[4], sent[5])
         if len(plan.block_rows):
-            self.block_tables[:, sent[5], sent[6]] = sent[7].view(plan.block_ids.shape)
-        return StagedRows(*sent[8:])
+            self.block_tables[:, sent[6], sent[7]] = sent[8].view(plan.block_ids.shape)
+        return StagedRows(*sent[9:])
 
-    def _fork(self, added: AddedRow) -> None:
-        forked, full = added.num_forked_tokens, added.num_forked_tokens // self.block_size
-        self.token_ids[added.row, :forked] = self.token_ids[added.fork_of, :forked]
-        self.block_tables[:, added.row, :full] = self.block_tables[:, added.fork_of, :full]
+    def _fork(self, pairs: Tensor, num_tokens: int) -> None:
+        """Copy the beginning of rows `pairs[1]` to rows `pairs[0]`, for all as much as for the one
+        that forks most; what is too much for others lies beyond what they read."""
+        rows, parents = pairs
+        num_blocks = num_tokens // self.block_size
+        self.token_ids[rows, :num_tokens] = self.token_ids[parents, :num_tokens]
+        self.block_tables[:, rows, :num_blocks] = self.block_tables[:, parents, :num_blocks]
 
     def _added(self, added: list[AddedRow]) -> tuple[Int32Array, Int32Array, Int32Array]:
         """[row, tokens, computed tokens, appends] of each, and flat places of all their tokens."""
         if not added:
             return empty_ints(), empty_ints(), empty_ints()
-        width = self.token_ids.shape[1]
-        totals = [one.num_forked_tokens + len(one.token_ids) for one in added]
         fields = np.array(
             [
-                [one.row for one in added],
-                totals,
-                [one.num_computed_tokens for one in added],
-                [one.appends_sampled for one in added],
+                (one.row, len(one.token_ids), one.num_computed_tokens, one.appends_sampled)
+                for one in added
             ],
             np.int32,
-        )
-        places = [
-            np.arange(one.row * width + one.num_forked_tokens, one.row * width + total)
-            for one, total in zip(added, totals, strict=True)
-        ]
-        tokens = np.concatenate([one.token_ids for one in added])
-        return fields, np.concatenate(places).astype(np.int32), tokens
+        ).T
+        rows, totals = fields[:2]
+        forked = np.array([one.num_forked_tokens for one in added], np.int32)
+        counts = totals - forked
+        ends = np.cumsum(counts)
+        first = rows * self.token_ids.shape[1] + forked
+        places = np.arange(ends[-1]) + np.repeat(first - (ends - counts), counts)
+        tokens = np.concatenate([one.token_ids[one.num_forked_tokens :] for one in added])
+        return fields, places.astype(np.int32), tokens
 
     def append(self, rows: Tensor, tokens: Tensor) -> None:
         """Append one token to each row."""

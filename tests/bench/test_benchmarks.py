@@ -195,6 +195,18 @@ def test_memory_of_static_batches(bench: Bench) -> None:
     assert static["output_tokens_per_s"] == pytest.approx(num_output / static["seconds"])
 
 
+def test_host_work_is_counted_for_every_step(bench: Bench) -> None:
+    """Each request is admitted once and ends once, and stages add up to the whole."""
+    figures = bench("host", "--num-requests", "9", "--rounds", "3")
+    kinds = figures["steps"]
+    assert sum(steps["requests"] for steps in kinds.values()) == 2 * 9 * 2
+    assert kinds["decode"]["requests"] == 0
+    for steps in kinds.values():
+        parts = [steps[stage]["mean"] for stage in ("schedule", "plan", "apply", "outputs")]
+        assert steps["all"]["mean"] == pytest.approx(sum(parts))
+        assert 0 < steps["all"]["median"] <= steps["all"]["p99"] <= steps["all"]["worst"]
+
+
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_table_and_plot(
     name: str, model_words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -165,8 +165,7 @@ def test_blocks_nobody_can_find_go_first_then_the_least_recently_used() -> None:
     blocks = pool.allocate(6)
     root = chain_root("m")
     for block in (blocks[0], blocks[1], blocks[4]):
-        name = block_hash(root, _ids(10 * block, 10 * block + 4))
-        cache.publish(block, root, name, _ids(10 * block, 10 * block + 4), step=0)
+        cache.publish(root, _ids(10 * block, 10 * block + 4), [block], 0, step=0)
     pool.free([blocks[4]])
     pool.free([blocks[0], blocks[2]])
     pool.free([blocks[1]])
@@ -174,7 +173,7 @@ def test_blocks_nobody_can_find_go_first_then_the_least_recently_used() -> None:
     taken = [pool.allocate(1)[0] for _ in range(6)]
     assert set(taken[:3]) == {blocks[2], blocks[3], blocks[5]}
     assert taken[3:] == [blocks[4], blocks[0], blocks[1]]
-    assert len(cache) == 0 and not pool.cached.any()
+    assert len(cache) == 0 and not any(pool.cached)
 
 
 def test_a_shared_block_is_used_until_its_last_owner_leaves() -> None:

@@ -281,3 +281,12 @@ def test_steps_are_planned_before_results_are_read() -> None:
     engine.finish()
     assert len(engine.ended[key].token_ids) == 6
     assert len(engine.plans) == 6, "no step beyond max_tokens is planned"
+
+
+def test_the_hosts_time_is_kept_for_every_step() -> None:
+    engine = Engine(steps_in_flight=2)
+    engine.add(numbers(6), max_tokens=6)
+    engine.finish()
+    metrics = engine.core.metrics
+    for histogram in (metrics.step_host, metrics.step_launch, metrics.step_wait):
+        assert histogram.read().count == metrics.steps.value == 6

@@ -135,7 +135,8 @@ class ToyExecutor:
         tokens, table = added.token_ids.tolist(), []
         if added.fork_of >= 0:
             parent = self.rows[added.fork_of]
-            tokens = parent.tokens[: added.num_forked_tokens] + tokens
+            forked = added.num_forked_tokens
+            require(tokens[:forked] == parent.tokens[:forked], "a fork begins as its parent does")
             table = parent.table[: added.num_forked_tokens // self.block_size]
         self.rows[added.row] = ToyRow(added, tokens, added.num_computed_tokens, table)
 

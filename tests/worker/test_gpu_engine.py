@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -115,3 +117,62 @@ def test_reading_a_shared_prefix_once_does_not_change_tokens(folder: Path) -> No
     plain = generate(folder, work, dtype="float32", disable_cascade_attn=True)
     for options in ({}, {"enforce_eager": True}, {"block_size": 64}):
         assert generate(folder, work, dtype="float32", **options) == plain
+
+
+VARIETY: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"seed": 1},
+    {"seed": 2, "top_k": 20, "top_p": 0.9},
+    {"seed": 3, "min_p": 0.05},
+    {"seed": 4, "n": 3, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
+    {"seed": 5, "n": 2, "presence_penalty": 0.5, "min_tokens": 8, "stop_token_ids": [7, 8]},
+    {"temperature": 0.0, "logprobs": 3, "logit_bias": {5: 2.0, 6: -2.0}},
+    {"temperature": 0.0, "allowed_token_ids": list(range(5, 60)), "logprob_token_ids": [5, 6]},
+]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"max_num_batched_tokens": 48}, {"num_gpu_blocks_override": 80}], ids=str
+)
+def test_launching_a_step_never_waits_for_the_device(
+    folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Admissions, forks, chunks, preemptions and all sampling features: torch refuses any call that
+    would wait. Results are waited for in one place, after the launch (`PendingStep.result`).
+
+    Prompt logprobs are left out: they are read back at once.
+    """
+    failures: list[Exception] = []
+
+    def guarded(launch: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return launch(*arguments)
+            except Exception as error:
+                failures.append(error)
+                raise
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return run
+
+    settings = {"kv_cache_memory_bytes": 1 << 28, "max_num_seqs": 16, "max_model_len": 512}
+    work = [{"prompt_token_ids": prompt} for prompt in prompts(24)]
+    params = [
+        SamplingParams(max_tokens=24 + i, detokenize=False, **VARIETY[i % len(VARIETY)])
+        for i in range(len(work))
+    ]
+    with LLM(str(folder), skip_tokenizer_init=True, **{**settings, **options}) as llm:
+        llm.generate(work, params, use_tqdm=False)  # kernels are compiled here
+        llm.reset_prefix_cache()
+        executor = llm._core.executor
+        monkeypatch.setattr(executor, "execute", guarded(executor.execute))
+        monkeypatch.setattr(executor, "sample", guarded(executor.sample))
+        outputs = llm.generate(work, params, use_tqdm=False)
+        waits = {m.name: m for m in llm.get_metrics()}["quire:step_wait_seconds"]
+    assert not failures
+    assert waits.count == llm._core.metrics.steps.value  # type: ignore[attr-defined]
+    for output, wanted in zip(outputs, params, strict=True):
+        assert len(output.outputs) == wanted.n
+        assert {one.finish_reason for one in output.outputs} <= {"length", "stop"}

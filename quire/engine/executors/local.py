@@ -9,6 +9,7 @@ from quire.engine.executors.base import PendingResult, TokenMasks
 from quire.protocol.plan import StepPlan
 from quire.worker.device import detect_device
 from quire.worker.memory import return_free_memory
+from quire.worker.model_runner import ModelRunner
 from quire.worker.worker import Worker
 
 
@@ -33,14 +34,17 @@ class LocalExecutor:
         """The device that a worker would get."""
         return detect_device(options.device.device)
 
-    def execute(self, plan: StepPlan) -> None:
+    @property
+    def runner(self) -> ModelRunner:
         assert self._worker is not None, "the executor was shut down"
-        self._worker.runner.execute(plan)
+        return self._worker.runner
+
+    def execute(self, plan: StepPlan) -> None:
+        self.runner.execute(plan)
 
     def sample(self, step: int, masks: TokenMasks | None = None) -> PendingResult:
-        assert self._worker is not None, "the executor was shut down"
         assert masks is None, "grammars arrive with structured output"
-        return self._worker.runner.sample()
+        return self.runner.sample()
 
     def shutdown(self) -> None:
         """Free weights and KV cache."""
