@@ -66,7 +66,8 @@ class OpenSequence:
             self.detokenizer.append(missing)
         if self.detokenizer is not None:
             self.detokenizer.finish()
-        self.finish_reason, self.stop_reason = ended.finish_reason, ended.stop_reason
+        self.finish_reason = ended.finish_reason
+        self.stop_reason = ended.error or ended.stop_reason
 
     @property
     def has_news(self) -> bool:

@@ -68,6 +68,13 @@ def load_model(
     return model.eval()
 
 
+def count_weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """What the weights will take, from the configuration alone."""
+    place = Placement(dtype, torch.device("meta"), ONE_RANK, Unquantized())
+    model = model_class(config.architecture)(config, place)
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
 def weight_targets(model: CausalLM) -> dict[str, Target]:
     """Every tensor that a checkpoint of `model` must hold, by its name there."""
     weight_map = model.weight_map

@@ -23,5 +23,9 @@ class OverloadedError(QuireError):
     """The engine cannot take more requests now (HTTP 503 with Retry-After)."""
 
 
+class StepMemoryError(QuireError):
+    """A step needed more memory than there was. The engine lives on and tries a smaller step."""
+
+
 class EngineDeadError(QuireError):
     """The engine stopped on an internal failure and serves nothing any more (HTTP 503)."""

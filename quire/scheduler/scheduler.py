@@ -19,7 +19,6 @@ from quire.protocol.seeds import random_seed
 from quire.scheduler.beams import BeamGroup, report_candidates
 from quire.scheduler.books import check_books
 from quire.scheduler.draft import PlanDraft
-from quire.scheduler.failure import fail_all, recover
 from quire.scheduler.kv_blocks import KVBlocks
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy import rank_function
@@ -32,6 +31,8 @@ from quire.scheduler.results import collect_output
 class Scheduler:
     def __init__(self, limits: SchedulerLimits, metrics: EngineMetrics | None = None) -> None:
         self.limits = limits
+        self.max_step_tokens = limits.max_num_batched_tokens
+        """Most tokens in a step; less than the limit while memory is short."""
         self.metrics = metrics or EngineMetrics()
         self.columns = Columns(limits.max_num_seqs, limits.max_model_len, limits.max_blocks_per_row)
         self.kv = KVBlocks(limits, self.columns)
@@ -114,7 +115,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step, or return None if nothing can be computed before an `apply`."""
-        draft = PlanDraft(self._next_step, self.limits.max_num_batched_tokens)
+        draft = PlanDraft(self._next_step, self.max_step_tokens)
         while True:
             self._continue_running(draft)
             self._admit_waiting(draft, now)
@@ -215,7 +216,7 @@ class Scheduler:
                 if not self.kv.room_for(match, num_known, self._ranked_rows()):
                     return
             want = num_known - match.num_tokens
-            if want > draft.budget and not self.limits.enable_chunked_prefill:
+            if want > draft.budget and not self._may_divide_prompts:
                 return
             self.waiting.pop()
             self._admit(request, match, fork_of, draft)
@@ -228,6 +229,12 @@ class Scheduler:
                 reserve = np.array([self.limits.max_model_len], np.int32)
             self.kv.grow(draft, row, self.kv.shortfall(row, reserve))
             self._compute(draft, row, count)
+
+    @property
+    def _may_divide_prompts(self) -> bool:
+        """Where memory is short, prompts that should stay whole may fit in no step."""
+        full = self.max_step_tokens == self.limits.max_num_batched_tokens
+        return self.limits.enable_chunked_prefill or not full
 
     def _admit(self, request: Request, match: PrefixMatch, fork_of: int, draft: PlanDraft) -> None:
         row = self.free_rows.pop()
@@ -379,13 +386,7 @@ class Scheduler:
         self.metrics.finished(ended)
         return ended
 
-    # --- failure, maintenance -------------------------------------------------------------------
-
-    def recover(self, failed_step: int) -> None:
-        recover(self, failed_step)
-
-    def fail_all(self, error: str) -> None:
-        fail_all(self, error)
+    # --- maintenance ----------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> None:
         self.kv.cache.reset()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,8 +11,6 @@ from quire.layers.attention.backend import AttentionBackend, AttentionInputs
 from quire.models.registry import CausalLM
 from quire.protocol.plan import Int32Array
 from quire.worker.request_table import RequestTable
-
-logger = logging.getLogger(__name__)
 
 
 def graph_sizes(max_rows: int) -> list[int]:
@@ -46,26 +41,23 @@ class DecodeGraphs:
         self._tokens, self._positions, self._slots = (buffer(torch.int64) for _ in range(3))
         self._lens = buffer(torch.int32)
         self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        # One for all graphs: each would keep logits of its own alive, gigabytes in all.
+        self._logits = model.new_logits(max_rows)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
 
-    def capture(self) -> None:
-        """Capture all sizes, the largest first so that the others fit into its memory."""
-        started = time.perf_counter()
-        pool = None
-        for size in reversed(self.sizes):
+    def capture(self, sizes: list[int]) -> None:
+        """Capture some sizes, the largest first so that the others fit into its memory."""
+        for size in reversed(sizes):
             self._forward(size)  # compiles kernels and sets up libraries outside of the graph
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                logits = self._forward(size)
-            pool = pool or graph.pool()
-            self._graphs[size] = (graph, logits)
+            with torch.cuda.graph(graph, pool=self._pool):
+                self._forward(size)
+            self._graphs[size] = graph
         torch.cuda.synchronize()
-        logger.info(
-            "captured %d graphs in %.1f s", len(self._graphs), time.perf_counter() - started
-        )
 
-    def _forward(self, size: int) -> Tensor:
+    def _forward(self, size: int) -> None:
         table = self.table
         rows, lens = self._rows[:size], self._lens[:size]
         gather_decode(
@@ -90,7 +82,7 @@ class DecodeGraphs:
             )
         )
         hidden = self.model(self._tokens[:size], self._positions[:size], step)
-        return self.model.logits(hidden)
+        self.model.logits(hidden, out=self._logits[:size])
 
     def fits(self, num_rows: int) -> bool:
         return num_rows <= self.sizes[-1]
@@ -103,6 +95,5 @@ class DecodeGraphs:
         pinned = torch.empty(size, dtype=torch.int32, pin_memory=True)
         pinned.numpy()[:] = padded
         self._rows[:size].copy_(pinned, non_blocking=True)
-        graph, logits = self._graphs[size]
-        graph.replay()
-        return logits[: len(rows)]
+        self._graphs[size].replay()
+        return self._logits[: len(rows)]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from traceback import clear_frames
+
 from quire.config.device import DeviceInfo
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.engine.executors.base import PendingResult, TokenMasks
+from quire.protocol.errors import StepMemoryError
 from quire.protocol.plan import StepPlan
 from quire.worker.device import detect_device
-from quire.worker.memory import return_free_memory
+from quire.worker.memory import is_out_of_memory, return_free_memory
 from quire.worker.worker import Worker
 
 
@@ -34,15 +39,31 @@ class LocalExecutor:
 
     def execute(self, plan: StepPlan) -> None:
         assert self._worker is not None, "the executor was shut down"
-        self._worker.runner.execute(plan)
+        with _reporting_memory():
+            self._worker.runner.execute(plan)
 
     def sample(self, step: int, masks: TokenMasks | None = None) -> PendingResult:
         assert self._worker is not None, "the executor was shut down"
         assert masks is None, "grammars arrive with structured output"
-        return self._worker.runner.sample()
+        with _reporting_memory():
+            return self._worker.runner.sample()
 
     def shutdown(self) -> None:
         """Free weights and KV cache."""
         if self._worker is not None:
             self._worker = None
             return_free_memory()
+
+
+@contextmanager
+def _reporting_memory() -> Iterator[None]:
+    """Turns whatever says that memory ran out into the one error that the engine knows."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        clear_frames(error.__traceback__)  # they hold the failed step's tensors
+        return_free_memory()
+        raise StepMemoryError(reason or type(error).__name__) from None

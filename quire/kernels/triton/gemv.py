@@ -45,10 +45,13 @@ def _gemv_kernel(
     tl.store(out_ptr + rows, total.to(out_ptr.dtype.element_ty), in_rows)
 
 
-def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def gemv(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """x W^T + bias for x [1, inputs] and W [outputs, inputs]."""
     num_outputs, num_inputs = weight.shape
-    out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
     small = num_inputs <= 1024
     _gemv_kernel[(triton.cdiv(num_outputs, OUTPUTS),)](
         x,
