@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 
+from quire import AsyncLLM, BeamSearchParams, OverloadedError, SamplingParams
 from quire.engine.executors.base import Executor, PendingResult, TokenMasks
 from quire.engine.memory_pressure import MAX_PAUSES, STEPS_BEFORE_GROWTH
 from quire.protocol.errors import StepMemoryError
 from quire.protocol.plan import StepPlan
 from tests.engine.driver import Engine, numbers
 from tests.models.reference import random_model, random_tokens, save_safetensors
+from tests.tiny import assert_at_rest, save_tiny, tiny_llm
 
 CURSED = 96
 """A prompt that starts with this token needs more memory than there ever is."""
@@ -140,6 +142,36 @@ def test_no_memory_at_all_ends_requests_one_by_one() -> None:
     key = engine.add(numbers(20))
     engine.finish()
     assert engine.ended[key].finish_reason == "length"
+
+
+async def test_callers_learn_of_their_own_failure(tmp_path: Path) -> None:
+    """A batch keeps the other outputs; streams raise; the engine serves what comes after."""
+    save_tiny(tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    good, bad = [3, 4, 5], [CURSED, 4, 5]
+    with tiny_llm(tmp_path) as llm:
+        llm._core.executor = ShortExecutor(llm._core.executor, 1000)
+        llm._core.pressure._sleep = lambda _: None
+        first, failed, last = llm.generate([good, bad, good], params, use_tqdm=False)
+        assert failed.outputs[0].finish_reason == "error"
+        assert failed.outputs[0].stop_reason == "out of memory: tried to allocate the moon"
+        assert first.outputs[0].finish_reason == last.outputs[0].finish_reason == "length"
+        assert first.outputs[0].token_ids == last.outputs[0].token_ids
+        with pytest.raises(OverloadedError, match="out of memory"):
+            list(llm.stream(bad, params))
+        with pytest.raises(OverloadedError, match="out of memory"):
+            llm.beam_search([{"prompt_token_ids": bad}], BeamSearchParams(2, max_tokens=3))
+        assert_at_rest(llm)
+    engine = AsyncLLM(str(tmp_path), num_threads=1, kv_cache_memory_bytes="16MiB")
+    core = engine._session.core
+    core.executor, core.pressure._sleep = ShortExecutor(core.executor, 1000), lambda _: None
+    with pytest.raises(OverloadedError, match="out of memory"):
+        async for _ in engine.generate(bad, params):
+            pass
+    await engine.check_health()
+    outputs = [output async for output in engine.generate(good, params)]
+    assert outputs[-1].outputs[0].finish_reason == "length"
+    engine.shutdown()
 
 
 # --- for real -------------------------------------------------------------------------------------
