@@ -25,8 +25,8 @@ MAX_PAUSES = 5
 
 
 class MemoryPressure:
-    """Steps get smaller until they fit. Where not even one token does, the engine waits a little,
-    then ends the request that needed it with an error of its own, and goes on with the others.
+    """Steps get smaller until they fit. Where not even one token does, or nothing is left, the
+    engine waits a little, then ends that step's requests with an error and goes on with the others.
 
     The step size grows back once steps succeed. Until then the engine waits for each step before
     it launches the next, whose failure would cost the first one's tokens.
@@ -56,7 +56,7 @@ class MemoryPressure:
             self._steps_before_growth, self._has_grown = longer, False
         self._num_good_steps = 0
         scheduler = self._scheduler
-        if num_tokens > 1:
+        if num_tokens > 1 and not error.is_exhausted:
             scheduler.max_step_tokens = max(1, num_tokens // SHRINK_FACTOR)
             logger.warning(
                 "a step of %d tokens ran out of memory and is tried again with at most %d: %s",
@@ -66,7 +66,7 @@ class MemoryPressure:
             )
         elif self._num_pauses < MAX_PAUSES:
             pause_s = FIRST_PAUSE_S * 2**self._num_pauses
-            logger.warning("no memory for a single token, waiting %.1f s: %s", pause_s, error)
+            logger.warning("no step finds memory, waiting %.1f s: %s", pause_s, error)
             self._num_pauses += 1
             self._sleep(pause_s)
         else:

@@ -24,7 +24,12 @@ class OverloadedError(QuireError):
 
 
 class StepMemoryError(QuireError):
-    """A step needed more memory than there was. The engine lives on and tries a smaller step."""
+    """A step needed more memory than there was. The engine lives on and tries a smaller step,
+    unless the device `is_exhausted`, so that no step could run."""
+
+    def __init__(self, message: str, *, is_exhausted: bool = False) -> None:
+        super().__init__(message)
+        self.is_exhausted = is_exhausted
 
 
 class EngineDeadError(QuireError):

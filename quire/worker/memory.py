@@ -19,17 +19,32 @@ from quire.worker.trial import TrialBytes
 
 MIB = 1 << 20
 GIB = 1 << 30
+LEAST_FREE_BYTES = 128 * MIB
 
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|can(no|')t allocate memory|STATUS_ALLOC_FAILED|std::bad_alloc", re.IGNORECASE
 )
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException, device: torch.device) -> bool:
     """torch's allocators, cuBLAS, the driver and the C library each say it in their own way."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and bool(_OUT_OF_MEMORY.search(str(error)))
+    if not isinstance(error, RuntimeError):
+        return False
+    # Libraries that cannot load their code on a full device just say that they failed.
+    unclear = "CUDA" in str(error) or "CUBLAS" in str(error)
+    return bool(_OUT_OF_MEMORY.search(str(error))) or (unclear and is_exhausted(device))
+
+
+def is_exhausted(device: torch.device) -> bool:
+    """Whether a device has so little memory left that nothing can be counted on to run."""
+    if device.type == "cpu":
+        return False
+    try:
+        return torch.cuda.mem_get_info()[0] < LEAST_FREE_BYTES
+    except RuntimeError:  # the device is beyond use, for another reason
+        return False
 
 
 @contextmanager
@@ -38,7 +53,7 @@ def explaining(what: str, remedy: str, device: DeviceInfo) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        if not is_out_of_memory(error, torch.device(device.type)):
             raise
         tried = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
         needed = f" ({tried[1]} more were needed)" if tried else ""

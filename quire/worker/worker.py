@@ -29,6 +29,8 @@ from quire.worker.trial import TrialBytes, run_trial, used_bytes
 
 logger = logging.getLogger(__name__)
 
+MAX_LOADING_THREADS = 8
+
 
 class Worker:
     """Loads the model, sizes and allocates the KV cache, and owns the runner."""
@@ -44,9 +46,10 @@ class Worker:
         self.device = torch.device(device.type)
         dtype = getattr(torch, options.model.dtype)
         assert options.device.num_threads is not None
-        # Loading is many small operations: where other programs keep the cores busy, waiting for a
-        # second thread at each of them takes many times longer than one thread does.
-        torch.set_num_threads(1)
+        # On a CPU, loading is many small operations: where other programs keep the cores busy,
+        # waiting for a second thread at each of them takes many times longer than one thread does.
+        loading_threads = 1 if device.type == "cpu" else MAX_LOADING_THREADS
+        torch.set_num_threads(min(loading_threads, options.device.num_threads))
         spec = KVSpec(
             num_layers=model_config.num_layers,
             num_kv_heads=model_config.num_kv_heads,

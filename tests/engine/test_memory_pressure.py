@@ -34,6 +34,7 @@ class ShortExecutor:
         self.executor, self.room = executor, room
         self.num_blocks = executor.num_blocks
         self.num_failed = 0
+        self.is_exhausted = False
         self._cursed: set[int] = set()
 
     def execute(self, plan: StepPlan) -> None:
@@ -41,7 +42,7 @@ class ShortExecutor:
         self._cursed |= {one.row for one in plan.added_rows if one.token_ids[0] == CURSED}
         if plan.num_tokens > self.room or self._cursed & set(plan.rows.tolist()):
             self.num_failed += 1
-            raise StepMemoryError("tried to allocate the moon")
+            raise StepMemoryError("tried to allocate the moon", is_exhausted=self.is_exhausted)
         self.executor.execute(plan)
 
     def sample(self, step: int, masks: TokenMasks | None = None) -> PendingResult:
@@ -144,6 +145,24 @@ def test_no_memory_at_all_ends_requests_one_by_one() -> None:
     assert engine.ended[key].finish_reason == "length"
 
 
+def test_an_exhausted_device_is_given_time() -> None:
+    """Smaller steps would not help: the same step is tried again until there is memory."""
+    engine, short, pauses = short_engine(0)
+    short.is_exhausted = True
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            short.room = 1000
+
+    engine.core.pressure._sleep = pause
+    for i in range(5):
+        engine.add(numbers(20, start=i))
+    engine.finish()
+    assert {ended.finish_reason for ended in engine.ended.values()} == {"length"}
+    assert len(pauses) == 3 and not engine.core.pressure.is_on
+
+
 async def test_callers_learn_of_their_own_failure(tmp_path: Path) -> None:
     """A batch keeps the other outputs; streams raise; the engine serves what comes after."""
     save_tiny(tmp_path)
@@ -230,7 +249,8 @@ def test_a_real_engine_survives(spare_mib: int, tmp_path: Path) -> None:
     limit. With nothing to spare, requests end with an error, and the next ones are served."""
     model = random_model("llama", vocab_size=60_000, hidden_size=32, intermediate_size=64)
     save_safetensors(model, tmp_path)
-    prompts = [random_tokens(n, seed=n, vocab=60_000) for n in (90, 40, 70, 55, 8, 33)] * 4
+    prompts = [random_tokens(n, seed=n, vocab=60_000) for n in (90, 40, 70, 55, 8, 33)]
+    prompts *= 8 if spare_mib else 2
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(spare_mib << 20)]
     done = subprocess.run(
         [*command, json.dumps(prompts)],

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from quire.config.model import load_model_config
 from quire.layers.attention.backend import select_backend
@@ -85,17 +86,20 @@ def compared(
 ) -> Iterator[Compared]:
     family, settings = CASES[request.param]
     folder = tmp_path_factory.mktemp(family)
-    # Projections then keep the size of what they are given, as in trained models.
-    reference = random_model(family, spread=1024**-0.5, **settings).to(torch.bfloat16)
-    save_safetensors(reference, folder)
+    # The spread that all of these models are initialised with.
+    save_safetensors(random_model(family, spread=0.02, **settings).bfloat16(), folder)
     config = load_model_config(str(folder))
     model = load_model(config, dtype=torch.bfloat16, device="cuda")
     sequences = [random_tokens(n, seed=n, vocab=VOCAB) for n in LENGTHS]
     ours = torch.cat(run_paged(model, config, sequences))
-    reference = reference.cuda()
-    theirs = torch.cat([reference_logits(reference, tokens) for tokens in sequences])
-    reference = reference.float()
-    exact = torch.cat([reference_logits(reference, tokens) for tokens in sequences])
+    # Loaded, not cast: casting a model would round its rotary frequencies too.
+    theirs, exact = (
+        torch.cat([reference_logits(reference, tokens) for tokens in sequences])
+        for reference in (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda().eval()
+            for dtype in (torch.bfloat16, torch.float32)
+        )
+    )
     decoded = torch.cat([torch.arange(n) >= n - NUM_DECODED for n in LENGTHS])
     yield Compared(ours.float(), theirs.float(), exact, decoded.cuda())
     torch.cuda.empty_cache()

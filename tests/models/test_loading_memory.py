@@ -121,4 +121,4 @@ def test_one_tensor_at_a_time(device: str, kind: str, dtype: str, folders: dict[
     )
     own, growth = map(int, done.stdout.split())
     assert (own > 150 * MIB) == (device == "cpu")
-    assert growth - own < LARGEST * 4 + 16 * MIB
+    assert growth - own < LARGEST * 4 + 48 * MIB

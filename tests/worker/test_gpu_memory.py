@@ -163,29 +163,29 @@ def tokens(outputs: list[Any]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def test_memory_taken_for_a_while_shows_in_no_output(tmp_path: Path) -> None:
-    """All memory goes away while requests run, and comes back."""
-    with start(save(tmp_path), **SMALL) as llm:
-        prompts = work(100, 300)
+@pytest.mark.parametrize("leave", [0, 400 << 20], ids=["all", "most"])
+def test_memory_taken_for_a_while_shows_in_no_output(leave: int, tmp_path: Path) -> None:
+    """All memory goes away and comes back, or so much of it that steps must shrink."""
+    with start(save(tmp_path), **{**SMALL, "max_num_batched_tokens": 16384}) as llm:
+        prompts = work(100, 500)
         expected = tokens(llm.generate(prompts, GREEDY, use_tqdm=False))
         llm.reset_prefix_cache()
-        core, taken, smallest = llm._core, [], [1 << 30]
-        pressure = core.pressure
-        plans: list[StepPlan] = []
+        core, taken, sizes, pauses = llm._core, [], [], []
 
         def on_plan(plan: StepPlan) -> None:
-            plans.append(plan)
-            smallest[0] = min(smallest[0], core.scheduler.max_step_tokens)
-            if len(plans) == 2:
-                taken.extend(fill())
-            if len(plans) == 60:
-                taken.clear()
+            sizes.append(core.scheduler.max_step_tokens)
+            if len(sizes) == 1:
+                taken.extend(fill(leave))
 
-        core.on_plan = on_plan
-        pressure._sleep = lambda _: taken.clear()
+        def pause(seconds: float) -> None:
+            pauses.append(seconds)
+            taken.clear()
+
+        core.on_plan, core.pressure._sleep = on_plan, pause
         assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
-        assert smallest[0] < core.scheduler.limits.max_num_batched_tokens, "no step failed"
         assert core.death is None
+        assert (min(sizes) < 16384) == bool(leave)
+        assert len(pauses) == (0 if leave else 1)
 
 
 def test_memory_gone_for_good_ends_requests_not_the_engine(tmp_path: Path) -> None:

@@ -113,12 +113,14 @@ def test_weights_too_large_are_refused_before_anything_is_made(tmp_path: Path) -
 def test_running_out_of_memory_is_recognised_and_explained() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
-    assert is_out_of_memory(caught.value)
-    assert is_out_of_memory(MemoryError())
-    assert is_out_of_memory(RuntimeError("Triton Error [CUDA]: out of memory"))
-    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"))
-    assert not is_out_of_memory(RuntimeError("out of resource: shared memory"))
-    assert not is_out_of_memory(ValueError("out of memory"))
+    here = torch.device("cpu")
+    assert is_out_of_memory(caught.value, here)
+    assert is_out_of_memory(MemoryError(), here)
+    assert is_out_of_memory(RuntimeError("Triton Error [CUDA]: out of memory"), here)
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), here)
+    assert not is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), here)
+    assert not is_out_of_memory(RuntimeError("out of resource: shared memory"), here)
+    assert not is_out_of_memory(ValueError("out of memory"), here)
     cpu = DeviceInfo("cpu", "a CPU", GIB, GIB, 1)
     with (
         pytest.raises(OptionError, match=r"while reading .*GiB are free on a CPU\. Read less\."),

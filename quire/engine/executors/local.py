@@ -13,7 +13,7 @@ from quire.engine.executors.base import PendingResult, TokenMasks
 from quire.protocol.errors import StepMemoryError
 from quire.protocol.plan import StepPlan
 from quire.worker.device import detect_device
-from quire.worker.memory import is_out_of_memory, return_free_memory
+from quire.worker.memory import is_exhausted, is_out_of_memory, return_free_memory
 from quire.worker.worker import Worker
 
 
@@ -29,6 +29,7 @@ class LocalExecutor:
         self._worker: Worker | None = Worker(
             options, model_config, device, fits_max_model_len=fits_max_model_len
         )
+        self._was_short = False
         self.num_blocks = self._worker.num_blocks
         self.max_model_len = self._worker.max_model_len
 
@@ -39,14 +40,20 @@ class LocalExecutor:
 
     def execute(self, plan: StepPlan) -> None:
         assert self._worker is not None, "the executor was shut down"
-        with _reporting_memory():
+        # Libraries load code when it is first used. Where that fails for want of memory, it fails
+        # ever after; so nothing is launched before there is some.
+        if self._was_short and is_exhausted(self._worker.device):
+            raise StepMemoryError("next to no memory is free", is_exhausted=True)
+        with self._reporting_memory():
             self._worker.runner.execute(plan)
 
     def sample(self, step: int, masks: TokenMasks | None = None) -> PendingResult:
         assert self._worker is not None, "the executor was shut down"
         assert masks is None, "grammars arrive with structured output"
-        with _reporting_memory():
-            return self._worker.runner.sample()
+        with self._reporting_memory():
+            pending = self._worker.runner.sample()
+            self._was_short = False
+            return pending
 
     def shutdown(self) -> None:
         """Free weights and KV cache."""
@@ -54,16 +61,18 @@ class LocalExecutor:
             self._worker = None
             return_free_memory()
 
-
-@contextmanager
-def _reporting_memory() -> Iterator[None]:
-    """Turns whatever says that memory ran out into the one error that the engine knows."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        reason = str(error).strip().partition("\n")[0]
-        clear_frames(error.__traceback__)  # they hold the failed step's tensors
-        return_free_memory()
-        raise StepMemoryError(reason or type(error).__name__) from None
+    @contextmanager
+    def _reporting_memory(self) -> Iterator[None]:
+        """Turns whatever says that memory ran out into the one error that the engine knows."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            assert self._worker is not None
+            if not is_out_of_memory(error, self._worker.device):
+                raise
+            reason = str(error).strip().partition("\n")[0]
+            clear_frames(error.__traceback__)  # they hold the failed step's tensors
+            return_free_memory()
+            self._was_short = True
+            exhausted = is_exhausted(self._worker.device)
+            raise StepMemoryError(reason or "no memory", is_exhausted=exhausted) from None
