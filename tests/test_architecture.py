@@ -36,7 +36,7 @@ BELOW = {
     "engine": COMMON | {"engine.executors", "scheduler"},
     "frontend": COMMON | {"engine"},
     "server": COMMON | {"frontend", "quire"},
-    "bench": COMMON | {"frontend", "models", "quire"},
+    "bench": COMMON | {"frontend", "engine.executors", "models", "quire"},
     "entrypoints": {"server", "config", "quire"},
     "quire": COMMON | {"frontend", "server", "bench"},
 }

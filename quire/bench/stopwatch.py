@@ -57,6 +57,7 @@ class InstantExecutor:
     def __init__(self, llm: LLM) -> None:
         local: Any = llm._core.executor
         self.num_blocks: int = local.num_blocks
+        self.groups_prefixes: bool = local.groups_prefixes
         self._local = local
         vocab_size, max_rows = llm.model_config.vocab_size, llm._core.scheduler.limits.max_num_seqs
         self._tokens = np.random.default_rng(0).integers(0, vocab_size, max_rows, np.int32)

@@ -8,12 +8,14 @@ from collections import deque
 from collections.abc import Callable
 
 from quire.engine.executors.base import Executor, PendingResult
+from quire.engine.memory_pressure import MemoryPressure
 from quire.metrics.engine import EngineMetrics, EngineStatistics
 from quire.metrics.instruments import Metric
-from quire.protocol.errors import EngineDeadError
+from quire.protocol.errors import EngineDeadError, StepMemoryError
 from quire.protocol.output import StepOutput
 from quire.protocol.plan import StepPlan, StepResult
 from quire.protocol.request import NewRequest
+from quire.scheduler.failure import fail_all, recover
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
 
@@ -35,6 +37,7 @@ class EngineCore:
         self.executor = executor
         self.metrics = EngineMetrics()
         self.scheduler = Scheduler(limits, self.metrics)
+        self.pressure = MemoryPressure(self.scheduler)
         self.max_steps_in_flight = max_steps_in_flight
         self.clock = clock
         self.death: str | None = None
@@ -80,6 +83,7 @@ class EngineCore:
             if done is not None:
                 output = self.scheduler.apply(*done, self.clock())
                 self._num_failures = 0
+                self.pressure.step_done(done[0])
             if plan is not None:
                 self.metrics.step_host.observe(host_s + time.perf_counter() - started)
             if not self.has_work:
@@ -107,25 +111,29 @@ class EngineCore:
             self._in_flight.popleft()
             return oldest, result
         except BaseException as error:
-            failed = self._in_flight[0][0] if self._in_flight else plan
-            assert failed is not None
-            self._recover(failed.step, error)
+            first = self._in_flight[0][0] if self._in_flight else plan
+            assert first is not None
+            self._recover(first.step, plan or first, error)
             if not isinstance(error, Exception):
                 raise
             return None
 
     @property
     def _is_full(self) -> bool:
-        return len(self._in_flight) >= self.max_steps_in_flight
+        return len(self._in_flight) >= (1 if self.pressure.is_on else self.max_steps_in_flight)
 
-    def _recover(self, failed_step: int, error: BaseException) -> None:
+    def _recover(self, first_lost: int, plan: StepPlan, error: BaseException) -> None:
         """A step failed: start its requests over, or give up if steps keep failing."""
         self._in_flight.clear()
-        self.scheduler.recover(failed_step)
+        suspects = [r for r in map(self.scheduler.by_row.__getitem__, plan.rows) if r is not None]
+        recover(self.scheduler, first_lost)
+        if isinstance(error, StepMemoryError):
+            self.pressure.step_failed(plan.num_tokens, suspects, error)
+            return
         if not isinstance(error, Exception):
             return  # an interrupt says nothing about the step
         self._num_failures += 1
-        logger.error("step %d failed: %s", failed_step, error, exc_info=error)
+        logger.error("step %d failed: %s", plan.step, error, exc_info=error)
         if self._num_failures >= MAX_CONSECUTIVE_FAILURES:
             count = self._num_failures
             self._die(f"{count} steps in a row failed, the last with: {error}", error)
@@ -136,7 +144,7 @@ class EngineCore:
             logger.error("the engine stops: %s", reason, exc_info=error)
             self.death = reason
         self._in_flight.clear()
-        self.scheduler.fail_all(self.death)
+        fail_all(self.scheduler, self.death)
 
     def read_metrics(self) -> list[Metric]:
         scheduler, metrics = self.scheduler, self.metrics
@@ -152,6 +160,6 @@ class EngineCore:
     def shutdown(self) -> None:
         """End what is left and free the workers; harmless if called again."""
         self.death = self.death or "it was shut down"
-        self.scheduler.fail_all(self.death)
+        fail_all(self.scheduler, self.death)
         self._in_flight.clear()
         self.executor.shutdown()

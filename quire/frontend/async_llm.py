@@ -60,7 +60,7 @@ class AsyncLLM:
                 await news.wait()
                 news.clear()
                 if request.error is not None:
-                    raise EngineDeadError(f"the engine failed: {request.error}")
+                    raise self._session.failure(request.error)
                 if request.has_news:
                     done = request.finished
                     yield request.read()

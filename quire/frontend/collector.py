@@ -63,7 +63,8 @@ class OpenSequence:
         if self.finish_reason is not None:
             return  # what came after the stop is not part of the output
         self.token_ids += ended.token_ids[len(self.token_ids) :].tolist()
-        self.finish_reason, self.stop_reason = ended.finish_reason, ended.stop_reason
+        self.finish_reason = ended.finish_reason
+        self.stop_reason = ended.error or ended.stop_reason
 
     def _decode(self, detokenizer: IncrementalDetokenizer) -> str | None:
         """Make the text of new tokens. Returns the stop string that ends it, if any."""

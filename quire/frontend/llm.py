@@ -16,7 +16,7 @@ from quire.frontend.session import Session
 from quire.frontend.tokenizer import Tokenizer
 from quire.metrics.engine import EngineStatistics
 from quire.metrics.instruments import Metric
-from quire.protocol.errors import EngineDeadError, QuireError, RequestError
+from quire.protocol.errors import QuireError, RequestError
 from quire.protocol.output import FinishedSequence, StepOutput
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -300,9 +300,12 @@ class LLM:
                             bar.add(request)
         finally:
             self._forget(requests)
-        for request in requests:
-            if request.error is not None:
-                raise EngineDeadError(f"the engine failed: {request.error}")
+        # Where the engine lives on, one request's failure must not cost the others their outputs:
+        # its own says finish_reason="error".
+        if self._core.death is not None:
+            for request in requests:
+                if request.error is not None:
+                    raise self._session.failure(request.error)
         return [request.read() for request in requests]
 
     def _stream(
@@ -321,7 +324,7 @@ class LLM:
                     if not request.has_news:
                         self._step()
                     if request.error is not None:
-                        raise EngineDeadError(f"the engine failed: {request.error}")
+                        raise self._session.failure(request.error)
                     if request.has_news:
                         done = request.finished
                         yield request.read()
@@ -374,7 +377,7 @@ class LLM:
 
     def _beam_output(self, ended: FinishedSequence, new: NewRequest) -> BeamSearchOutput:
         if ended.error is not None:
-            raise EngineDeadError(f"the engine failed: {ended.error}")
+            raise self._session.failure(ended.error)
         assert ended.beams is not None
         tokenizer, prompt = self._inputs.tokenizer, new.prompt_token_ids.tolist()
         sequences = []

@@ -14,7 +14,7 @@ from quire.frontend.collector import Collector
 from quire.frontend.generation_defaults import generation_defaults
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.tokenizer import Tokenizer, load_tokenizer
-from quire.protocol.errors import QuireError
+from quire.protocol.errors import EngineDeadError, OverloadedError, QuireError
 from quire.protocol.sampling import SamplingParams
 
 
@@ -46,6 +46,12 @@ class Session:
         first = self._next_key
         self._next_key += count
         return first
+
+    def failure(self, error: str) -> QuireError:
+        """What to raise for a request that ended with `error`: the engine may have survived it."""
+        if self.core.death is None:
+            return OverloadedError(error)
+        return EngineDeadError(f"the engine failed: {error}")
 
     def render(self, messages: Any, **options: Any) -> list[Prompt]:
         """Prompts of one or several conversations."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -30,12 +31,17 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + bias for x [tokens, inputs]."""
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """x W^T + bias for x [tokens, inputs]; into `out` if given, which goes without a bias."""
     if _is_vector(x):
         from quire.kernels.triton.gemv import gemv
 
-        return gemv(x, weight, bias)[0]
+        return gemv(x, weight, bias, out=out)[0]
+    if out is not None:
+        assert bias is None
+        return torch.mm(x, weight.t(), out=out)
     return F.linear(x, weight, bias)
 
 

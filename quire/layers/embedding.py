@@ -66,6 +66,10 @@ class LMHead(WeightedLayer):
         else:
             self.weight = tied.weight
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.parallel.all_gather(dispatch.linear(hidden, self.weight))
-        return logits[:, : self.vocab_size]
+    def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        if self.parallel.size == 1:
+            return dispatch.linear(hidden, self.weight, out=out)
+        logits = self.parallel.all_gather(dispatch.linear(hidden, self.weight))[
+            :, : self.vocab_size
+        ]
+        return logits if out is None else out.copy_(logits)

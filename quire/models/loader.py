@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from quire.config.model import ModelConfig
 from quire.layers.parallel import Parallel, Placement, WeightedLayer
 from quire.layers.quantization.scheme import Unquantized
 from quire.models.registry import CausalLM, model_class
+from quire.models.upload import Upload, stays_here
 from quire.models.weights import iter_weights
 from quire.protocol.errors import ModelError
 
@@ -61,11 +62,19 @@ def load_model(
     if load_format == "dummy":
         load_dummy_weights(model, place, seed)
     else:
-        load_weights(model, config, iter_weights(config.source, load_format))
+        bring = Upload(place.device) if place.device.type == "cuda" else stays_here
+        load_weights(model, config, iter_weights(config.source, load_format), bring)
     for layer in model.modules():
         if isinstance(layer, WeightedLayer):
             layer.finish_loading()
     return model.eval()
+
+
+def count_weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """What the weights will take, from the configuration alone."""
+    place = Placement(dtype, torch.device("meta"), ONE_RANK, Unquantized())
+    model = model_class(config.architecture)(config, place)
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
 def weight_targets(model: CausalLM) -> dict[str, Target]:
@@ -88,9 +97,15 @@ def weight_targets(model: CausalLM) -> dict[str, Target]:
 
 
 def load_weights(
-    model: CausalLM, config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]
+    model: CausalLM,
+    config: ModelConfig,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    bring: Callable[[torch.Tensor], torch.Tensor] = stays_here,
 ) -> None:
-    """Streams (checkpoint name, tensor) pairs into `model`, holding on to none of the tensors."""
+    """Streams (checkpoint name, tensor) pairs into `model`, holding on to none of the tensors.
+
+    `bring` carries a tensor to the model's device; there it is cast, cut and put into place.
+    """
     weight_map = model.weight_map
     missing = weight_targets(model)
     extra: list[str] = []
@@ -109,7 +124,7 @@ def load_weights(
             found = list(tensor.shape)
             misshapen.append(f"{original_name} (expected {list(target.shape)}, found {found})")
         else:
-            target.load(tensor)
+            target.load(bring(tensor))
     problems = [
         _listed("missing", list(missing)),
         _listed("not part of the model", extra),

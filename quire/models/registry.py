@@ -60,9 +60,14 @@ class CausalLM(nn.Module, ABC):
     ) -> torch.Tensor:
         """Hidden states [T, H] after the final norm, for token ids and positions int64[T]."""
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, vocab] for hidden states [S, H]."""
-        return self.lm_head(hidden)
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[S, vocab] for hidden states [S, H]; into `out`, such as `new_logits` makes, if given."""
+        return self.lm_head(hidden, out)
+
+    def new_logits(self, num_lines: int) -> torch.Tensor:
+        """Room for that many lines of logits."""
+        weight = self.lm_head.weight
+        return weight.new_empty(num_lines, self.lm_head.vocab_size)
 
 
 def model_class(architecture: str) -> type[CausalLM]:

@@ -23,5 +23,14 @@ class OverloadedError(QuireError):
     """The engine cannot take more requests now (HTTP 503 with Retry-After)."""
 
 
+class StepMemoryError(QuireError):
+    """A step needed more memory than there was. The engine lives on and tries a smaller step,
+    unless the device `is_exhausted`, so that no step could run."""
+
+    def __init__(self, message: str, *, is_exhausted: bool = False) -> None:
+        super().__init__(message)
+        self.is_exhausted = is_exhausted
+
+
 class EngineDeadError(QuireError):
     """The engine stopped on an internal failure and serves nothing any more (HTTP 503)."""

@@ -29,6 +29,13 @@ def recover(scheduler: Scheduler, failed_step: int) -> None:
             scheduler.requeue(request)
 
 
+def fail_request(scheduler: Scheduler, request_id: str, error: str) -> None:
+    """End all sequences of one request with an error. Nothing may be in flight (see `recover`)."""
+    for request in list(scheduler.requests.get(request_id, ())):
+        scheduler.waiting.remove(request)
+        scheduler.end(request, "error", error=error)
+
+
 def fail_all(scheduler: Scheduler, error: str) -> None:
     """End everything with an error, whatever state it is in: the engine is dead."""
     for request in [r for sequences in scheduler.requests.values() for r in sequences]:

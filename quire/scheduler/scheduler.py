@@ -19,7 +19,6 @@ from quire.protocol.seeds import random_seed
 from quire.scheduler.beams import BeamGroup, report_candidates
 from quire.scheduler.books import check_books
 from quire.scheduler.draft import PlanDraft
-from quire.scheduler.failure import fail_all, recover
 from quire.scheduler.kv_blocks import KVBlocks
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy import rank_function
@@ -33,6 +32,8 @@ from quire.scheduler.results import collect_output
 class Scheduler:
     def __init__(self, limits: SchedulerLimits, metrics: EngineMetrics | None = None) -> None:
         self.limits = limits
+        self.max_step_tokens = limits.max_num_batched_tokens
+        """Most tokens in a step; less than the limit while memory is short."""
         self.metrics = metrics or EngineMetrics()
         self.columns = Columns(limits.max_num_seqs, limits.max_model_len, limits.block_size)
         self.kv = KVBlocks(limits, self.columns)
@@ -118,7 +119,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step, or return None if nothing can be computed before an `apply`."""
-        draft = PlanDraft(self._next_step, self.limits.max_num_batched_tokens)
+        draft = PlanDraft(self._next_step, self.max_step_tokens)
         while True:
             self._continue_running(draft)
             self._admit_waiting(draft, now)
@@ -222,12 +223,18 @@ class Scheduler:
                 if not self.kv.room_for(match, num_known, promised):
                     return
             want = num_known - match.num_tokens
-            if want > draft.budget and not limits.enable_chunked_prefill:
+            if want > draft.budget and not self._may_divide_prompts:
                 return
             self.waiting.pop()
             grant = min(want, draft.budget, limits.long_prefill_token_threshold or want)
             promised += self._admit(request, match, fork_of, grant, draft)
             self._note_admission(request, match.num_tokens, now)
+
+    @property
+    def _may_divide_prompts(self) -> bool:
+        """Where memory is short, prompts that should stay whole may fit in no step."""
+        full = self.max_step_tokens == self.limits.max_num_batched_tokens
+        return self.limits.enable_chunked_prefill or not full
 
     def _admit(
         self, request: Request, match: PrefixMatch, fork_of: int, grant: int, draft: PlanDraft
@@ -382,13 +389,7 @@ class Scheduler:
         self.metrics.finished(ended)
         return ended
 
-    # --- failure, maintenance -------------------------------------------------------------------
-
-    def recover(self, failed_step: int) -> None:
-        recover(self, failed_step)
-
-    def fail_all(self, error: str) -> None:
-        fail_all(self, error)
+    # --- maintenance ----------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> None:
         self.kv.cache.reset()

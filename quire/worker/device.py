@@ -1,22 +1,68 @@
-"""Which device a worker runs on."""
+"""Which device a worker runs on, and which GPUs are refused."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from importlib.util import find_spec
 
 import torch
 
 from quire.config.device import DeviceInfo, cpu_device, cpu_threads
+from quire.protocol.errors import OptionError
+
+OLDEST_CAPABILITY = (7, 0)
+"""Volta: Triton makes no code for older GPUs of NVIDIA."""
 
 
 def detect_device(wanted: str) -> DeviceInfo:
     """The GPU if there is one and it is not unwanted, else the CPU."""
-    if wanted != "cpu" and torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        return DeviceInfo(
-            "cuda",
-            torch.cuda.get_device_name(),
-            total,
-            free,
-            cpu_threads(),
-            torch.cuda.is_bf16_supported(including_emulation=False),
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return cpu_device()
+    name = torch.cuda.get_device_name()
+    check_triton(name, has_triton=find_spec("triton") is not None)
+    if torch.version.hip is None:
+        check_capability(name, torch.cuda.get_device_capability(), torch.cuda.get_arch_list())
+    free, total = torch.cuda.mem_get_info()
+    return DeviceInfo(
+        "cuda",
+        name,
+        total,
+        free,
+        cpu_threads(),
+        torch.cuda.is_bf16_supported(including_emulation=False),
+    )
+
+
+def check_triton(name: str, has_triton: bool) -> None:
+    if not has_triton:
+        raise OptionError(
+            f"{name} cannot be used: the package triton, which makes the GPU kernels, is not "
+            "installed. Install it (pip install triton), or set device='cpu'."
         )
-    return cpu_device()
+
+
+def check_capability(name: str, capability: tuple[int, int], built_for: Sequence[str]) -> None:
+    """Refuse NVIDIA GPUs that Triton or this build of torch has no code for."""
+    found = f"{name} has compute capability {capability[0]}.{capability[1]}"
+    if capability < OLDEST_CAPABILITY:
+        oldest = ".".join(map(str, OLDEST_CAPABILITY))
+        raise OptionError(
+            f"{found}, but the GPU kernels need {oldest} (Volta) or newer. Set device='cpu'."
+        )
+    if built_for and not any(_runs(code, capability) for code in built_for):
+        raise OptionError(
+            f"{found}, which torch {torch.__version__} was not built for (it has code for "
+            f"{', '.join(built_for)}). Install a build of torch that supports this GPU, or set "
+            "device='cpu'."
+        )
+
+
+def _runs(code: str, capability: tuple[int, int]) -> bool:
+    """Whether a GPU can run `code`: sm_86 runs where the major number is equal and the minor at
+    least as high, compute_86 on everything newer."""
+    match = re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", code)
+    if match is None:
+        return False
+    kind, target = match[1], (int(match[2]), int(match[3]))
+    return target <= capability and (kind == "compute" or target[0] == capability[0])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,8 +13,8 @@ from quire.models.registry import CausalLM
 from quire.protocol.plan import Int32Array
 from quire.worker.request_table import RequestTable
 
-logger = logging.getLogger(__name__)
-
+GraphKey = tuple[int, bool]
+"""Batch size, and whether a shared prefix is read once."""
 
 PREFIX_SIZES = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 """Batch sizes of graphs that read a shared prefix once."""
@@ -64,26 +61,27 @@ class DecodeGraphs:
         self._tokens, self._positions, self._slots = (buffer(torch.int64) for _ in range(3))
         self._lens = buffer(torch.int32)
         self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
-        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        # One for all graphs: each would keep logits of its own alive, gigabytes in all.
+        self._logits = model.new_logits(max_rows)
+        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
 
-    def capture(self) -> None:
-        """Capture all sizes, the largest first so that the others fit into its memory."""
-        started = time.perf_counter()
-        pool = None
-        wanted = [(size, False) for size in self.sizes] + [(s, True) for s in self.prefix_sizes]
-        for key in sorted(wanted, reverse=True):
+    @property
+    def keys(self) -> list[GraphKey]:
+        """All graphs, the largest first so that the others fit into its memory."""
+        keys = [(s, False) for s in self.sizes] + [(s, True) for s in self.prefix_sizes]
+        return sorted(keys, reverse=True)
+
+    def capture(self, keys: list[GraphKey]) -> None:
+        for key in keys:
             self._stage(key, np.empty(0, np.int32), None)
             self._forward(*key)  # compiles kernels and sets up libraries outside of the graph
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                logits = self._forward(*key)
-            pool = pool or graph.pool()
-            self._graphs[key] = (graph, logits)
+            with torch.cuda.graph(graph, pool=self._pool):
+                self._forward(*key)
+            self._graphs[key] = graph
         torch.cuda.synchronize()
-        logger.info(
-            "captured %d graphs in %.1f s", len(self._graphs), time.perf_counter() - started
-        )
 
     def _max_tiles(self, size: int) -> int:
         return max_tiles(size, self.attention.prefix_members)
@@ -96,7 +94,7 @@ class DecodeGraphs:
         width = self.attention.prefix_members
         return PrefixTiles(starts, lens, members[: num_tiles * width].view(num_tiles, width))
 
-    def _forward(self, size: int, shares_prefixes: bool) -> Tensor:
+    def _forward(self, size: int, shares_prefixes: bool) -> None:
         table = self.table
         rows, lens = self._inputs[:size], self._lens[:size]
         gather_decode(
@@ -122,7 +120,7 @@ class DecodeGraphs:
             )
         )
         hidden = self.model(self._tokens[:size], self._positions[:size], step)
-        return self.model.logits(hidden)
+        self.model.logits(hidden, out=self._logits[:size])
 
     def fits(self, num_rows: int) -> bool:
         return num_rows <= self.sizes[-1]
@@ -133,13 +131,10 @@ class DecodeGraphs:
         size = next(size for size in sizes if size >= len(rows))
         key = (size, prefixes is not None)
         self._stage(key, rows, prefixes)
-        graph, logits = self._graphs[key]
-        graph.replay()
-        return logits[: len(rows)]
+        self._graphs[key].replay()
+        return self._logits[: len(rows)]
 
-    def _stage(
-        self, key: tuple[int, bool], rows: Int32Array, prefixes: HostPrefixTiles | None
-    ) -> None:
+    def _stage(self, key: GraphKey, rows: Int32Array, prefixes: HostPrefixTiles | None) -> None:
         """Send a graph's inputs, padded with rows and tiles that do nothing."""
         size, shares_prefixes = key
         num_tiles = self._max_tiles(size) if shares_prefixes else 0

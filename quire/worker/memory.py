@@ -1,103 +1,155 @@
-"""How many KV blocks fit, and the line that says so."""
+"""What fits on a device: weights, then KV blocks; and the messages where something does not."""
 
 from __future__ import annotations
 
 import ctypes
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-import numpy as np
 import torch
 
 from quire.config.device import DeviceInfo, cpu_memory
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.resolve import cpu_cache_bytes
-from quire.layers.attention.backend import AttentionBackend, AttentionInputs
-from quire.models.registry import CausalLM
 from quire.protocol.errors import OptionError
-from quire.worker.kv_tensors import KVSpec, KVTensors
-from quire.worker.staging import Staging
+from quire.worker.kv_tensors import KVSpec
+from quire.worker.trial import TrialBytes
 
 MIB = 1 << 20
 GIB = 1 << 30
+LEAST_FREE_BYTES = 128 * MIB
+
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|can(no|')t allocate memory|STATUS_ALLOC_FAILED|std::bad_alloc", re.IGNORECASE
+)
+
+
+def is_out_of_memory(error: BaseException, device: torch.device) -> bool:
+    """torch's allocators, cuBLAS, the driver and the C library each say it in their own way."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    # Libraries that cannot load their code on a full device just say that they failed.
+    unclear = "CUDA" in str(error) or "CUBLAS" in str(error)
+    return bool(_OUT_OF_MEMORY.search(str(error))) or (unclear and is_exhausted(device))
+
+
+def is_exhausted(device: torch.device) -> bool:
+    """Whether a device has so little memory left that nothing can be counted on to run."""
+    if device.type == "cpu":
+        return False
+    try:
+        return torch.cuda.mem_get_info()[0] < LEAST_FREE_BYTES
+    except RuntimeError:  # the device is beyond use, for another reason
+        return False
+
+
+@contextmanager
+def explaining(what: str, remedy: str, device: DeviceInfo) -> Iterator[None]:
+    """Running out of memory inside becomes an error that says what was free and what to change."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error, torch.device(device.type)):
+            raise
+        tried = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
+        needed = f" ({tried[1]} more were needed)" if tried else ""
+        total, free = device_memory(device)
+        raise OptionError(
+            f"out of memory while {what}{needed}: {free / GIB:.2f} of {total / GIB:.2f} GiB are "
+            f"free on {device.name}. {remedy}"
+        ) from error
+
+
+def device_memory(device: DeviceInfo) -> tuple[int, int]:
+    """Bytes of memory in all, and how many of them are free now."""
+    if device.type == "cpu":
+        return cpu_memory()
+    free, total = torch.cuda.mem_get_info()
+    return total, free
+
+
+def check_weights_fit(
+    weight_bytes: int, options: EngineOptions, config: ModelConfig, device: DeviceInfo
+) -> None:
+    """Refuse, before anything is read, a model whose weights alone are too large."""
+    total, free = device_memory(device)
+    share, allowed = options.cache.gpu_memory_utilization, free
+    if share is not None:
+        allowed = min(free, int(share * total) - (total - free))
+    if weight_bytes <= allowed:
+        return
+    remedies = ["use a smaller model"]
+    if options.model.dtype == "float32":
+        remedies.append("set dtype='bfloat16' or 'float16', which halves them")
+    if weight_bytes < free:
+        remedies.append("raise gpu_memory_utilization")
+    elif weight_bytes < total:
+        remedies.append("free the memory that other programs hold")
+    limit = "" if share is None else f", of which gpu_memory_utilization={share:g} allows "
+    limit += "" if share is None else f"{max(allowed, 0) / GIB:.2f} GiB"
+    raise OptionError(
+        f"the weights of {config.source.name} take {weight_bytes / GIB:.2f} GiB in "
+        f"{options.model.dtype}, but {device.name} has {free / GIB:.2f} of {total / GIB:.2f} GiB "
+        f"free{limit}. To run it, {', or '.join(remedies)}."
+    )
 
 
 def available_cache_bytes(
-    options: EngineOptions,
-    config: ModelConfig,
-    model: CausalLM,
-    backend: type[AttentionBackend],
-    spec: KVSpec,
-    device: DeviceInfo,
+    options: EngineOptions, spec: KVSpec, device: DeviceInfo, trial: TrialBytes | None
 ) -> int:
-    """Memory for the KV cache, once the weights are loaded."""
+    """Memory for the KV cache, once the weights are loaded; `trial` is what a GPU needs besides."""
     cache = options.cache
+    wanted = cache.kv_cache_memory_bytes
     if cache.num_gpu_blocks_override is not None:
-        return cache.num_gpu_blocks_override * spec.bytes_per_block
-    if cache.kv_cache_memory_bytes is not None:
-        return cache.kv_cache_memory_bytes
-    if device.type == "cpu":
+        wanted = cache.num_gpu_blocks_override * spec.bytes_per_block
+    if trial is None:
         total, available = cpu_memory()
-        return cpu_cache_bytes(cache, available, total)
-    utilization = cache.gpu_memory_utilization
-    assert utilization is not None
-    step_bytes = measure_step_bytes(options, config, model, backend, spec)
-    free, total = torch.cuda.mem_get_info()
-    left = int(utilization * total) - (total - free) - step_bytes
+        return wanted if wanted is not None else cpu_cache_bytes(cache, available, total)
+    if wanted is not None:
+        _check_wanted(wanted, options, trial)
+        return wanted
+    share = cache.gpu_memory_utilization
+    assert share is not None
+    left = int(share * trial.total) - trial.used - trial.step - trial.graphs
     if left < spec.bytes_per_block:
         raise OptionError(
-            f"gpu_memory_utilization={utilization:g} of {total / GIB:.1f} GiB leaves no memory for "
-            f"the KV cache: {(total - free) / GIB:.1f} GiB are in use (weights included) and a "
-            f"step needs {step_bytes / GIB:.1f} GiB. Raise gpu_memory_utilization, or lower "
-            "max_num_batched_tokens or max_num_seqs."
+            f"gpu_memory_utilization={share:g} of {trial.total / GIB:.2f} GiB leaves no memory for "
+            f"the KV cache: {trial.used / GIB:.2f} GiB are in use (weights included), "
+            f"{_needs(trial)}. Raise gpu_memory_utilization, {_smaller_steps(options)}."
         )
     return left
 
 
-@torch.inference_mode()
-def measure_step_bytes(
-    options: EngineOptions,
-    config: ModelConfig,
-    model: CausalLM,
-    backend: type[AttentionBackend],
-    spec: KVSpec,
-) -> int:
-    """Peak memory of the largest step beside weights and cache, from a dummy pass.
+def _check_wanted(wanted: int, options: EngineOptions, trial: TrialBytes) -> None:
+    free = trial.total - trial.used
+    if wanted + trial.step + trial.graphs <= free:
+        return
+    name = "kv_cache_memory_bytes"
+    if options.cache.num_gpu_blocks_override is not None:
+        name = "num_gpu_blocks_override"
+    raise OptionError(
+        f"{name}={getattr(options.cache, name)} asks for a KV cache of {wanted / GIB:.2f} GiB, but "
+        f"{free / GIB:.2f} of {trial.total / GIB:.2f} GiB are free beside the weights, and "
+        f"{_needs(trial)}. Lower {name}, {_smaller_steps(options)}."
+    )
 
-    Each token stands for a request with an empty context, so no cache is needed.
-    """
-    num_tokens, num_rows = options.scheduler.max_num_batched_tokens, options.scheduler.max_num_seqs
-    assert num_tokens is not None and num_rows is not None
-    device = torch.device("cuda")
-    zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-    attention = backend(
-        KVTensors(spec, 1, device).data,
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        spec.block_size,
+
+def _needs(trial: TrialBytes) -> str:
+    graphs = f" and the CUDA graphs {trial.graphs / GIB:.2f} GiB" if trial.graphs else ""
+    return f"the largest step takes {trial.step / GIB:.2f} GiB{graphs}"
+
+
+def _smaller_steps(options: EngineOptions) -> str:
+    wanted = options.scheduler
+    eager = "" if options.device.enforce_eager else " or set enforce_eager=True"
+    return (
+        f"lower max_num_batched_tokens ({wanted.max_num_batched_tokens}), max_num_seqs "
+        f"({wanted.max_num_seqs}) or max_model_len ({options.model.max_model_len}){eager}"
     )
-    inputs = AttentionInputs(
-        query_start=torch.arange(num_tokens + 1, dtype=torch.int32, device=device)[:-1],
-        context_lens=zeros.int(),
-        block_tables=zeros.int()[:, None],
-        slots=zeros - 1,
-        query_lens=np.ones(num_tokens, np.int32),
-        send=Staging(device).send,
-    )
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    hidden = model(zeros, zeros, attention.plan(inputs))
-    logits = model.logits(hidden[:num_rows])
-    scores = torch.empty(logits.shape, dtype=torch.float32, device=device)
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    # Captured graphs keep their own activations and logits for up to `num_rows` tokens.
-    graphs = (
-        0 if options.device.enforce_eager else 2 * logits.nbytes + peak * num_rows // num_tokens
-    )
-    del hidden, logits, scores, attention
-    torch.cuda.empty_cache()
-    return peak + graphs
 
 
 def count_blocks(spec: KVSpec, cache_bytes: int, max_model_len: int) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.decoding.logprobs import MAX_LINES
 from quire.decoding.sampler import Sampler
 from quire.layers.attention.backend import AttentionBackend
 from quire.layers.attention.shared_prefix import HostPrefixTiles, prefix_tiles
@@ -107,6 +108,8 @@ class ModelRunner:
             self._prompt_logprob_rows.pop(row, None)
         staged = self.table.update(plan)
         for added in plan.added_rows:
+            # A plan that failed may have been the one to free the row.
+            self._prompt_logprob_rows.pop(added.row, None)
             self.sampler.add(added, added.token_ids)
             if added.num_prompt_logprobs >= 0:
                 entry = _PromptLogprobRow(added, added.num_computed_tokens)
@@ -146,9 +149,13 @@ class ModelRunner:
             if num_scored <= 0:
                 del self._prompt_logprob_rows[row]
                 continue
-            positions = np.arange(first + 1, first + 1 + num_scored, dtype=np.int32)
-            logits = self.model.logits(hidden[start : start + num_scored])
-            targets = self.table.token_ids[row, first + 1 : first + 1 + num_scored].long()
-            arrays = self.sampler.prompt_logprobs(row, logits, targets, positions)
-            scored.append(PromptLogprobs(row, arrays))
+            # In pieces: all logits of a long prompt would take gigabytes.
+            for offset in range(0, num_scored, MAX_LINES):
+                size = min(MAX_LINES, num_scored - offset)
+                logits = self.model.logits(hidden[start + offset :][:size])
+                at = first + 1 + offset
+                positions = np.arange(at, at + size, dtype=np.int32)
+                targets = self.table.token_ids[row, at : at + size].long()
+                arrays = self.sampler.prompt_logprobs(row, logits, targets, positions)
+                scored.append(PromptLogprobs(row, arrays))
         return scored

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import torch
 
@@ -11,14 +12,24 @@ from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.decoding.sampler import Sampler
 from quire.layers.attention.backend import select_backend
-from quire.models.loader import load_model
+from quire.models.loader import count_weight_bytes, load_model
 from quire.models.registry import CausalLM
 from quire.worker.kv_tensors import KVSpec, KVTensors
-from quire.worker.memory import available_cache_bytes, count_blocks, describe_cache
+from quire.worker.memory import (
+    MIB,
+    available_cache_bytes,
+    check_weights_fit,
+    count_blocks,
+    describe_cache,
+    explaining,
+)
 from quire.worker.model_runner import ModelRunner
 from quire.worker.request_table import RequestTable
+from quire.worker.trial import TrialBytes, run_trial, used_bytes
 
 logger = logging.getLogger(__name__)
+
+MAX_LOADING_THREADS = 8
 
 
 class Worker:
@@ -35,9 +46,10 @@ class Worker:
         self.device = torch.device(device.type)
         dtype = getattr(torch, options.model.dtype)
         assert options.device.num_threads is not None
-        # Loading is many small operations: where other programs keep the cores busy, waiting for a
-        # second thread at each of them takes many times longer than one thread does.
-        torch.set_num_threads(1)
+        # On a CPU, loading is many small operations: where other programs keep the cores busy,
+        # waiting for a second thread at each of them takes many times longer than one thread does.
+        loading_threads = 1 if device.type == "cpu" else MAX_LOADING_THREADS
+        torch.set_num_threads(min(loading_threads, options.device.num_threads))
         spec = KVSpec(
             num_layers=model_config.num_layers,
             num_kv_heads=model_config.num_kv_heads,
@@ -55,69 +67,93 @@ class Worker:
         )
         reasons = "".join(f"; not {reason}" for reason in skipped)
         logger.info("attention: %s%s", backend.describe(), reasons)
-        model = load_model(
-            model_config,
-            dtype=dtype,
-            device=self.device,
-            load_format=options.model.load_format,
-            seed=options.model.seed,
-        )
+        check_weights_fit(count_weight_bytes(model_config, dtype), options, model_config, device)
+        remedy = "Use a smaller model, or free the memory that other programs hold."
+        with explaining("loading the weights", remedy, device):
+            model = load_model(
+                model_config,
+                dtype=dtype,
+                device=self.device,
+                load_format=options.model.load_format,
+                seed=options.model.seed,
+            )
         torch.set_num_threads(options.device.num_threads)
-        cache_bytes = available_cache_bytes(options, model_config, model, backend, spec, device)
-        self.max_model_len, self.num_blocks = self._size_cache(
-            options, spec, cache_bytes, fits_max_model_len
-        )
-        logger.info("%s", describe_cache(spec, self.num_blocks, self.max_model_len))
-        kv = KVTensors(spec, self.num_blocks, self.device)
-        self.runner = self._build_runner(options, model_config, model, backend, kv)
+        self._options, self._config, self._backend = options, model_config, backend
         self.groups_prefixes = (
-            self.runner.attention.max_prefix_rows >= (options.scheduler.max_num_seqs or 0)
+            backend.max_prefix_rows >= (options.scheduler.max_num_seqs or 0)
             and model_config.sliding_window is None
             and not options.device.disable_cascade_attn
         )
+        self.max_model_len, self.num_blocks = self._size_cache(
+            model, spec, device, fits_max_model_len
+        )
+        logger.info("%s", describe_cache(spec, self.num_blocks, self.max_model_len))
+        lower = "gpu_memory_utilization, kv_cache_memory_bytes or num_gpu_blocks_override"
+        with explaining("allocating the KV cache", f"Lower {lower}.", device):
+            kv = KVTensors(spec, self.num_blocks, self.device)
+            self.runner = self._build_runner(model, kv, self.max_model_len)
         if self.device.type == "cuda" and not options.device.enforce_eager:
-            self._capture_graphs(options)
+            remedy = f"Lower {lower} or max_num_seqs, or set enforce_eager=True."
+            with explaining("capturing CUDA graphs", remedy, device):
+                self._capture_graphs()
 
-    def _capture_graphs(self, options: EngineOptions) -> None:
+    def _capture_graphs(self) -> None:
         from quire.worker.graphs import DecodeGraphs
 
-        runner, max_rows = self.runner, options.scheduler.max_num_seqs
+        runner, max_rows = self.runner, self._options.scheduler.max_num_seqs
         assert max_rows is not None
         graphs = DecodeGraphs(
             runner.model, runner.attention, runner.table, max_rows, self.groups_prefixes
         )
+        started, before = time.perf_counter(), used_bytes()
         with torch.inference_mode():
-            graphs.capture()
+            graphs.capture(graphs.keys)
+        logger.info(
+            "captured %d graphs in %.1f s, %.0f MiB",
+            len(graphs.keys),
+            time.perf_counter() - started,
+            (used_bytes() - before) / MIB,
+        )
         runner.graphs = graphs
 
     def _size_cache(
-        self, options: EngineOptions, spec: KVSpec, cache_bytes: int, fits_max_model_len: bool
+        self, model: CausalLM, spec: KVSpec, device: DeviceInfo, fits_max_model_len: bool
     ) -> tuple[int, int]:
         """The longest request and the number of blocks."""
-        max_len = options.model.max_model_len
+        max_len = self._options.model.max_model_len
         assert max_len is not None
+        trial = self._try(model, spec, device, max_len) if self.device.type == "cuda" else None
+        cache_bytes = available_cache_bytes(self._options, spec, device, trial)
         if fits_max_model_len:
             fits = cache_bytes // spec.bytes_per_block * spec.block_size
             max_len = max(min(max_len, fits), 1)
         return max_len, count_blocks(spec, cache_bytes, max_len)
 
-    def _build_runner(
-        self,
-        options: EngineOptions,
-        config: ModelConfig,
-        model: CausalLM,
-        backend: type,
-        kv: KVTensors,
-    ) -> ModelRunner:
-        max_rows = options.scheduler.max_num_seqs
-        assert max_rows is not None
-        max_blocks = -(-self.max_model_len // kv.spec.block_size)
-        table = RequestTable(
-            max_rows, self.max_model_len, max_blocks, kv.spec.block_size, self.device
+    def _try(self, model: CausalLM, spec: KVSpec, device: DeviceInfo, max_len: int) -> TrialBytes:
+        num_rows = self._options.scheduler.max_num_seqs
+        num_tokens = self._options.scheduler.max_num_batched_tokens
+        assert num_rows is not None and num_tokens is not None
+        remedy = (
+            f"Lower max_num_batched_tokens ({num_tokens}), max_num_seqs ({num_rows}) or "
+            f"max_model_len ({max_len}), or use a smaller model."
         )
+        with explaining("trying the largest step", remedy, device):
+            return run_trial(
+                lambda: self._build_runner(model, KVTensors(spec, 1, self.device), max_len),
+                num_rows,
+                num_tokens,
+                with_graphs=not self._options.device.enforce_eager,
+                shares_prefixes=self.groups_prefixes,
+            )
+
+    def _build_runner(self, model: CausalLM, kv: KVTensors, max_len: int) -> ModelRunner:
+        max_rows, config = self._options.scheduler.max_num_seqs, self._config
+        assert max_rows is not None
+        max_blocks = -(-max_len // kv.spec.block_size)
+        table = RequestTable(max_rows, max_len, max_blocks, kv.spec.block_size, self.device)
         return ModelRunner(
             model=model,
-            attention=backend(
+            attention=self._backend(
                 kv.data, config.num_heads, config.num_kv_heads, config.head_dim, kv.spec.block_size
             ),
             kv=kv,

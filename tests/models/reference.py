@@ -58,7 +58,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def random_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+def random_model(
+    family: str, seed: int = 0, spread: float = 0.15, **changes: Any
+) -> PreTrainedModel:
     """A transformers model with weights large enough that every part of it shows in the logits."""
     class_name, settings = FAMILIES[family]
     config: PretrainedConfig = getattr(transformers, class_name)(**{**settings, **changes})
@@ -67,7 +69,7 @@ def random_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     for name, parameter in model.named_parameters():
         is_norm = parameter.dim() == 1 and name.endswith("weight")
         with torch.no_grad():
-            parameter.normal_(1.0 if is_norm else 0.0, 0.15, generator=generator)
+            parameter.normal_(1.0 if is_norm else 0.0, spread, generator=generator)
     return model
 
 
@@ -89,12 +91,12 @@ def save_bin(model: PreTrainedModel, folder: Path, tensors: dict[str, torch.Tens
 @torch.no_grad()
 def reference_logits(model: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
     """transformers' logits of a whole sequence in one pass, without any cache."""
-    return model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+    return model(torch.tensor([list(tokens)], device=model.device), use_cache=False).logits[0]
 
 
-def random_tokens(length: int, seed: int = 0) -> list[int]:
+def random_tokens(length: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(VOCAB, (length,), generator=generator).tolist()
+    return torch.randint(vocab, (length,), generator=generator).tolist()
 
 
 class PagedRun:
@@ -111,6 +113,7 @@ class PagedRun:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.model, self.sequences, self.block_size = model, sequences, block_size
+        self.device = next(model.parameters()).device
         self.computed = [0] * len(sequences)
         self.logits: list[list[torch.Tensor]] = [[] for _ in sequences]
         max_blocks = -(-max(map(len, sequences)) // block_size)
@@ -121,7 +124,7 @@ class PagedRun:
         num_kv_heads = max(1, config.num_kv_heads // num_ranks)
         shape = (config.num_layers, 2, num_blocks, num_kv_heads, block_size, config.head_dim)
         # Stale content must never be read.
-        kv = torch.full(shape, float("nan"), dtype=dtype)
+        kv = torch.full(shape, float("nan"), dtype=dtype, device=self.device)
         self.backend = backend(kv, num_heads, num_kv_heads, config.head_dim, block_size)
 
     def step(self, work: dict[int, int]) -> None:
@@ -139,17 +142,20 @@ class PagedRun:
             self.computed[index] += count
             query_start.append(len(token_ids))
         context_lens = [self.computed[index] for index in work]
+        device = self.device
         inputs = AttentionInputs(
-            query_start=torch.tensor(query_start, dtype=torch.int32),
-            context_lens=torch.tensor(context_lens, dtype=torch.int32),
-            block_tables=self.tables[list(work)],
-            slots=torch.tensor(slots),
+            query_start=torch.tensor(query_start, dtype=torch.int32, device=device),
+            context_lens=torch.tensor(context_lens, dtype=torch.int32, device=device),
+            block_tables=self.tables[list(work)].to(device),
+            slots=torch.tensor(slots, device=device),
             query_lens=np.array(list(work.values()), np.int32),
-            send=Staging(torch.device("cpu")).send,
+            send=Staging(device).send,
         )
         with torch.inference_mode():
             hidden = self.model(
-                torch.tensor(token_ids), torch.tensor(positions), self.backend.plan(inputs)
+                torch.tensor(token_ids, device=device),
+                torch.tensor(positions, device=device),
+                self.backend.plan(inputs),
             )
             logits = self.model.logits(hidden)
         for index, piece in zip(work, logits.split(list(work.values())), strict=True):

@@ -176,3 +176,48 @@ def test_launching_a_step_never_waits_for_the_device(
     for output, wanted in zip(outputs, params, strict=True):
         assert len(output.outputs) == wanted.n
         assert {one.finish_reason for one in output.outputs} <= {"length", "stop"}
+
+
+def scored(folder: Path, work: list[list[int]], **options: object) -> list[tuple[list[int], Any]]:
+    """Greedy tokens and the logits [tokens, vocab] they were chosen from, less each line's mean."""
+    params = SamplingParams(temperature=0.0, max_tokens=16, detokenize=False, logprobs=-1)
+    limits = {"kv_cache_memory_bytes": 1 << 28, "max_num_seqs": 64, "max_logprobs": -1}
+    with LLM(str(folder), skip_tokenizer_init=True, **{**limits, **options}) as llm:
+        outputs = llm.generate([{"prompt_token_ids": p} for p in work], params, use_tqdm=False)
+    found = []
+    for output in outputs:
+        made = output.outputs[0]
+        lines = [[entries[i].logprob for i in range(512)] for entries in made.logprobs]
+        centred = np.array(lines) - np.mean(lines, -1, keepdims=True)
+        found.append((list(made.token_ids), centred))
+    return found
+
+
+def assert_close(found: list[Any], expected: list[Any], bound: float) -> None:
+    """Relative errors of logits for as long as both runs have chosen the same tokens."""
+    compared = 0
+    for (tokens, logits), (other_tokens, others) in zip(found, expected, strict=True):
+        same = 0
+        while same < len(tokens) and tokens[:same] == other_tokens[:same]:
+            error = np.linalg.norm(logits[same] - others[same]) / np.linalg.norm(others[same])
+            assert error < bound, f"token {same}: relative error {error:.1e}"
+            same += 1
+        compared += same
+    assert compared > 100
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-4), ("bfloat16", 4e-2)])
+def test_logits_do_not_depend_on_the_way(folder: Path, dtype: str, bound: float) -> None:
+    """Graphs and eager steps, many requests at once and one by one: the same up to rounding."""
+    work = prompts(12)
+    expected = scored(folder, work, dtype=dtype)
+    assert_close(scored(folder, work, dtype=dtype, enforce_eager=True), expected, bound)
+    assert_close(scored(folder, work, dtype=dtype, max_num_seqs=1), expected, bound)
+    if dtype == "float32":
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
+        for prompt, (tokens, logits) in zip(work, expected, strict=True):
+            with torch.inference_mode():
+                ids = torch.tensor([prompt + tokens], device="cuda")
+                theirs = model(ids).logits[0, len(prompt) - 1 : -1]
+            theirs = (theirs - theirs.mean(-1, keepdim=True)).cpu().numpy()
+            assert np.linalg.norm(logits - theirs) / np.linalg.norm(theirs) < bound

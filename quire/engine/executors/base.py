@@ -23,7 +23,8 @@ class TokenMasks:
 
 
 class Executor(Protocol):
-    """Runs plans in order. `execute` and `sample` return at once; failures surface in `result`."""
+    """Runs plans in order. `execute` and `sample` return at once; failures surface in `result`,
+    or at once as `StepMemoryError` where memory ran out."""
 
     num_blocks: int
     """KV blocks the workers have room for."""

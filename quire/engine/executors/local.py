@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from traceback import clear_frames
+
 from quire.config.device import DeviceInfo
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.engine.executors.base import PendingResult, TokenMasks
+from quire.protocol.errors import StepMemoryError
 from quire.protocol.plan import StepPlan
 from quire.worker.device import detect_device
-from quire.worker.memory import return_free_memory
+from quire.worker.memory import is_exhausted, is_out_of_memory, return_free_memory
 from quire.worker.model_runner import ModelRunner
 from quire.worker.worker import Worker
 
@@ -25,6 +30,7 @@ class LocalExecutor:
         self._worker: Worker | None = Worker(
             options, model_config, device, fits_max_model_len=fits_max_model_len
         )
+        self._was_short = False
         self.num_blocks = self._worker.num_blocks
         self.max_model_len = self._worker.max_model_len
         self.groups_prefixes = self._worker.groups_prefixes
@@ -40,14 +46,39 @@ class LocalExecutor:
         return self._worker.runner
 
     def execute(self, plan: StepPlan) -> None:
-        self.runner.execute(plan)
+        assert self._worker is not None, "the executor was shut down"
+        # Libraries load code when it is first used. Where that fails for want of memory, it fails
+        # ever after; so nothing is launched before there is some.
+        if self._was_short and is_exhausted(self._worker.device):
+            raise StepMemoryError("next to no memory is free", is_exhausted=True)
+        with self._reporting_memory():
+            self.runner.execute(plan)
 
     def sample(self, step: int, masks: TokenMasks | None = None) -> PendingResult:
         assert masks is None, "grammars arrive with structured output"
-        return self.runner.sample()
+        with self._reporting_memory():
+            pending = self.runner.sample()
+            self._was_short = False
+            return pending
 
     def shutdown(self) -> None:
         """Free weights and KV cache."""
         if self._worker is not None:
             self._worker = None
             return_free_memory()
+
+    @contextmanager
+    def _reporting_memory(self) -> Iterator[None]:
+        """Turns whatever says that memory ran out into the one error that the engine knows."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            assert self._worker is not None
+            if not is_out_of_memory(error, self._worker.device):
+                raise
+            reason = str(error).strip().partition("\n")[0]
+            clear_frames(error.__traceback__)  # they hold the failed step's tensors
+            return_free_memory()
+            self._was_short = True
+            exhausted = is_exhausted(self._worker.device)
+            raise StepMemoryError(reason or "no memory", is_exhausted=exhausted) from None

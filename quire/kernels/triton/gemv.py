@@ -96,6 +96,7 @@ def gemv(
     bias: Tensor | None = None,
     norm: NormInput | None = None,
     gated: bool = False,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x W^T + bias for x [1, inputs] and W [outputs, inputs], and x plus the residual.
 
@@ -103,7 +104,8 @@ def gemv(
     """
     num_rows, num_inputs = weight.shape
     num_outputs = num_rows // 2 if gated else num_rows
-    out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
     residual = norm.residual if norm is not None else None
     total = torch.empty_like(x) if residual is not None else x
     small = num_inputs <= 1024

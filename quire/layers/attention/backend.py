@@ -59,7 +59,7 @@ class AttentionBackend(Protocol):
     """Computes attention over `kv [layers, 2, blocks, num_kv_heads, block_size, head_dim]`."""
 
     support: ClassVar[BackendSupport]
-    max_prefix_rows: int
+    max_prefix_rows: ClassVar[int]
     """Largest batch in which a shared prefix can be read once; 0: never."""
     prefix_members: int
     """Requests whose queries of a shared prefix go into one tile."""

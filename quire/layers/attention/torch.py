@@ -26,7 +26,8 @@ class TorchBackend:
         batch_invariant=True,
     )
 
-    max_prefix_rows = prefix_members = 0
+    max_prefix_rows: ClassVar[int] = 0
+    prefix_members = 0
 
     def __init__(
         self, kv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int

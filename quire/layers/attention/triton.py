@@ -15,7 +15,9 @@ from quire.protocol.plan import Int32Array
 
 PROGRAMS_WANTED = 512
 """Decode programs that fill a large GPU; contexts are split until there are about as many."""
-MAX_SPLITS = 64
+PROGRAMS_UNSPLIT = 2048
+"""From here on whole contexts are read at full speed; below, pieces even out their lengths."""
+MIN_SPLITS, MAX_SPLITS = 4, 64
 PREFIX_PROGRAMS_WANTED = 256
 PREFIX_ROWS = 128
 """Query rows of a tile that attends to a shared prefix: requests times heads of a KV head."""
@@ -36,6 +38,8 @@ class TritonBackend:
         batch_invariant=False,
     )
 
+    max_prefix_rows: ClassVar[int] = MAX_PREFIX_PIECES
+
     def __init__(
         self, kv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
     ) -> None:
@@ -47,12 +51,11 @@ class TritonBackend:
         self.tile = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
         self.queries, self.keys = (64, 32) if row_bytes <= 512 else (32, 16)
         self.stages = 3 if row_bytes <= 256 else 2
-        # Requests times splits never exceeds this: splits are a power of two below twice the ratio.
-        pieces = max(MAX_SPLITS, 2 * PROGRAMS_WANTED // num_kv_heads)
+        # Requests times splits never exceeds this.
+        pieces = max(MAX_SPLITS, MIN_SPLITS * PROGRAMS_UNSPLIT // num_kv_heads)
         self.workspace = DecodeWorkspace(pieces, num_heads, head_dim, kv.device)
         heads_per_kv_head = 1 << (num_heads // num_kv_heads - 1).bit_length()
         self.prefix_members = max(1, PREFIX_ROWS // heads_per_kv_head)
-        self.max_prefix_rows = MAX_PREFIX_PIECES
         self.prefix_workspace = DecodeWorkspace(MAX_PREFIX_PIECES, num_heads, head_dim, kv.device)
 
     @classmethod
@@ -65,8 +68,11 @@ class TritonBackend:
 
     def num_splits(self, num_requests: int) -> int:
         """Pieces of each context, so that a small batch still fills the GPU."""
-        wanted = PROGRAMS_WANTED // max(num_requests * self.num_kv_heads, 1)
-        return min(MAX_SPLITS, 1 << max(wanted - 1, 0).bit_length()) if wanted > 1 else 1
+        programs = num_requests * self.num_kv_heads
+        if programs >= PROGRAMS_UNSPLIT:
+            return 1
+        wanted = PROGRAMS_WANTED // programs
+        return min(max(MIN_SPLITS, 1 << max(wanted - 1, 0).bit_length()), MAX_SPLITS)
 
     def num_prefix_splits(self, num_requests: int) -> int:
         """Pieces of a prefix that all requests share, so that few tiles still fill the GPU."""
@@ -151,7 +157,7 @@ class TritonStep:
                 backend.workspace,
                 out,
                 tile=backend.tile,
-                num_warps=2 if splits == 1 else 4,
+                num_warps=2 if len(lens) * backend.num_kv_heads >= PROGRAMS_WANTED else 4,
                 num_stages=backend.stages,
                 prefix=pieces,
             )

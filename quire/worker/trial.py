@@ -1,0 +1,106 @@
+"""A trial of the largest step before there is a KV cache: what an engine needs beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quire.protocol.plan import AddedRow, StepPlan
+from quire.protocol.sampling import SamplingParams
+from quire.worker.model_runner import ModelRunner
+
+GRAPHS_TRIED = 4
+"""The largest one, and some more to learn what each further one adds."""
+
+
+@dataclass(frozen=True)
+class TrialBytes:
+    """Memory of a GPU, weights loaded, and what will be needed beside weights and KV cache."""
+
+    total: int
+    used: int
+    """By everybody, before the trial."""
+    step: int
+    """Rows and the largest step: activations, logits, sampling, libraries, kernels."""
+    graphs: int
+    """All CUDA graphs."""
+
+
+def used_bytes() -> int:
+    """Memory of the GPU that is not free, whoever holds it; cached blocks are given back first."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def run_trial(
+    build_runner: Callable[[], ModelRunner],
+    num_rows: int,
+    num_tokens: int,
+    with_graphs: bool,
+    shares_prefixes: bool,
+) -> TrialBytes:
+    """Measure with a runner that has all it will have, but a cache of one block, which all rows
+    share: what they compute is of no use."""
+    used = used_bytes()
+    runner = build_runner()
+    runner.kv.data.zero_()
+    runner.execute(largest_step(num_rows, num_tokens, runner.table.token_ids.shape[1]))
+    runner.sample().result()
+    torch.cuda.synchronize()
+    # What torch has cached shows how far the memory was filled.
+    free, total = torch.cuda.mem_get_info()
+    step = total - free - used
+    graphs = _graph_bytes(runner, num_rows, shares_prefixes) if with_graphs else 0
+    del runner
+    used_bytes()
+    return TrialBytes(total, used, step, graphs)
+
+
+def largest_step(num_rows: int, num_tokens: int, max_len: int) -> StepPlan:
+    """As many tokens and rows as a step may have; all rows sample with edited, filtered scores."""
+    counts = np.full(num_rows, num_tokens // num_rows, np.int32)
+    counts[: num_tokens % num_rows] += 1
+    counts = counts.clip(1, max_len)
+    params = SamplingParams(seed=0, top_p=0.9, logit_bias={0: 1.0}, logprobs=1)
+    added = [
+        AddedRow(
+            row=row,
+            token_ids=np.zeros(count, np.int32),
+            num_prompt_tokens=count,
+            num_computed_tokens=0,
+            params=params,
+            seed=row,
+            num_logprobs=1,
+            appends_sampled=False,  # a row of the longest length has no room for more
+        )
+        for row, count in enumerate(counts.tolist())
+    ]
+    return StepPlan(
+        step=0,
+        added_rows=added,
+        rows=np.arange(num_rows, dtype=np.int32),
+        num_new_tokens=counts,
+        samples=np.ones(num_rows, np.bool_),
+    )
+
+
+def _graph_bytes(runner: ModelRunner, num_rows: int, shares_prefixes: bool) -> int:
+    """Graphs share a pool of memory, which the largest one fills; the driver adds some for each."""
+    from quire.worker.graphs import DecodeGraphs
+
+    before = used_bytes()
+    graphs = DecodeGraphs(runner.model, runner.attention, runner.table, num_rows, shares_prefixes)
+    first, *others = graphs.keys[:GRAPHS_TRIED]
+    with torch.inference_mode():
+        graphs.capture([first])
+        largest = used_bytes() - before
+        if not others:
+            return largest
+        graphs.capture(others)
+    each = (used_bytes() - before - largest) / len(others)
+    return largest + int(each * (len(graphs.keys) - 1))
