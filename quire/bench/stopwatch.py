@@ -11,7 +11,6 @@ import numpy as np
 
 from quire.bench.runs import inputs
 from quire.bench.workload import BenchRequest
-from quire.engine.executors.base import PendingResult, TokenMasks
 from quire.protocol.output import StepOutput
 from quire.protocol.plan import StepPlan, StepResult
 
@@ -67,15 +66,17 @@ class InstantExecutor:
         self._local.runner.update_rows(plan)
         self._num_samples = int(plan.samples.sum())
 
-    def sample(self, step: int, masks: TokenMasks | None = None) -> PendingResult:
-        return _Ready(StepResult(step, self._tokens[: self._num_samples]))
+    def sample(self, step: int, masks: Any = None) -> Ready:
+        return Ready(StepResult(step, self._tokens[: self._num_samples]))
 
     def shutdown(self) -> None:
         self._local.shutdown()
 
 
 @dataclass
-class _Ready:
+class Ready:
+    """A result that is there."""
+
     value: StepResult
 
     def result(self) -> StepResult:
