@@ -6,6 +6,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.torch.heads import rms_norm as rms_norm_twin
+from quire.kernels.torch.penalties import PenaltySettings
+from quire.kernels.torch.penalties import count_uses as count_uses_twin
+from quire.kernels.torch.penalties import penalize as penalize_twin
+from quire.kernels.torch.sampling import Kinds, RowSettings
+from quire.kernels.torch.sampling import choose_tokens as choose_tokens_twin
 
 
 def rms_norm(
@@ -37,3 +42,34 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
         return gemv.gemv(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def choose_tokens(
+    scores: Tensor, rows: Tensor, positions: Tensor, settings: RowSettings, kinds: Kinds
+) -> Tensor:
+    """One token for each line of scores [S, V], as the settings of its row say; int32 [S]."""
+    if scores.is_cuda:
+        from quire.kernels.triton import sampling
+
+        return sampling.choose_tokens(scores, rows, positions, settings, kinds)
+    return choose_tokens_twin(scores, rows, positions, settings)
+
+
+def penalize(scores: Tensor, rows: Tensor, uses: Tensor, settings: PenaltySettings) -> None:
+    """Lowers the scores [S, V] of used tokens in the lines whose rows have penalties."""
+    if scores.is_cuda:
+        from quire.kernels.triton import penalties
+
+        penalties.penalize(scores, rows, uses, settings)
+    else:
+        penalize_twin(scores, rows, uses, settings)
+
+
+def count_uses(uses: Tensor, rows: Tensor, tokens: Tensor, slots: Tensor) -> None:
+    """Counts the use of `tokens[i]` by `rows[i]` where that row has a slot."""
+    if uses.is_cuda:
+        from quire.kernels.triton import penalties
+
+        penalties.count_uses(uses, rows, tokens, slots)
+    else:
+        count_uses_twin(uses, rows, tokens, slots)
