@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from quire.decoding.rows import Batch, RowColumns, RowSet
@@ -66,3 +67,12 @@ class Choice:
             batch.has(self._drawing), batch.has(self._filtering), batch.has(self._searching)
         )
         return dispatch.choose_tokens(scores, batch.rows, self._num_tokens, self._settings, kinds)
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Choose once in every way from scores as they come and as they are when edited."""
+        rows = torch.zeros(1, dtype=torch.int64, device=self._num_tokens.device)
+        for kind in {dtype, torch.float32}:
+            scores = torch.zeros((1, self._vocab_size), dtype=kind, device=rows.device)
+            for flags in ((False,) * 3, (True, False, False), (True, True, False), (True,) * 3):
+                args = (scores, rows, self._num_tokens, self._settings, Kinds(*flags))
+                dispatch.choose_tokens(*args)

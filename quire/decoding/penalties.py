@@ -65,5 +65,13 @@ class Penalties:
         if self.users:
             dispatch.count_uses(self._uses, rows, tokens, self._settings.slot)
 
+    def warm_up(self) -> None:
+        """Run both kernels for row 0, which has no penalties yet."""
+        rows = torch.zeros(1, dtype=torch.int64, device=self._uses.device)
+        scores = torch.zeros((1, self._uses.shape[1]), dtype=torch.float32, device=rows.device)
+        dispatch.penalize(scores, rows, self._uses, self._settings)
+        for index in (rows, rows.int()):
+            dispatch.count_uses(self._uses, index, rows.int(), self._settings.slot)
+
     def apply(self, scores: Tensor, batch: Batch) -> None:
         dispatch.penalize(scores, batch.rows, self._uses, self._settings)

@@ -17,6 +17,7 @@ from quire.decoding.penalties import Penalties
 from quire.decoding.rows import Batch, RowColumns
 from quire.protocol.plan import AddedRow, Int32Array, LogprobArrays
 
+
 @dataclass
 class Sampled:
     """What `Sampler.sample` made, still on the device."""
@@ -79,6 +80,11 @@ class Sampler:
         self._logprobs.remove(row)
         self._columns.touch(row)
         self._batch = None
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compile the GPU kernels for logits of this type; no request may be there yet."""
+        self._choice.warm_up(dtype)
+        self._penalties.warm_up()
 
     def sample(self, logits: Tensor, rows: Tensor, host_rows: NDArray[Any]) -> Sampled:
         """Choose the next token of each of `rows` (integers [S]; `host_rows` the same on the host).

@@ -70,8 +70,10 @@ class Worker:
         logger.info("%s", describe_cache(spec, self.num_blocks, self.max_model_len))
         kv = KVTensors(spec, self.num_blocks, self.device)
         self.runner = self._build_runner(options, model_config, model, backend, kv)
-        if self.device.type == "cuda" and not options.device.enforce_eager:
-            self._capture_graphs(options)
+        if self.device.type == "cuda":
+            self.runner.sampler.warm_up(dtype)
+            if not options.device.enforce_eager:
+                self._capture_graphs(options)
 
     def _capture_graphs(self, options: EngineOptions) -> None:
         from quire.worker.graphs import DecodeGraphs

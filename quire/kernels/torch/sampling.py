@@ -117,9 +117,7 @@ class Draw:
         return token_ids.masked_fill(~best, torch.iinfo(torch.int64).max).amin(-1)
 
 
-def choose_tokens(
-    scores: Tensor, rows: Tensor, positions: Tensor, settings: RowSettings
-) -> Tensor:
+def choose_tokens(scores: Tensor, rows: Tensor, positions: Tensor, settings: RowSettings) -> Tensor:
     """One token for each line of `scores` [S, V]; int32 [S].
 
     `rows` int64 [S] are the lines' rows; `positions` int32 holds, for each row of the table, the

@@ -66,9 +66,7 @@ def penalize(scores: Tensor, rows: Tensor, uses: Tensor, settings: PenaltySettin
 
 
 @triton.jit(do_not_specialize=["count"])
-def _count_kernel(
-    uses_ptr, rows_ptr, tokens_ptr, slot_ptr, count, vocab_size, WIDTH: tl.constexpr
-):
+def _count_kernel(uses_ptr, rows_ptr, tokens_ptr, slot_ptr, count, vocab_size, WIDTH: tl.constexpr):
     lane = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     mask = lane < count
     row = tl.load(rows_ptr + lane, mask, 0)

@@ -1,0 +1,28 @@
+"""Rows of a table by index: the embeddings of sampled tokens."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _embedding_kernel(ids_ptr, table_ptr, out_ptr, dim, WIDTH: tl.constexpr):
+    token = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    mask = columns < dim
+    row = tl.load(ids_ptr + token).to(tl.int64)
+    tl.store(out_ptr + token * dim + columns, tl.load(table_ptr + row * dim + columns, mask), mask)
+
+
+def embedding(ids: Tensor, table: Tensor) -> Tensor:
+    """table[ids] for ids [tokens] and a contiguous table [rows, dim]."""
+    dim = table.shape[1]
+    out = torch.empty((len(ids), dim), dtype=table.dtype, device=table.device)
+    width = min(1024, triton.next_power_of_2(dim))
+    _embedding_kernel[(triton.cdiv(dim, width), len(ids))](
+        ids, table, out, dim, WIDTH=width, num_warps=4
+    )
+    return out

@@ -1,0 +1,131 @@
+"""Choice of one token per line of scores: the highest, or the highest after temperature and noise.
+
+A line is cut into chunks, so that a single one keeps many processors busy. Each program finds the
+best token of its chunk and merges it into the line's best by an atomic maximum; the last one to
+arrive writes the token and leaves the scratch as it was. So a greedy step is one launch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.torch.sampling import Kinds, RowSettings
+from quire.kernels.triton.cutoffs import token_cutoffs
+
+CHUNK = 4096
+NUM_WARPS = 4
+STRIDE = tl.constexpr(0x9E3779B9)
+NO_KEY = tl.constexpr(-(1 << 63))
+LOWEST_BITS = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def _mix(x, key):
+    """`mix` of the noise's specification, on uint32, with `key` injected (0 leaves it plain)."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) ^ key
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _gumbel(tokens, key0, key1):
+    """The noise of `tokens`, as `kernels/torch/noise.py` specifies it."""
+    hashed = _mix(tokens.to(tl.uint32) + STRIDE, 0)
+    bits = _mix(hashed ^ key0, key1) & LOWEST_BITS
+    w = tl.minimum(bits.to(tl.int32).to(tl.float32) * 2.0**-31 + 2.0**-32, 1.0 - 2.0**-24)
+    # log1p(-w): the logarithm of 1 - w as rounded, and what the rounding lost.
+    rounded = 1.0 - w
+    lost = (1.0 - rounded) - w
+    exponential = -(tl.log(rounded) + (lost + lost * w))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def _choose_kernel(
+    scores_ptr,
+    rows_ptr,
+    positions_ptr,
+    temperature_ptr,
+    seed_low_ptr,
+    seed_high_ptr,
+    cutoffs_ptr,
+    best_ptr,
+    arrived_ptr,
+    out_ptr,
+    vocab_size,
+    stride,
+    DRAWS: tl.constexpr,
+    FILTERS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    line = tl.program_id(1).to(tl.int64)
+    tokens = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(scores_ptr + line * stride + tokens, tokens < vocab_size, float("-inf"))
+    x = x.to(tl.float32)
+    if DRAWS:
+        row = tl.load(rows_ptr + line)
+        temperature = tl.load(temperature_ptr + row)
+        if temperature > 0:
+            x = tl.div_rn(x, temperature)
+            possible = True
+            if FILTERS:
+                x = tl.where(x >= tl.load(cutoffs_ptr + line), x, float("-inf"))
+                possible = tl.max(x, 0) > float("-inf")
+            if possible:
+                position = tl.load(positions_ptr + row).to(tl.uint32)
+                low = tl.load(seed_low_ptr + row).to(tl.uint32, bitcast=True)
+                high = tl.load(seed_high_ptr + row).to(tl.uint32, bitcast=True)
+                key0 = _mix(low ^ _mix(position + STRIDE, 0), 0)
+                key1 = _mix(high ^ _mix(position + key0, 0), 0)
+                x += _gumbel(tokens, key0, key1)
+    # NaN must not become a token id that does not exist; no score may be a negative zero, whose
+    # bits would rank below those of the positive one.
+    x = tl.where(x == x, x, float("-inf"))
+    top = tl.max(x, 0)
+    token = tl.min(tl.where(x == top, tokens, LOWEST_BITS), 0)
+    bits = tl.where(top == 0, 0.0, top).to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & LOWEST_BITS)
+    # The lower token id wins among equal scores.
+    packed = (ordered.to(tl.int64) << 32) | (token ^ LOWEST_BITS).to(tl.int64)
+    tl.atomic_max(best_ptr + line, packed)
+    arrived = tl.atomic_add(arrived_ptr + line, 1)
+    if arrived == tl.num_programs(0) - 1:
+        best = tl.atomic_xchg(best_ptr + line, NO_KEY)
+        tl.store(out_ptr + line, ((best & LOWEST_BITS) ^ LOWEST_BITS).to(tl.int32))
+        tl.store(arrived_ptr + line, 0)
+
+
+def choose_tokens(
+    scores: Tensor, rows: Tensor, positions: Tensor, settings: RowSettings, kinds: Kinds
+) -> Tensor:
+    """As the twin; the noise and the masses of top_p may differ from its in the last place."""
+    num_lines, vocab_size = scores.shape
+    out = torch.empty(num_lines, dtype=torch.int32, device=scores.device)
+    if num_lines == 0:
+        return out
+    assert scores.stride(1) == 1 and num_lines <= settings.scratch.shape[1]
+    cutoffs = token_cutoffs(scores, rows, settings, kinds) if kinds.filters else settings.top_p
+    _choose_kernel[(triton.cdiv(vocab_size, CHUNK), num_lines)](
+        scores,
+        rows,
+        positions,
+        settings.temperature,
+        settings.seed_low,
+        settings.seed_high,
+        cutoffs,
+        settings.scratch[0],
+        settings.scratch[1],
+        out,
+        vocab_size,
+        scores.stride(0),
+        DRAWS=kinds.draws,
+        FILTERS=kinds.filters,
+        CHUNK=CHUNK,
+        num_warps=NUM_WARPS,
+    )
+    return out
