@@ -44,6 +44,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def embedding(ids: Tensor, table: Tensor) -> Tensor:
+    """The rows of table [rows, dim] that `ids` [tokens] name."""
+    if table.is_cuda and ids.dim() == 1:
+        from quire.kernels.triton import embedding
+
+        return embedding.embedding(ids, table)
+    return F.embedding(ids, table)
+
+
 def choose_tokens(
     scores: Tensor, rows: Tensor, positions: Tensor, settings: RowSettings, kinds: Kinds
 ) -> Tensor:

@@ -1,4 +1,4 @@
-"""The exact search for a cutoff among the scores of one line, by one program.
+"""Exact division by a temperature, and the exact search for a cutoff among the scores of one line.
 
 Scores are searched as integers that order as they do. Masses are integers too, so that the order of
 summation moves no cutoff.
@@ -15,6 +15,26 @@ LOG2E_HIGH = tl.constexpr(1.4426950216293335)
 LOG2E_LOW = tl.constexpr(1.92596299112661746887e-08)
 LN2 = tl.constexpr(0.6931471805599453)
 ALL_BUT_SIGN = tl.constexpr(0x7FFFFFFF)
+HIGHEST_KEY = tl.constexpr(0x7FFFFFFF)
+# The interpreter does not fuse a multiply-add.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def divide(x, divisor):
+    """x / divisor, rounded correctly, for a scalar divisor.
+
+    Unlike the hardware's division this takes no branches, which would keep it from working on many
+    scores at a time: a product with the reciprocal, corrected twice by what it misses.
+    """
+    if INTERPRETED:
+        return tl.div_rn(x, divisor)
+    else:
+        reciprocal = tl.div_rn(1.0, divisor)
+        first = x * reciprocal
+        second = tl.fma(tl.fma(-first, divisor, x), reciprocal, first)
+        third = tl.fma(tl.fma(-second, divisor, x), reciprocal, second)
+        return tl.where(tl.abs(first) < float("inf"), third, first)
 
 
 @triton.jit
@@ -49,18 +69,27 @@ def weight_above(
     TEMPERED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """How many of the `count` scores at `ptr` are above that of `key`, or their mass."""
-    total = tl.zeros([TILE], tl.int64)
+    """How many of the `count` scores at `ptr` are above that of `key`, or their mass.
+
+    Also the key of the lowest score above it, and that of the highest score not above it.
+    """
+    weights = tl.zeros([TILE], tl.int64)
+    next_above = tl.full([TILE], HIGHEST_KEY, tl.int32)
+    next_below = tl.full([TILE], -HIGHEST_KEY, tl.int32)
     for start in range(0, count, TILE):
         at = start + tl.arange(0, TILE)
         x = tl.load(ptr + at, at < count, float("-inf")).to(tl.float32)
         if not TEMPERED:
-            x = tl.div_rn(x, temperature)
+            x = divide(x, temperature)
+        own = to_key(x)
+        above = own > key
+        next_above = tl.minimum(next_above, tl.where(above, own, HIGHEST_KEY))
+        next_below = tl.maximum(next_below, tl.where(above, -HIGHEST_KEY, own))
         if BY_MASS:
-            total += tl.where(to_key(x) > key, mass_of(x, best), 0)
+            weights += tl.where(above, mass_of(x, best), 0)
         else:
-            total += tl.where(to_key(x) > key, 1, 0)
-    return tl.sum(total, 0)
+            weights += tl.where(above, 1, 0)
+    return tl.sum(weights, 0), tl.min(next_above, 0), tl.max(next_below, 0)
 
 
 @triton.jit
@@ -77,13 +106,21 @@ def _search(
     TEMPERED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The lowest key in [low, high] with a weight below `limit` above it."""
+    """The lowest key in [low, high] with a weight below `limit` above it.
+
+    Keys between two neighbouring scores have the same weight above them, so each try takes the
+    bracket on to the next score. Where many scores are equal that saves most of the tries.
+    """
     while low < high:
         middle = (low & high) + ((low ^ high) >> 1)  # their mean rounded down, without overflow
-        above = weight_above(ptr, count, temperature, best, middle, BY_MASS, TEMPERED, TILE)
+        above, next_above, next_below = weight_above(
+            ptr, count, temperature, best, middle, BY_MASS, TEMPERED, TILE
+        )
         few = (base + above).to(tl.float64) < limit
-        high = tl.where(few, middle, high)
-        low = tl.where(few, low, middle + 1)
+        high_if_few = tl.maximum(next_below, low)
+        low_if_many = tl.minimum(next_above, high)
+        high = tl.where(few, high_if_few, high)
+        low = tl.where(few, low, low_if_many)
     return low
 
 
@@ -117,7 +154,9 @@ def find_cutoff(
     lowest = tl.maximum(lowest, to_key(tl.maximum(floor, low)))
     if top_p < 1.0:
         if left == 0:
-            left = weight_above(ptr, count, temperature, best, lowest - 1, True, TEMPERED, TILE)
+            left, _, _ = weight_above(
+                ptr, count, temperature, best, lowest - 1, True, TEMPERED, TILE
+            )
         limit = top_p.to(tl.float64) * left.to(tl.float64)
         lowest = _search(
             ptr, count, temperature, best, base, limit, lowest, highest, True, TEMPERED, TILE

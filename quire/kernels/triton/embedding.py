@@ -10,8 +10,8 @@ from torch import Tensor
 
 @triton.jit
 def _embedding_kernel(ids_ptr, table_ptr, out_ptr, dim, WIDTH: tl.constexpr):
-    token = tl.program_id(1).to(tl.int64)
-    columns = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     mask = columns < dim
     row = tl.load(ids_ptr + token).to(tl.int64)
     tl.store(out_ptr + token * dim + columns, tl.load(table_ptr + row * dim + columns, mask), mask)
@@ -19,10 +19,11 @@ def _embedding_kernel(ids_ptr, table_ptr, out_ptr, dim, WIDTH: tl.constexpr):
 
 def embedding(ids: Tensor, table: Tensor) -> Tensor:
     """table[ids] for ids [tokens] and a contiguous table [rows, dim]."""
+    assert table.is_contiguous() and ids.is_contiguous()
     dim = table.shape[1]
     out = torch.empty((len(ids), dim), dtype=table.dtype, device=table.device)
     width = min(1024, triton.next_power_of_2(dim))
-    _embedding_kernel[(triton.cdiv(dim, width), len(ids))](
+    _embedding_kernel[(len(ids), triton.cdiv(dim, width))](
         ids, table, out, dim, WIDTH=width, num_warps=4
     )
     return out

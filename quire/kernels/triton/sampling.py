@@ -13,10 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.torch.sampling import Kinds, RowSettings
+from quire.kernels.triton.cutoff_search import divide
 from quire.kernels.triton.cutoffs import token_cutoffs
 
 CHUNK = 4096
-NUM_WARPS = 4
+CHUNK_WITH_NOISE = 2048
+"""Noise takes many registers; smaller chunks leave room for more of them at a time."""
 STRIDE = tl.constexpr(0x9E3779B9)
 NO_KEY = tl.constexpr(-(1 << 63))
 LOWEST_BITS = tl.constexpr(0x7FFFFFFF)
@@ -54,11 +56,11 @@ def _choose_kernel(
     seed_low_ptr,
     seed_high_ptr,
     cutoffs_ptr,
-    best_ptr,
-    arrived_ptr,
+    scratch_ptr,
     out_ptr,
     vocab_size,
     stride,
+    max_lines,
     DRAWS: tl.constexpr,
     FILTERS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -71,7 +73,7 @@ def _choose_kernel(
         row = tl.load(rows_ptr + line)
         temperature = tl.load(temperature_ptr + row)
         if temperature > 0:
-            x = tl.div_rn(x, temperature)
+            x = divide(x, temperature)
             possible = True
             if FILTERS:
                 x = tl.where(x >= tl.load(cutoffs_ptr + line), x, float("-inf"))
@@ -92,12 +94,13 @@ def _choose_kernel(
     ordered = bits ^ ((bits >> 31) & LOWEST_BITS)
     # The lower token id wins among equal scores.
     packed = (ordered.to(tl.int64) << 32) | (token ^ LOWEST_BITS).to(tl.int64)
-    tl.atomic_max(best_ptr + line, packed)
-    arrived = tl.atomic_add(arrived_ptr + line, 1)
+    tl.atomic_max(scratch_ptr + line, packed, sem="relaxed")
+    # Releases the maximum before it, and for the last one acquires those of all others.
+    arrived = tl.atomic_add(scratch_ptr + max_lines + line, 1, sem="acq_rel")
     if arrived == tl.num_programs(0) - 1:
-        best = tl.atomic_xchg(best_ptr + line, NO_KEY)
+        best = tl.atomic_xchg(scratch_ptr + line, NO_KEY)
         tl.store(out_ptr + line, ((best & LOWEST_BITS) ^ LOWEST_BITS).to(tl.int32))
-        tl.store(arrived_ptr + line, 0)
+        tl.store(scratch_ptr + max_lines + line, 0)
 
 
 def choose_tokens(
@@ -108,9 +111,11 @@ def choose_tokens(
     out = torch.empty(num_lines, dtype=torch.int32, device=scores.device)
     if num_lines == 0:
         return out
-    assert scores.stride(1) == 1 and num_lines <= settings.scratch.shape[1]
+    max_lines = settings.scratch.shape[1]
+    assert scores.stride(1) == 1 and num_lines <= max_lines
+    chunk = CHUNK_WITH_NOISE if kinds.draws else CHUNK
     cutoffs = token_cutoffs(scores, rows, settings, kinds) if kinds.filters else settings.top_p
-    _choose_kernel[(triton.cdiv(vocab_size, CHUNK), num_lines)](
+    _choose_kernel[(triton.cdiv(vocab_size, chunk), num_lines)](
         scores,
         rows,
         positions,
@@ -118,14 +123,14 @@ def choose_tokens(
         settings.seed_low,
         settings.seed_high,
         cutoffs,
-        settings.scratch[0],
-        settings.scratch[1],
+        settings.scratch,
         out,
         vocab_size,
         scores.stride(0),
+        max_lines,
         DRAWS=kinds.draws,
         FILTERS=kinds.filters,
-        CHUNK=CHUNK,
-        num_warps=NUM_WARPS,
+        CHUNK=chunk,
+        num_warps=4,
     )
     return out

@@ -14,6 +14,7 @@ from quire.kernels.torch.heads import rms_norm as rms_norm_twin  # noqa: E402
 from quire.kernels.torch.heads import rotate  # noqa: E402
 from quire.kernels.triton.activation import silu_and_mul  # noqa: E402
 from quire.kernels.triton.decode_attention import DecodeWorkspace, decode_attention  # noqa: E402
+from quire.kernels.triton.embedding import embedding  # noqa: E402
 from quire.kernels.triton.gemv import gemv  # noqa: E402
 from quire.kernels.triton.norm import rms_norm  # noqa: E402
 from quire.kernels.triton.prefill_attention import prefill_attention  # noqa: E402
@@ -246,3 +247,12 @@ def test_gemv(outputs: int, inputs: int, dtype: torch.dtype, with_bias: bool) ->
     wide = None if bias is None else bias.float()
     expected = torch.nn.functional.linear(x.float(), weight.float(), wide)
     close(gemv(x, weight, bias), expected)
+
+
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("dim", "dtype"), [(96, torch.float32), (1300, BFLOAT16)])
+def test_embedding(dim: int, dtype: torch.dtype, ids_dtype: torch.dtype) -> None:
+    """The very rows, with a width that no tile divides."""
+    table = torch.randn(11, dim, device=DEVICE).to(dtype)
+    ids = torch.tensor([3, 0, 10, 3], dtype=ids_dtype, device=DEVICE)
+    assert torch.equal(embedding(ids, table), torch.nn.functional.embedding(ids, table))
