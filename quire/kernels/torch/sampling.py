@@ -53,7 +53,7 @@ class RowSettings:
 def merge_scratch(max_lines: int, device: torch.device) -> Tensor:
     """Where a GPU kernel merges the parts of a line; each call leaves it as it found it."""
     scratch = torch.zeros((2, max_lines), dtype=torch.int64, device=device)
-    scratch[0] = torch.iinfo(torch.int64).min
+    scratch[0] = -torch.iinfo(torch.int64).max
     return scratch
 
 

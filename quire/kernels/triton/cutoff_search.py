@@ -9,13 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Masses are counted in units of 2^-44 of the likeliest token's; those of 2^18 tokens fit 63 bits.
-UNITS = tl.constexpr(17592186044416.0)
-LOG2E_HIGH = tl.constexpr(1.4426950216293335)
-LOG2E_LOW = tl.constexpr(1.92596299112661746887e-08)
-LN2 = tl.constexpr(0.6931471805599453)
-ALL_BUT_SIGN = tl.constexpr(0x7FFFFFFF)
-HIGHEST_KEY = tl.constexpr(0x7FFFFFFF)
 # The interpreter does not fuse a multiply-add.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -41,21 +34,26 @@ def divide(x, divisor):
 def to_key(x):
     """An integer that orders as the float does; the sum makes one zero of two."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & ALL_BUT_SIGN)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def from_key(key):
-    return (key ^ ((key >> 31) & ALL_BUT_SIGN)).to(tl.float32, bitcast=True)
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def mass_of(score, best):
-    """exp(score - best) in units. Fused products recover what rounding the exponent lost."""
+    """exp(score - best) in units of 2^-44, so that the masses of 2^18 tokens fit 63 bits.
+
+    Fused products recover what rounding the exponent lost; the factors are log2(e), as a sum of
+    two, and ln(2).
+    """
     below = tl.maximum(score - best, -100.0)
-    exponent = below * LOG2E_HIGH
-    lost = tl.fma(below, LOG2E_LOW, tl.fma(below, LOG2E_HIGH, -exponent))
-    return (tl.exp2(exponent) * (1.0 + lost * LN2) * UNITS).to(tl.int64)
+    exponent = below * 1.4426950216293335
+    lost = tl.fma(below, 1.4426950216293335, -exponent)
+    lost = tl.fma(below, 1.92596299112661746887e-08, lost)
+    return (tl.exp2(exponent) * (1.0 + lost * 0.6931471805599453) * 17592186044416.0).to(tl.int64)
 
 
 @triton.jit
@@ -74,8 +72,8 @@ def weight_above(
     Also the key of the lowest score above it, and that of the highest score not above it.
     """
     weights = tl.zeros([TILE], tl.int64)
-    next_above = tl.full([TILE], HIGHEST_KEY, tl.int32)
-    next_below = tl.full([TILE], -HIGHEST_KEY, tl.int32)
+    next_above = tl.full([TILE], 0x7FFFFFFF, tl.int32)
+    next_below = tl.full([TILE], -0x7FFFFFFF, tl.int32)
     for start in range(0, count, TILE):
         at = start + tl.arange(0, TILE)
         x = tl.load(ptr + at, at < count, float("-inf")).to(tl.float32)
@@ -83,8 +81,8 @@ def weight_above(
             x = divide(x, temperature)
         own = to_key(x)
         above = own > key
-        next_above = tl.minimum(next_above, tl.where(above, own, HIGHEST_KEY))
-        next_below = tl.maximum(next_below, tl.where(above, -HIGHEST_KEY, own))
+        next_above = tl.minimum(next_above, tl.where(above, own, 0x7FFFFFFF))
+        next_below = tl.maximum(next_below, tl.where(above, -0x7FFFFFFF, own))
         if BY_MASS:
             weights += tl.where(above, mass_of(x, best), 0)
         else:

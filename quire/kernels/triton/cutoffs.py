@@ -35,11 +35,6 @@ MAX_COLLECTED = 8192
 TILE = 4096
 NUM_ROUNDS = tl.constexpr(2)
 NUM_PIVOTS = tl.constexpr(16)
-# Scores this far below the highest one, once divided by the temperature, have hardly any mass.
-REACH = tl.constexpr(32.0)
-# Bounds the relative error of the sums in step 2.
-SLACK = tl.constexpr(1e-5)
-LOG2E = tl.constexpr(1.4426950408889634)
 
 # What a line's notes hold: its settings, then one number per chunk for each of the extremes, and
 # for each pivot of each round.
@@ -83,10 +78,12 @@ def _narrow(
     ROUNDS: tl.constexpr,
 ):
     """The bracket [low, high) of the cutoff after so many rounds, before temperature."""
-    low = tl.maximum(bottom, top - REACH * tl.where(top_k > 0, 1.0, temperature))
+    # Scores 32 below the highest one, once divided by the temperature, have hardly any mass.
+    low = tl.maximum(bottom, top - 32.0 * tl.where(top_k > 0, 1.0, temperature))
     high = tl.full([], float("inf"), tl.float32)
     wanted = top_k
-    slack = tl.where(top_k > 0, 0.0, SLACK)
+    # Counts are exact; this bounds the relative error of rounded sums of masses.
+    slack = tl.where(top_k > 0, 0.0, 1e-5)
     pivot = tl.arange(0, NUM_PIVOTS)
     part = tl.arange(0, SPLITS)
     for done in tl.static_range(ROUNDS):
@@ -162,7 +159,7 @@ def _weigh_kernel(
         top, bottom = _load_extremes(notes, splits, SPLITS)
         low, high = _narrow(notes, top, bottom, temperature, top_k, top_p, splits, SPLITS, ROUND)
         first, last = tl.maximum(low, bottom), tl.minimum(high, top)
-        weight = tl.exp2((x - top) * (LOG2E / temperature))
+        weight = tl.exp2((x - top) * (1.4426950408889634 / temperature))
         weight = tl.where(x >= top + log_min_p * temperature, weight, 0.0)
         weight = tl.where(top_k > 0, 1.0, weight)
         at = notes + NUM_SETTINGS + (2 + ROUND * NUM_PIVOTS) * SPLITS + part
@@ -207,10 +204,12 @@ def _collect_kernel(
             at = sums + 1 + tl.program_id(0)
             tl.store(at, tl.sum(tl.where(x >= high, mass, 0), 0))
             tl.store(at + SPLITS, tl.sum(mass, 0))
-        # Few scores are inside, and their order does not matter: each takes the next place.
-        counter = sums + tl.zeros([CHUNK], tl.int32)
-        place = tl.atomic_add(counter, 1, inside, sem="relaxed")
-        tl.store(collected_ptr + line * MAX_COLLECTED + place, x, inside & (place < MAX_COLLECTED))
+        count = tl.sum(inside.to(tl.int32), 0)
+        if count > 0:
+            first = tl.atomic_add(sums, count.to(tl.int64), sem="relaxed").to(tl.int32)
+            place = first + tl.cumsum(inside.to(tl.int32), 0) - 1
+            at = collected_ptr + line * MAX_COLLECTED + place
+            tl.store(at, x, inside & (place < MAX_COLLECTED))
 
 
 @triton.jit
@@ -286,8 +285,8 @@ def token_cutoffs(scores: Tensor, rows: Tensor, settings: RowSettings, kinds: Ki
     place.
     """
     (num_lines, vocab_size), device = scores.shape, scores.device
-    splits = triton.cdiv(vocab_size, CHUNK)
-    padded = triton.next_power_of_2(splits)
+    splits = -(-vocab_size // CHUNK)
+    padded = 1 << (splits - 1).bit_length()
     num_notes = NUM_SETTINGS.value + NUM_SUMS.value * padded
     sizes = {"NOTES": num_notes, "SPLITS": padded, "CHUNK": CHUNK, "num_warps": NUM_WARPS}
     notes = torch.empty((num_lines, num_notes), dtype=torch.float32, device=device)

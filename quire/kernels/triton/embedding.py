@@ -22,8 +22,6 @@ def embedding(ids: Tensor, table: Tensor) -> Tensor:
     assert table.is_contiguous() and ids.is_contiguous()
     dim = table.shape[1]
     out = torch.empty((len(ids), dim), dtype=table.dtype, device=table.device)
-    width = min(1024, triton.next_power_of_2(dim))
-    _embedding_kernel[(len(ids), triton.cdiv(dim, width))](
-        ids, table, out, dim, WIDTH=width, num_warps=4
-    )
+    width = min(1024, 1 << (dim - 1).bit_length())
+    _embedding_kernel[(len(ids), -(-dim // width))](ids, table, out, dim, WIDTH=width, num_warps=4)
     return out

@@ -48,7 +48,7 @@ def penalize(scores: Tensor, rows: Tensor, uses: Tensor, settings: PenaltySettin
     """As the twin, bit for bit."""
     num_lines, vocab_size = scores.shape
     assert uses.shape[1] == vocab_size and uses.is_contiguous()
-    _penalize_kernel[(triton.cdiv(vocab_size, WIDTH), num_lines)](
+    _penalize_kernel[(-(-vocab_size // WIDTH), num_lines)](
         scores,
         rows,
         uses,
@@ -77,6 +77,6 @@ def _count_kernel(uses_ptr, rows_ptr, tokens_ptr, slot_ptr, count, vocab_size, W
 
 def count_uses(uses: Tensor, rows: Tensor, tokens: Tensor, slots: Tensor) -> None:
     """Adds two to the entry of each token in its row's slot, if the row has one."""
-    _count_kernel[(triton.cdiv(len(rows), 128),)](
+    _count_kernel[(-(-len(rows) // 128),)](
         uses, rows, tokens, slots, len(rows), uses.shape[1], WIDTH=128, num_warps=4
     )

@@ -73,7 +73,8 @@ def gather_decode(
     )
 
 
-@triton.jit
+# Whatever the batch, one compiled kernel serves it.
+@triton.jit(do_not_specialize=["count"])
 def _append_kernel(
     rows_ptr,
     tokens_ptr,
@@ -99,8 +100,7 @@ def append_tokens(
 ) -> None:
     """Append `tokens[i]` to row `rows[i]` where `appends` (bool per row) says so."""
     count = len(rows)
-    width = min(128, triton.next_power_of_2(count))
-    _append_kernel[(triton.cdiv(count, width),)](
+    _append_kernel[(-(-count // 128),)](
         rows,
         tokens,
         token_ids,
@@ -108,6 +108,6 @@ def append_tokens(
         appends,
         count,
         token_ids.stride(0),
-        WIDTH=width,
+        WIDTH=128,
         num_warps=1,
     )

@@ -3,6 +3,9 @@
 A line is cut into chunks, so that a single one keeps many processors busy. Each program finds the
 best token of its chunk and merges it into the line's best by an atomic maximum; the last one to
 arrive writes the token and leaves the scratch as it was. So a greedy step is one launch.
+
+What a launch costs the host matters where batches are small: each global constant that a kernel
+names costs 1 to 2 us per launch, as much as an argument, and `triton.cdiv` 4. Hence the literals.
 """
 
 from __future__ import annotations
@@ -19,9 +22,6 @@ from quire.kernels.triton.cutoffs import token_cutoffs
 CHUNK = 4096
 CHUNK_WITH_NOISE = 2048
 """Noise takes many registers; smaller chunks leave room for more of them at a time."""
-STRIDE = tl.constexpr(0x9E3779B9)
-NO_KEY = tl.constexpr(-(1 << 63))
-LOWEST_BITS = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
@@ -37,8 +37,8 @@ def _mix(x, key):
 @triton.jit
 def _gumbel(tokens, key0, key1):
     """The noise of `tokens`, as `kernels/torch/noise.py` specifies it."""
-    hashed = _mix(tokens.to(tl.uint32) + STRIDE, 0)
-    bits = _mix(hashed ^ key0, key1) & LOWEST_BITS
+    hashed = _mix(tokens.to(tl.uint32) + 0x9E3779B9, 0)
+    bits = _mix(hashed ^ key0, key1) & 0x7FFFFFFF
     w = tl.minimum(bits.to(tl.int32).to(tl.float32) * 2.0**-31 + 2.0**-32, 1.0 - 2.0**-24)
     # log1p(-w): the logarithm of 1 - w as rounded, and what the rounding lost.
     rounded = 1.0 - w
@@ -82,24 +82,24 @@ def _choose_kernel(
                 position = tl.load(positions_ptr + row).to(tl.uint32)
                 low = tl.load(seed_low_ptr + row).to(tl.uint32, bitcast=True)
                 high = tl.load(seed_high_ptr + row).to(tl.uint32, bitcast=True)
-                key0 = _mix(low ^ _mix(position + STRIDE, 0), 0)
+                key0 = _mix(low ^ _mix(position + 0x9E3779B9, 0), 0)
                 key1 = _mix(high ^ _mix(position + key0, 0), 0)
                 x += _gumbel(tokens, key0, key1)
     # NaN must not become a token id that does not exist; no score may be a negative zero, whose
     # bits would rank below those of the positive one.
     x = tl.where(x == x, x, float("-inf"))
     top = tl.max(x, 0)
-    token = tl.min(tl.where(x == top, tokens, LOWEST_BITS), 0)
+    token = tl.min(tl.where(x == top, tokens, 0x7FFFFFFF), 0)
     bits = tl.where(top == 0, 0.0, top).to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & LOWEST_BITS)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     # The lower token id wins among equal scores.
-    packed = (ordered.to(tl.int64) << 32) | (token ^ LOWEST_BITS).to(tl.int64)
+    packed = (ordered.to(tl.int64) << 32) | (token ^ 0x7FFFFFFF).to(tl.int64)
     tl.atomic_max(scratch_ptr + line, packed, sem="relaxed")
     # Releases the maximum before it, and for the last one acquires those of all others.
     arrived = tl.atomic_add(scratch_ptr + max_lines + line, 1, sem="acq_rel")
     if arrived == tl.num_programs(0) - 1:
-        best = tl.atomic_xchg(scratch_ptr + line, NO_KEY)
-        tl.store(out_ptr + line, ((best & LOWEST_BITS) ^ LOWEST_BITS).to(tl.int32))
+        best = tl.atomic_xchg(scratch_ptr + line, -0x7FFFFFFFFFFFFFFF)
+        tl.store(out_ptr + line, ((best & 0x7FFFFFFF) ^ 0x7FFFFFFF).to(tl.int32))
         tl.store(scratch_ptr + max_lines + line, 0)
 
 
@@ -115,7 +115,7 @@ def choose_tokens(
     assert scores.stride(1) == 1 and num_lines <= max_lines
     chunk = CHUNK_WITH_NOISE if kinds.draws else CHUNK
     cutoffs = token_cutoffs(scores, rows, settings, kinds) if kinds.filters else settings.top_p
-    _choose_kernel[(triton.cdiv(vocab_size, chunk), num_lines)](
+    _choose_kernel[(-(-vocab_size // chunk), num_lines)](
         scores,
         rows,
         positions,
