@@ -186,9 +186,18 @@ class Batch:
         self.rows = rows.long().clone()
         self.host_rows = host_rows.astype(np.int64)
         self._lines: dict[RowSet, Lines | None] = {}
+        self._has: dict[RowSet, bool] = {}
 
     def __len__(self) -> int:
         return len(self.host_rows)
+
+    def has(self, users: RowSet) -> bool:
+        """Whether any line's row is among `users`."""
+        if not users:
+            return False
+        if users not in self._has:
+            self._has[users] = bool(users.members[self.host_rows].any())
+        return self._has[users]
 
     def lines(self, users: RowSet) -> Lines | None:
         """The lines whose rows are among `users`; None if there are none."""

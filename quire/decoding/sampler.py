@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,18 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.decoding.filters import Filters
+from quire.decoding.choice import Choice
 from quire.decoding.logprobs import Logprobs, LogprobTensors
 from quire.decoding.masks import AllowedTokens, BadWords, LogitBias, MinTokens
 from quire.decoding.penalties import Penalties
-from quire.decoding.random import Draw, Noise
-from quire.decoding.rows import Batch, Lines, RowColumns, RowSet
+from quire.decoding.rows import Batch, RowColumns
 from quire.protocol.plan import AddedRow, Int32Array, LogprobArrays
-
-# Elements of scores drawn from at once. Unfiltered draws on a CPU make about twenty passes over
-# them, which should stay in its cache; elsewhere this bounds memory.
-MAX_ELEMENTS = 1 << 22
-MAX_ELEMENTS_IN_CACHE = 1 << 18
 
 
 @dataclass
@@ -57,12 +50,8 @@ class Sampler:
         """`token_ids` int32 [max_rows, max_len] and `num_tokens` int32 [max_rows] stay live."""
         columns = RowColumns(max_rows, torch.device(device))
         self._vocab_size = vocab_size
-        self._num_tokens = num_tokens
         self._columns = columns
-        self._temperature = columns.floats()
-        self._unfiltered = RowSet(max_rows)
-        self._noise = Noise(vocab_size, columns)
-        self._filters = Filters(vocab_size, columns)
+        self._choice = Choice(vocab_size, columns, num_tokens)
         self._penalties = Penalties(vocab_size, columns)
         self._logprobs = Logprobs(vocab_size, columns)
         self._edits = (
@@ -76,32 +65,29 @@ class Sampler:
 
     def add(self, added: AddedRow, token_ids: Int32Array) -> None:
         """A request takes `added.row`; `token_ids` are all its known tokens, also forked ones."""
-        row, params = added.row, added.params
-        self.remove(row)
-        # The highest score alone is kept by top_k=1: drawing could only choose among exact ties.
-        if not params.is_greedy and params.top_k != 1:
-            self._temperature.host[row] = params.temperature
-            self._noise.add(row, added.seed)
-            self._filters.add(added)
-            if row not in self._filters.users:
-                self._unfiltered.add(row)
+        self.remove(added.row)
+        self._choice.add(added)
         for edit in self._edits:
             edit.add(added, token_ids)
         self._logprobs.add(added)
-        self._columns.touch(row)
+        self._columns.touch(added.row)
 
     def remove(self, row: int) -> None:
         """The row's request is gone; harmless if there is none."""
-        self._unfiltered.discard(row)
-        self._filters.remove(row)
+        self._choice.remove(row)
         for edit in self._edits:
             edit.remove(row)
         self._logprobs.remove(row)
         self._columns.touch(row)
         self._batch = None
 
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compile the GPU kernels for logits of this type; no request may be there yet."""
+        self._choice.warm_up(dtype)
+        self._penalties.warm_up()
+
     def sample(self, logits: Tensor, rows: Tensor, host_rows: NDArray[Any]) -> Sampled:
-        """Choose the next token of each of `rows` (int64 [S]; `host_rows` the same on the host).
+        """Choose the next token of each of `rows` (integers [S]; `host_rows` the same on the host).
 
         `logits` [S, vocab_size] may be of any floating type and are left as they are.
         """
@@ -111,14 +97,14 @@ class Sampler:
         if batch is None or not np.array_equal(batch.host_rows, host_rows):
             batch = self._batch = Batch(rows, host_rows)
         scores = logits
-        edits = [edit for edit in self._edits if batch.lines(edit.users) is not None]
+        edits = [edit for edit in self._edits if batch.has(edit.users)]
         if edits:
             scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
             scores.copy_(logits)
             for edit in edits:
                 edit.apply(scores, batch)
-        tokens = self._choose(scores, batch)
-        return Sampled(tokens.int(), self._logprobs.apply(logits, tokens, batch))
+        tokens = self._choice.apply(scores, batch)
+        return Sampled(tokens, self._logprobs.apply(logits, tokens, batch))
 
     def appended(self, rows: Tensor, tokens: Tensor) -> None:
         """`tokens[i]` was generated for `rows[i]` (a row may occur more than once)."""
@@ -130,33 +116,3 @@ class Sampler:
     ) -> LogprobArrays:
         """Logprobs of prompt tokens `target_ids` at `positions`, which `logits` [n, V] predict."""
         return self._logprobs.prompt(row, logits, target_ids, positions)
-
-    def _choose(self, scores: Tensor, batch: Batch) -> Tensor:
-        unfiltered = batch.lines(self._unfiltered)
-        filtered = batch.lines(self._filters.users)
-        num_drawn = len(unfiltered or ()) + len(filtered or ())
-        if num_drawn < len(batch):
-            tokens = scores.argmax(-1)
-        else:
-            tokens = torch.empty(len(batch), dtype=torch.int64, device=scores.device)
-        on_cpu = scores.device.type == "cpu"
-        if unfiltered is not None:
-            max_elements = MAX_ELEMENTS_IN_CACHE if on_cpu else MAX_ELEMENTS
-            for lines, draw in self._draws(unfiltered, max_elements):
-                drawn = draw.from_all(self._tempered(scores, lines))
-                tokens.index_copy_(0, lines.numbers, drawn)
-        if filtered is not None:
-            for lines, draw in self._draws(filtered, MAX_ELEMENTS):
-                drawn = self._filters.choose(self._tempered(scores, lines), lines, draw)
-                tokens.index_copy_(0, lines.numbers, drawn)
-        return tokens
-
-    def _draws(self, lines: Lines, max_elements: int) -> Iterator[tuple[Lines, Draw]]:
-        """The lines and their random numbers, in pieces of at most `max_elements` scores."""
-        max_lines = max(1, max_elements // self._vocab_size)
-        draw = self._noise.draw(lines.rows, self._num_tokens[lines.rows])
-        return zip(lines.pieces(max_lines), draw.pieces(max_lines), strict=True)
-
-    def _tempered(self, scores: Tensor, lines: Lines) -> Tensor:
-        """A copy of the lines' scores, divided by their temperatures."""
-        return lines.take(scores).float() / self._temperature.device[lines.rows][:, None]

@@ -7,6 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.torch.heads import rms_norm as rms_norm_twin
+from quire.kernels.torch.penalties import PenaltySettings
+from quire.kernels.torch.penalties import count_uses as count_uses_twin
+from quire.kernels.torch.penalties import penalize as penalize_twin
+from quire.kernels.torch.sampling import Kinds, RowSettings
+from quire.kernels.torch.sampling import choose_tokens as choose_tokens_twin
 
 
 def rms_norm(
@@ -68,3 +73,43 @@ def norm_linear(
 def _is_vector(x: Tensor) -> bool:
     """Whether a linear layer of x is a matrix times a vector on a GPU."""
     return x.is_cuda and x.shape[0] == 1 and x.is_contiguous()
+
+
+def embedding(ids: Tensor, table: Tensor) -> Tensor:
+    """The rows of table [rows, dim] that `ids` [tokens] name."""
+    if table.is_cuda and ids.dim() == 1:
+        from quire.kernels.triton import embedding
+
+        return embedding.embedding(ids, table)
+    return F.embedding(ids, table)
+
+
+def choose_tokens(
+    scores: Tensor, rows: Tensor, positions: Tensor, settings: RowSettings, kinds: Kinds
+) -> Tensor:
+    """One token for each line of scores [S, V], as the settings of its row say; int32 [S]."""
+    if scores.is_cuda:
+        from quire.kernels.triton import sampling
+
+        return sampling.choose_tokens(scores, rows, positions, settings, kinds)
+    return choose_tokens_twin(scores, rows, positions, settings)
+
+
+def penalize(scores: Tensor, rows: Tensor, uses: Tensor, settings: PenaltySettings) -> None:
+    """Lowers the scores [S, V] of used tokens in the lines whose rows have penalties."""
+    if scores.is_cuda:
+        from quire.kernels.triton import penalties
+
+        penalties.penalize(scores, rows, uses, settings)
+    else:
+        penalize_twin(scores, rows, uses, settings)
+
+
+def count_uses(uses: Tensor, rows: Tensor, tokens: Tensor, slots: Tensor) -> None:
+    """Counts the use of `tokens[i]` by `rows[i]` where that row has a slot."""
+    if uses.is_cuda:
+        from quire.kernels.triton import penalties
+
+        penalties.count_uses(uses, rows, tokens, slots)
+    else:
+        count_uses_twin(uses, rows, tokens, slots)

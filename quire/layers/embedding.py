@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from quire.kernels import dispatch
@@ -26,7 +25,7 @@ class Embedding(WeightedLayer):
         self.add_weight("weight", (whole(num_rows), whole(dim)), place)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(ids, self.weight)
+        return dispatch.embedding(ids, self.weight)
 
 
 class VocabEmbedding(WeightedLayer):
@@ -43,10 +42,10 @@ class VocabEmbedding(WeightedLayer):
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.parallel.size == 1:
-            return F.embedding(token_ids, self.weight)
+            return dispatch.embedding(token_ids, self.weight)
         local = token_ids - self.first
         elsewhere = (local < 0) | (local >= self.num_rows)
-        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        found = dispatch.embedding(local.masked_fill(elsewhere, 0), self.weight)
         return self.parallel.all_reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 

@@ -126,9 +126,9 @@ class ModelRunner:
         host_rows = plan.rows[plan.samples]
         if not len(host_rows):
             return PendingStep(plan.step, rows, None, prompt_logprobs)
-        sampled = self.sampler.sample(executed.logits, rows.long(), host_rows)
+        sampled = self.sampler.sample(executed.logits, rows, host_rows)
         self.table.append_sampled(rows, sampled.tokens)
-        self.sampler.appended(rows.long(), sampled.tokens)
+        self.sampler.appended(rows, sampled.tokens)
         return PendingStep(plan.step, sampled.tokens, sampled.logprobs, prompt_logprobs)
 
     def _score_prompts(self, plan: StepPlan, hidden: Tensor | None) -> list[PromptLogprobs]:

@@ -96,6 +96,8 @@ class Worker:
             remedy = f"Lower {lower} or max_num_seqs, or set enforce_eager=True."
             with explaining("capturing CUDA graphs", remedy, device):
                 self._capture_graphs()
+        if self.device.type == "cuda":
+            self.runner.sampler.warm_up(dtype)
 
     def _capture_graphs(self) -> None:
         from quire.worker.graphs import DecodeGraphs

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.decoding import filters
-from quire.decoding.filters import Limits, cutoffs
+from quire.kernels.torch import sampling
+from quire.kernels.torch.sampling import Limits, cutoffs
 from quire.protocol.sampling import SamplingParams
 from tests.decoding import reference
 from tests.decoding.table import Sketch, Table, random_logits
@@ -51,7 +51,7 @@ def test_equal_scores_stay_or_go_together():
 @pytest.mark.parametrize("spread", [0.1, 1.0, 4.0])
 @pytest.mark.parametrize("ties", [False, True])
 def test_few_candidates_and_full_sort_choose_alike(monkeypatch, spread, ties):
-    """The CPU's short cut and the GPU's way draw the same, also where the short cut fails."""
+    """The CPU's short cut and a full sort draw the same, also where the short cut fails."""
     vocab = 6000
     logits = random_logits(7, len(COMBINATIONS), vocab, spread=spread)
     if ties:
@@ -63,7 +63,7 @@ def test_few_candidates_and_full_sort_choose_alike(monkeypatch, spread, ties):
         table.add(row, Sketch(params, [row], seed=row))
     short = table.sample(logits, rows).tokens
     alone = [table.sample(logits[row : row + 1], [row]).tokens.item() for row in rows[::7]]
-    monkeypatch.setattr(filters, "CANDIDATES", ())
+    monkeypatch.setattr(sampling, "CANDIDATES", ())
     assert torch.equal(short, table.sample(logits, rows).tokens)
     assert short.tolist()[::7] == alone
 

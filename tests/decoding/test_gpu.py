@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from quire.protocol.sampling import SamplingParams
+from tests.decoding import reference
 from tests.decoding.table import Sketch, Table, random_logits
+from tests.decoding.test_random import chi_square, chi_square_bound
 from tests.decoding.test_sampler import FEATURES
 
 VOCAB = 5000
@@ -47,3 +50,41 @@ def test_gpu_chooses_like_the_cpu_and_does_not_wait():
             for table in tables.values():
                 table.sampler.remove(rows[-1])
                 table.add(rows[-1], Sketch(FEATURES["all_filters"].clone(), [9], seed=77))
+
+
+def test_a_line_is_chosen_alike_alone_and_in_a_batch():
+    """Whatever shares the batch, whichever line and row it has, and after warming up."""
+    table = Table(VOCAB, max_rows=300, device="cuda")
+    table.sampler.warm_up(torch.bfloat16)
+    params = list(FEATURES.values())
+    rows = list(range(299, -1, -1))
+    for row in rows:
+        request = Sketch(params[row % len(params)].clone(), [row, 7, 2], seed=row // 7)
+        table.add(row, request)
+    logits = torch.from_numpy(random_logits(11, len(rows), VOCAB)).to("cuda", torch.bfloat16)
+    together = table.sample(logits, rows).tokens.tolist()
+    for line in range(0, 300, 13):
+        assert table.sample(logits[line : line + 1], [rows[line]]).tokens.tolist() == [
+            together[line]
+        ]
+    assert table.sample(logits[50:250], rows[50:250]).tokens.tolist() == together[50:250]
+
+
+@pytest.mark.parametrize(
+    "filters", [{"temperature": 0.7}, {"top_p": 0.8}, {"top_k": 9}, {"min_p": 0.05}], ids=str
+)
+def test_tokens_follow_their_probabilities(filters):
+    vocab, count = 50, 20_000
+    line = random_logits(4, vocab, spread=1.0)
+    table = Table(vocab, max_rows=count, device="cuda")
+    for row in range(count):
+        table.add(row, Sketch(SamplingParams(**filters), [1], seed=row))
+    logits = torch.from_numpy(line).repeat(count, 1)
+    tokens = table.sample(logits, list(range(count))).tokens.cpu().numpy()
+    counts = np.bincount(tokens, minlength=vocab)
+    made = SamplingParams(**filters)
+    tempered = line / np.float32(made.temperature)
+    kept = sorted(reference.kept_tokens(tempered, made.top_k, made.top_p, made.min_p))
+    probs = np.exp(tempered[kept].astype(np.float64))
+    assert counts.sum() == counts[kept].sum()
+    assert chi_square(counts[kept], count * probs / probs.sum()) < chi_square_bound(len(kept) - 1)

@@ -12,8 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from quire.decoding.random import Noise, gumbel, hash_tokens, uniform
-from quire.decoding.rows import RowColumns
+from quire.kernels.torch.noise import draw_keys, gumbel, hash_tokens, uniform
 from quire.protocol.sampling import SamplingParams
 from tests.decoding import reference
 from tests.decoding.table import Sketch, Table, random_logits
@@ -23,14 +22,10 @@ CPU = torch.device("cpu")
 
 def draw_uniforms(seeds: list[int], positions: list[int], num_tokens: int) -> NDArray[np.float32]:
     """w[line, token] for pairs of seed and position."""
-    columns = RowColumns(len(seeds), CPU)
-    noise = Noise(num_tokens, columns)
-    for row, seed in enumerate(seeds):
-        noise.add(row, seed)
-        columns.touch(row)
-    columns.flush()
-    draw = noise.draw(torch.arange(len(seeds)), torch.tensor(positions, dtype=torch.int32))
-    return uniform(hash_tokens(num_tokens, CPU), draw._key0, draw._key1).numpy()
+    words = np.array(seeds, np.uint64).view(np.int32).reshape(-1, 2)
+    low, high = (torch.from_numpy(word.copy()) for word in words.T)
+    keys = draw_keys(low, high, torch.tensor(positions, dtype=torch.int32))
+    return uniform(hash_tokens(num_tokens, CPU), *keys).numpy()
 
 
 def chi_square(counts: NDArray[np.int64], expected: NDArray[np.float64] | float) -> float:

@@ -18,6 +18,7 @@ from quire.kernels.triton.decode_attention import (  # noqa: E402
     PrefixPieces,
     decode_attention,
 )
+from quire.kernels.triton.embedding import embedding  # noqa: E402
 from quire.kernels.triton.gemv import NormInput, gemv  # noqa: E402
 from quire.kernels.triton.norm import rms_norm  # noqa: E402
 from quire.kernels.triton.prefill_attention import prefill_attention  # noqa: E402
@@ -339,3 +340,12 @@ def test_gemv_after_norm(
         gate, up = expected.chunk(2, dim=-1)
         expected = torch.nn.functional.silu(gate) * up
     close(found, expected)
+
+
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("dim", "dtype"), [(96, torch.float32), (1300, BFLOAT16)])
+def test_embedding(dim: int, dtype: torch.dtype, ids_dtype: torch.dtype) -> None:
+    """The very rows, with a width that no tile divides."""
+    table = torch.randn(11, dim, device=DEVICE).to(dtype)
+    ids = torch.tensor([3, 0, 10, 3], dtype=ids_dtype, device=DEVICE)
+    assert torch.equal(embedding(ids, table), torch.nn.functional.embedding(ids, table))

@@ -2,8 +2,8 @@
 
 A token is drawn by the Gumbel-max rule: the largest `logit + gumbel(seed, position, token)`. So a
 request draws the same numbers whatever shares its batch, whichever row it has, and however few
-candidates are looked at. This is the specification, to be reproduced by kernels. All integers are
-32 bits and wrap around; `>>` shifts in zeros; `^` is exclusive or:
+candidates are looked at. This is the specification that kernels reproduce. All integers are 32
+bits and wrap around; `>>` shifts in zeros; `^` is exclusive or:
 
     mix(x):    x ^= x >> 16;  x *= 0x7FEB352D;  x ^= x >> 15;  x *= 0x846CA68B;  x ^= x >> 16
     key0     = mix(low word of seed  ^ mix(position + 0x9E3779B9))
@@ -22,10 +22,10 @@ lowest token id wins.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
-
-from quire.decoding.rows import RowColumns
 
 _FACTOR_1 = 0x7FEB352D
 _FACTOR_2 = 0x846CA68B - (1 << 32)
@@ -54,8 +54,12 @@ def _mix(x: Tensor, key: Tensor | None = None) -> Tensor:
     return x
 
 
+@lru_cache(maxsize=4)
 def hash_tokens(vocab_size: int, device: torch.device) -> Tensor:
-    """mix(token + 0x9E3779B9) for each token id: the part of the noise that never changes."""
+    """mix(token + 0x9E3779B9) for each token id: the part of the noise that never changes.
+
+    Callers share the result and must not write to it.
+    """
     return _mix(torch.arange(vocab_size, dtype=torch.int32, device=device) + _STRIDE)
 
 
@@ -70,53 +74,8 @@ def gumbel(hashed_tokens: Tensor, key0: Tensor, key1: Tensor) -> Tensor:
     return w.neg_().log1p_().neg_().log_().neg_()
 
 
-class Draw:
-    """Random choice for some lines, one token each."""
-
-    def __init__(self, hashed_tokens: Tensor, key0: Tensor, key1: Tensor) -> None:
-        self._hashed_tokens = hashed_tokens
-        self._key0 = key0
-        self._key1 = key1
-
-    def lines(self, index: Tensor) -> Draw:
-        """The same choice for fewer lines."""
-        return Draw(self._hashed_tokens, self._key0[index], self._key1[index])
-
-    def pieces(self, max_lines: int) -> list[Draw]:
-        """The same choice, at most `max_lines` at a time."""
-        keys = zip(self._key0.split(max_lines), self._key1.split(max_lines), strict=True)
-        return [Draw(self._hashed_tokens, key0, key1) for key0, key1 in keys]
-
-    def from_all(self, scores: Tensor) -> Tensor:
-        """Draw from softmax(scores [S, V]); int64 [S]."""
-        return gumbel(self._hashed_tokens, self._key0, self._key1).add_(scores).argmax(-1)
-
-    def from_candidates(self, scores: Tensor, token_ids: Tensor) -> Tensor:
-        """Draw from softmax(scores [S, C]) of the tokens `token_ids`; int64 [S].
-
-        The same as `from_all` would give with every other token's score at minus infinity.
-        """
-        noise = gumbel(self._hashed_tokens[token_ids], self._key0, self._key1)
-        noisy = noise.add_(scores)
-        best = noisy == noisy.amax(-1, keepdim=True)
-        return token_ids.masked_fill(~best, torch.iinfo(torch.int64).max).amin(-1)
-
-
-class Noise:
-    """Each row's seed, and the draws made with it."""
-
-    def __init__(self, vocab_size: int, columns: RowColumns) -> None:
-        self._low = columns.integers()
-        self._high = columns.integers()
-        self._hashed_tokens = hash_tokens(vocab_size, columns.device)
-
-    def add(self, row: int, seed: int) -> None:
-        self._low.host.view("uint32")[row] = seed & 0xFFFFFFFF
-        self._high.host.view("uint32")[row] = (seed >> 32) & 0xFFFFFFFF
-
-    def draw(self, rows: Tensor, positions: Tensor) -> Draw:
-        """The draw of `rows` for tokens at `positions` (int32)."""
-        key0 = self._low.device[rows] ^ _mix(positions + _STRIDE)
-        key0 = _mix(key0)
-        key1 = _mix(self._high.device[rows] ^ _mix(positions + key0))
-        return Draw(self._hashed_tokens, key0, key1)
+def draw_keys(low: Tensor, high: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """`key0` and `key1` [S] for the words of the seeds and the positions of the tokens (int32)."""
+    key0 = _mix(low ^ _mix(positions + _STRIDE))
+    key1 = _mix(high ^ _mix(positions + key0))
+    return key0, key1
