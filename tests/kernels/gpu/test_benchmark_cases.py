@@ -34,12 +34,15 @@ CASES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.fixture
 def kernel_cases(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The package as the script imports it, with few copies of the inputs."""
+    """The package as the script imports it, with few copies of the inputs and few programs."""
     monkeypatch.syspath_prepend(str(FOLDER))
     import kernel_cases
     import kernel_cases.case
 
+    from quire.layers.attention import triton as triton_backend
+
     monkeypatch.setattr(kernel_cases.case, "MAX_COPIES", 2)
+    monkeypatch.setattr(triton_backend, "PROGRAMS_WANTED", 32)
     return kernel_cases
 
 
