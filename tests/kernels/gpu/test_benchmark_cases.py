@@ -38,7 +38,6 @@ def kernel_cases(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(FOLDER))
     import kernel_cases
     import kernel_cases.case
-
     from quire.layers.attention import triton as triton_backend
 
     monkeypatch.setattr(kernel_cases.case, "MAX_COPIES", 2)
