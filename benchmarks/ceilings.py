@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -20,8 +21,8 @@ GRAPH_MS = 10
 """About how long a graph runs that is timed. It is replayed ten times."""
 STREAM_BYTES = 4 << 30
 MATMUL_SIZE = 8192
-READS = ((4096, 1, 8), (2048, 4, 4), (4096, 4, 8), (8192, 4, 8))
-"""Ways to read: elements at a time, times per program, warps. The fastest counts."""
+STREAMS = ((1024, 1, 4), (4096, 1, 8), (2048, 4, 4), (4096, 4, 8), (8192, 4, 8))
+"""Ways to read and copy: elements at a time, times per program, warps. The fastest counts."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,17 @@ def _read_kernel(x_ptr, out_ptr, WIDTH: tl.constexpr, STEPS: tl.constexpr):
     tl.store(out_ptr + tl.program_id(0), tl.sum(total, 0))
 
 
-def _read_all(x: Tensor, out: Tensor, width: int, steps: int, num_warps: int) -> None:
+@triton.jit
+def _copy_kernel(x_ptr, out_ptr, WIDTH: tl.constexpr, STEPS: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * WIDTH * STEPS
+    for step in range(STEPS):
+        place = first + step * WIDTH + tl.arange(0, WIDTH)
+        tl.store(out_ptr + place, tl.load(x_ptr + place))
+
+
+def _stream(kernel: Any, x: Tensor, out: Tensor, width: int, steps: int, num_warps: int) -> None:
     programs = x.numel() // (width * steps)
-    _read_kernel[(programs,)](x, out, WIDTH=width, STEPS=steps, num_warps=num_warps)
+    kernel[(programs,)](x, out, WIDTH=width, STEPS=steps, num_warps=num_warps)
 
 
 def measure_ceilings() -> Ceilings:
@@ -72,16 +81,18 @@ def measure_ceilings() -> Ceilings:
 
 def _measure_bandwidth() -> tuple[float, float]:
     x = torch.randint(-(2**31), 2**31 - 1, (STREAM_BYTES // 4,), dtype=torch.int32, device="cuda")
-    target = torch.empty_like(x)
-    copy_s = seconds_of([partial(target.copy_, x)])
-    read_s = []
-    for width, steps, num_warps in READS:
-        sums = target[: x.numel() // (width * steps)]
-        call = partial(_read_all, x, sums, width, steps, num_warps)
-        call()
-        assert sums.sum(dtype=torch.int32) == x.sum(dtype=torch.int32), "the read kernel is wrong"
-        read_s.append(seconds_of([call]))
-    return 2 * STREAM_BYTES / copy_s, STREAM_BYTES / min(read_s)
+    target = torch.zeros_like(x)
+    total = x.sum(dtype=torch.int32)
+    copy_s, read_s = [], []
+    for stream in STREAMS:
+        # A copy by `copy_` would be left to the copy engine, which is slower than a kernel.
+        copy_s.append(seconds_of([partial(_stream, _copy_kernel, x, target, *stream)]))
+        assert torch.equal(x, target), "the copy kernel is wrong"
+        target.zero_()
+        read_s.append(seconds_of([partial(_stream, _read_kernel, x, target, *stream)]))
+        assert target.sum(dtype=torch.int32) == total, "the read kernel is wrong"
+        target.zero_()
+    return 2 * STREAM_BYTES / min(copy_s), STREAM_BYTES / min(read_s)
 
 
 def _measure_matmul() -> float:

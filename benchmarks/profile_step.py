@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import random
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -82,6 +83,8 @@ class Batch:
 
     def finish(self) -> None:
         self.llm._core.on_plan = None
+        for request in self.llm._enqueued:
+            self.llm._core.abort(request.engine_id)
         self.llm.wait_for_completion(use_tqdm=False)
 
 
@@ -89,7 +92,7 @@ def gpu_time(batch: Batch) -> dict[str, dict[str, float]]:
     """Microseconds and launches per step of each kernel."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         batch.run(PROFILED_STEPS)
     return {
         event.key: {
@@ -162,8 +165,9 @@ def host_functions(batch: Batch) -> dict[str, float]:
 
 
 def _readable(file: str, line: int, function: str) -> str:
-    """Built-in functions have no file and line."""
-    return f"{file.rpartition('/')[2]}:{line} {function}" if line else function.strip("<>")
+    if line:
+        return f"{file.rpartition('/')[2]}:{line} {function}"
+    return re.sub(" at 0x.*", "", function.strip("<>"))  # built in: no file, but an address
 
 
 def profile_batch(llm: LLM, shape: Shape, size: int, ceilings: Ceilings) -> dict[str, Any]:
