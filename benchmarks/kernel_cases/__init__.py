@@ -23,6 +23,13 @@ PREFILLS = (
     (8, 512, 4096),
     (1, 2048, 32768),
 )
+SHARED_PREFIXES = (
+    # requests, context, how much of it they share
+    (16, 2112, 2048),
+    (256, 2112, 2048),
+    (256, 1024, 512),
+    (1024, 1088, 1024),
+)
 ROWS = (1, 16, 256, 1024, 8192)
 LINEAR_BATCHES = (16, 64, 256, 1024)
 
@@ -39,6 +46,9 @@ KERNELS: dict[str, list[Case]] = {
         for batch in BATCHES
         for context in CONTEXTS
         if batch * context <= MAX_CACHED_TOKENS
+    ],
+    "shared-prefix attention": [
+        attention(batch, 1, context, shared) for batch, context, shared in SHARED_PREFIXES
     ],
     "prefill attention": [attention(*prefill) for prefill in PREFILLS],
     "rotation and cache write": [rotation_and_write(count) for count in ROWS],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -24,6 +26,7 @@ from kernel_cases.case import (
 )
 from quire.kernels.torch.attention import gather_kv, paged_attention
 from quire.layers.attention.backend import AttentionInputs
+from quire.layers.attention.shared_prefix import PrefixTiles, prefix_tiles
 from quire.layers.attention.triton import TritonBackend
 from quire.worker.staging import Staging
 
@@ -31,32 +34,46 @@ MAX_CHECKED = 16
 """Requests of a batch that are compared with the twin."""
 
 
-def attention(num_requests: int, queries: int, context: int) -> Case:
-    """`queries` new tokens of each request over `context` cached ones, the new ones included."""
+def attention(num_requests: int, queries: int, context: int, shared: int = 0) -> Case:
+    """`queries` new tokens of each request over `context` cached ones, the new ones included; all
+    requests have the first `shared` tokens in common."""
     past = context - queries
     size = f"{num_requests:,} x {context:,}"
     if queries > 1:
         size = f"{num_requests:,} x {queries:,} ({context:,})"
-    kv_bytes = num_requests * context * KV_HEADS * DIM * 2 * 2
-    num_bytes = kv_bytes + 2 * num_requests * queries * HEADS * DIM * 2
+    if shared:
+        size = f"{num_requests:,} x ({shared:,} shared + {context - shared:,})"
+    num_bytes = _kv_bytes(num_requests, context, shared)
+    num_bytes += 2 * num_requests * queries * HEADS * DIM * 2
     pairs = num_requests * (queries * past + queries * (queries + 1) // 2)
     flops = 4 * HEADS * DIM * pairs
-    return Case(
-        size, num_bytes, flops, False, lambda: _attention_sides(num_requests, queries, context)
-    )
+    make = partial(_attention_sides, num_requests, queries, context, shared)
+    return Case(size, num_bytes, flops, False, make)
 
 
-def _attention_sides(num_requests: int, queries: int, context: int) -> Sides:
+def _kv_bytes(num_requests: int, context: int, shared: int) -> int:
+    tokens = shared + num_requests * (context - shared)
+    return tokens * KV_HEADS * DIM * 2 * 2
+
+
+def _attention_sides(num_requests: int, queries: int, context: int, shared: int) -> Sides:
     blocks = -(-context // BLOCK_SIZE)
-    copies = copies_of(num_requests * context * KV_HEADS * DIM * 2 * 2)
+    copies = copies_of(_kv_bytes(num_requests, context, shared))
     kv = random(1, 2, copies * num_requests * blocks, KV_HEADS, BLOCK_SIZE, DIM)
     order = torch.randperm(kv.shape[2], device=DEVICE, dtype=torch.int32)
     tables = order.view(copies, num_requests, blocks)
+    shared_blocks = shared // BLOCK_SIZE
+    tables[:, :, :shared_blocks] = tables[:, :1, :shared_blocks].clone()
     q = random(copies, num_requests * queries, HEADS, DIM)
     starts = torch.arange(0, q.shape[1] + 1, queries, dtype=torch.int32, device=DEVICE)
     lens = torch.full((num_requests,), context, dtype=torch.int32, device=DEVICE)
     backend = TritonBackend(kv, HEADS, KV_HEADS, DIM, BLOCK_SIZE)
     scale = DIM**-0.5
+    prefixes = None
+    if shared:
+        groups, prefix_lens = np.zeros(num_requests, np.int32), np.array([shared], np.int32)
+        tiles = prefix_tiles(groups, prefix_lens, backend.prefix_members)
+        prefixes = PrefixTiles(*(torch.from_numpy(array).to(DEVICE) for array in tiles))
 
     def ours(copy: int) -> Call:
         inputs = AttentionInputs(
@@ -66,6 +83,7 @@ def _attention_sides(num_requests: int, queries: int, context: int) -> Sides:
             slots=starts[:0].long(),
             query_lens=np.full(num_requests, queries, np.int32),
             send=Staging(DEVICE).send,
+            prefixes=prefixes,
         )
         step = backend.plan(inputs)
         return lambda: step.attend_prepared(kv[0], q[copy], scale, None)

@@ -117,6 +117,7 @@ def test_shapes_weigh_what_they_should(scripts: SimpleNamespace) -> None:
         ("nvjet_sm90_tst_128x64_64x8_1x2_h_bz_TNT", "linear layers"),
         ("void cublasLt::splitKreduce_kernel<32, 16, int>()", "linear layers"),
         ("_decode_kernel", "attention"),
+        ("_prefix_kernel", "attention"),
         ("_merge_kernel", "merge of splits"),
         ("_rms_norm_kernel", "norm"),
         ("_rotary_cache_kernel", "rotation and cache write"),
