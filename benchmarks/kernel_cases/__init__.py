@@ -5,7 +5,13 @@ from __future__ import annotations
 from harness import SHAPES
 from kernel_cases.attention import attention
 from kernel_cases.case import Case
-from kernel_cases.layers import gated_activation, linear, norm_with_residual, rotation_and_write
+from kernel_cases.layers import (
+    fused_linear,
+    gated_activation,
+    linear,
+    norm_with_residual,
+    rotation_and_write,
+)
 from kernel_cases.rows import appending, gathering
 
 MAX_CACHED_TOKENS = 1 << 20
@@ -40,6 +46,15 @@ def linears(model: str, batch: int) -> list[Case]:
     ]
 
 
+def fused_linears(model: str) -> list[Case]:
+    """Those that follow a norm inside a layer."""
+    layers = SHAPES[model].linears()
+    return [
+        fused_linear(*layers[name][:2], gated=name == "gate and up")
+        for name in ("qkv", "gate and up")
+    ]
+
+
 KERNELS: dict[str, list[Case]] = {
     "decode attention": [
         attention(batch, 1, context)
@@ -55,6 +70,7 @@ KERNELS: dict[str, list[Case]] = {
     "norm with residual": [norm_with_residual(count) for count in ROWS],
     "gated activation": [gated_activation(count) for count in ROWS],
     "linear of one token": [case for model in SHAPES for case in linears(model, 1)],
+    "norm and linear of one token": [case for model in SHAPES for case in fused_linears(model)],
     "linear of a batch": [case for batch in LINEAR_BATCHES for case in linears("llama-8b", batch)],
     "gather the batch": [gathering(count) for count in BATCHES],
     "append tokens": [appending(count) for count in BATCHES],

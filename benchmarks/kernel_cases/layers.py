@@ -140,3 +140,41 @@ def linear(batch: int, outputs: int, inputs: int) -> Case:
 
     size = f"{batch:,} x {outputs:,} x {inputs:,}"
     return Case(size, num_bytes, 2 * batch * outputs * inputs, False, make)
+
+
+def fused_linear(outputs: int, inputs: int, gated: bool) -> Case:
+    """Residual, norm and linear layer of one token, and the gated activation of gate and up."""
+    num_bytes = 2 * outputs * inputs
+    eps = SHAPE.norm_eps
+
+    def make() -> Sides:
+        copies = copies_of(num_bytes)
+        x, residual = random(copies, 1, inputs), random(copies, 1, inputs)
+        norm, weight = random(inputs), random(copies, outputs, inputs) / inputs**0.5
+
+        def ours(copy: int) -> tuple[Tensor, Tensor]:
+            return dispatch.norm_linear(
+                x[copy], residual[copy], norm, eps, weight[copy], gated=gated
+            )
+
+        def torchs(copy: int) -> Tensor:
+            total = x[copy] + residual[copy]
+            out = F.linear(F.rms_norm(total, (inputs,), norm, eps), weight[copy])
+            if gated:
+                gate, up = out.chunk(2, -1)
+                out = F.silu(gate) * up
+            return out
+
+        def check() -> None:
+            out, total = ours(0)
+            check_close(total, x[0] + residual[0])
+            check_close(out, torchs(0))
+
+        return Sides(
+            [partial(ours, i) for i in range(copies)],
+            [partial(torchs, i) for i in range(copies)],
+            check,
+        )
+
+    size = f"{outputs:,} x {inputs:,}{', gated' if gated else ''}"
+    return Case(size, num_bytes, 2 * outputs * inputs, False, make)

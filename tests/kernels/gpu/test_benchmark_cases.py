@@ -27,6 +27,7 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "norm with residual": lambda cases: cases.norm_with_residual(2),
     "gated activation": lambda cases: cases.gated_activation(1),
     "linear of one token": lambda cases: cases.linear(1, 40, 100),
+    "norm and linear of one token": lambda cases: cases.fused_linear(40, 100, gated=True),
     "linear of a batch": lambda cases: cases.linear(3, 40, 100),
     "gather the batch": lambda cases: cases.gathering(5),
     "append tokens": lambda cases: cases.appending(5),
