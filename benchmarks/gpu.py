@@ -27,7 +27,11 @@ if TYPE_CHECKING:
     from quire import LLM
 
 ROUNDS = 2
-HOST_METRIC = "quire:step_host_seconds"
+HOST_METRICS = {
+    "schedule and apply": "quire:step_host_seconds",
+    "launch": "quire:step_launch_seconds",
+}
+"""What the host does in a step besides waiting for the device; both are kept by the engine."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,7 @@ def run_workload(llm: LLM, name: str) -> dict[str, Any]:
     rounds = []
     for _ in range(ROUNDS):
         llm.reset_prefix_cache()
-        before, started = _host_reading(llm), time.perf_counter()
+        before, started = _host_readings(llm), time.perf_counter()
         generate(llm, requests)
         rounds.append(time.perf_counter() - started)
     seconds, num_outputs = rounds[-1], sum(request.num_outputs for request in requests)
@@ -147,7 +151,10 @@ def run_workload(llm: LLM, name: str) -> dict[str, Any]:
         "output_tokens_per_s": num_outputs / seconds,
         "total_tokens_per_s": (num_inputs + num_outputs) / seconds,
         "ms_per_output_token": 1000 * seconds / num_outputs,
-        "host": vars(HostTime.between(before, _host_reading(llm))),
+        "host": {
+            part: vars(HostTime.between(before[part], after))
+            for part, after in _host_readings(llm).items()
+        },
     }
 
 
@@ -166,10 +173,9 @@ def generate(llm: LLM, requests: Sequence[Request]) -> None:
     assert lengths == [request.num_outputs for request in requests], "tokens are missing"
 
 
-def _host_reading(llm: LLM) -> HistogramReading:
-    (reading,) = (one for one in llm.get_metrics() if one.name == HOST_METRIC)
-    assert isinstance(reading, HistogramReading)
-    return reading
+def _host_readings(llm: LLM) -> dict[str, HistogramReading]:
+    readings = {one.name: one for one in llm.get_metrics() if isinstance(one, HistogramReading)}
+    return {part: readings[metric] for part, metric in HOST_METRICS.items()}
 
 
 class CompiledKernels:
@@ -193,12 +199,10 @@ def seconds_since_process_start() -> float:
 
 
 def row(model: str, figures: dict[str, Any]) -> list[str]:
-    name, host = figures["workload"], figures["host"]
+    name = figures["workload"]
     goal = GOALS.get((model, name))
     target = f"{goal.target:g} {goal.unit}" if goal else ""
     vllm = f"{'-'.join(f'{value:g}' for value in goal.vllm)} {goal.unit}" if goal else ""
-    times = [f"{1000 * host['mean']:.2f}"]
-    times += [f"{1000 * host[name]:g}" for name in ("p50", "p99", "worst")]
     return [
         f"{name}: {WORKLOADS[name].title}",
         f"{figures['seconds']:.2f} s",
@@ -206,8 +210,13 @@ def row(model: str, figures: dict[str, Any]) -> list[str]:
         f"{figures['ms_per_output_token']:.3f}",
         target,
         vllm,
-        " / ".join(times),
+        *(_host_cell(figures["host"][part]) for part in HOST_METRICS),
     ]
+
+
+def _host_cell(host: dict[str, float]) -> str:
+    bounds = (f"{1000 * host[name]:g}" for name in ("p50", "p99", "worst"))
+    return f"{1000 * host['mean']:.2f} / {' / '.join(bounds)}"
 
 
 HEADER = [
@@ -217,7 +226,7 @@ HEADER = [
     "ms/token",
     "target",
     "vLLM 0.26",
-    "host ms per step: mean / p50 / p99 / worst, at most",
+    *(f"{part}, ms: mean / p50 / p99 / worst, at most" for part in HOST_METRICS),
 ]
 
 
