@@ -114,13 +114,17 @@ class TritonStep:
             )
 
     def attend(self, layer_index: int, heads: Heads, scale: float, window: int | None) -> Tensor:
+        layer = self.backend.layers[layer_index]
+        q = _prepare_and_write(heads, layer, self.slots)
+        return self.attend_prepared(layer, q, scale, window)
+
+    def attend_prepared(self, layer: Tensor, q: Tensor, scale: float, window: int | None) -> Tensor:
+        """Attention alone: the queries are ready, and the cache holds the step's tokens."""
         from quire.kernels.triton.decode_attention import PrefixPieces, decode_attention
         from quire.kernels.triton.prefill_attention import prefill_attention
         from quire.kernels.triton.prefix_attention import prefix_attention
 
         backend, inputs = self.backend, self.inputs
-        layer = backend.layers[layer_index]
-        q = _prepare_and_write(heads, layer, self.slots)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         if self.decode is not None:
             tokens, lens, tables = self.decode

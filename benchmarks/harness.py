@@ -1,0 +1,174 @@
+"""What the GPU benchmarks share: model shapes, the engine under test, tables and JSON."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import quire
+
+if TYPE_CHECKING:
+    from quire import LLM
+
+BYTES_PER_ELEMENT = 2
+"""Weights and cache are in bfloat16."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The dimensions of a published model; its weights are random."""
+
+    model_type: str
+    architecture: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    vocab: int
+    max_positions: int
+    rope_theta: float
+    norm_eps: float
+    tied: bool
+    eos: int
+
+    def config(self) -> dict[str, Any]:
+        """As config.json has it."""
+        return {
+            "model_type": self.model_type,
+            "architectures": [self.architecture],
+            "torch_dtype": "bfloat16",
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.inner,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": self.max_positions,
+            "rope_theta": self.rope_theta,
+            "rms_norm_eps": self.norm_eps,
+            "tie_word_embeddings": self.tied,
+            "eos_token_id": self.eos,
+        }
+
+    def linears(self) -> dict[str, tuple[int, int, int]]:
+        """The linear layers as (outputs, inputs, how many of them)."""
+        width = self.heads * self.head_dim
+        return {
+            "qkv": (width + 2 * self.kv_heads * self.head_dim, self.hidden, self.layers),
+            "output": (self.hidden, width, self.layers),
+            "gate and up": (2 * self.inner, self.hidden, self.layers),
+            "down": (self.hidden, self.inner, self.layers),
+            "head": (self.vocab, self.hidden, 1),
+        }
+
+    @property
+    def linear_bytes(self) -> int:
+        """All weights that a step multiplies with."""
+        return BYTES_PER_ELEMENT * sum(o * i * count for o, i, count in self.linears().values())
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return BYTES_PER_ELEMENT * self.layers * 2 * self.kv_heads * self.head_dim
+
+
+SHAPES = {
+    "llama-8b": Shape(
+        model_type="llama",
+        architecture="LlamaForCausalLM",
+        hidden=4096,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        inner=14336,
+        vocab=128256,
+        max_positions=8192,
+        rope_theta=500000.0,
+        norm_eps=1e-5,
+        tied=False,
+        eos=128001,
+    ),
+    "qwen3-0.6b": Shape(
+        model_type="qwen3",
+        architecture="Qwen3ForCausalLM",
+        hidden=1024,
+        layers=28,
+        heads=16,
+        kv_heads=8,
+        head_dim=128,
+        inner=3072,
+        vocab=151936,
+        max_positions=40960,
+        rope_theta=1000000.0,
+        norm_eps=1e-6,
+        tied=True,
+        eos=151645,
+    ),
+}
+
+ENGINE_OPTIONS: dict[str, Any] = {
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "max_model_len": 4096,
+    "max_num_seqs": 1024,
+    "gpu_memory_utilization": 0.9,
+    "enable_prefix_caching": True,
+}
+
+
+def start_engine(model: str, **options: Any) -> LLM:
+    """An engine with random weights of the named shape."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = json.dumps(SHAPES[model].config())
+        (Path(folder) / "config.json").write_text(config, encoding="utf-8")
+        return quire.LLM(model=folder, **{**ENGINE_OPTIONS, **options})
+
+
+def require_gpu() -> None:
+    """End with a message where there is nothing to measure."""
+    import torch
+
+    if not torch.cuda.is_available():
+        script = Path(sys.argv[0]).name
+        raise SystemExit(f"{script}: needs a GPU, and torch {torch.__version__} finds none here.")
+
+
+def circumstances() -> dict[str, str]:
+    """Where figures come from."""
+    import torch
+    import triton
+
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "quire": quire.__version__,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def write_json(path: str | None, figures: dict[str, Any]) -> None:
+    """Write the figures and where they come from, if a file was asked for."""
+    if path is not None:
+        text = json.dumps({**circumstances(), **figures}, indent=1)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+def say(text: str) -> None:
+    print(text, flush=True)

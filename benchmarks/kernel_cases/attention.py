@@ -1,0 +1,116 @@
+"""Attention over a paged cache, launched as the engine does it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from kernel_cases.case import (
+    BLOCK_SIZE,
+    DEVICE,
+    DIM,
+    HEADS,
+    KV_HEADS,
+    Call,
+    Case,
+    Sides,
+    check_close,
+    copies_of,
+    random,
+)
+from quire.kernels.torch.attention import gather_kv, paged_attention
+from quire.layers.attention.backend import AttentionInputs
+from quire.layers.attention.shared_prefix import PrefixTiles, prefix_tiles
+from quire.layers.attention.triton import TritonBackend
+from quire.worker.staging import Staging
+
+MAX_CHECKED = 16
+"""Requests of a batch that are compared with the twin."""
+
+
+def attention(num_requests: int, queries: int, context: int, shared: int = 0) -> Case:
+    """`queries` new tokens of each request over `context` cached ones, the new ones included; all
+    requests have the first `shared` tokens in common."""
+    past = context - queries
+    size = f"{num_requests:,} x {context:,}"
+    if queries > 1:
+        size = f"{num_requests:,} x {queries:,} ({context:,})"
+    if shared:
+        size = f"{num_requests:,} x ({shared:,} shared + {context - shared:,})"
+    num_bytes = _kv_bytes(num_requests, context, shared)
+    num_bytes += 2 * num_requests * queries * HEADS * DIM * 2
+    pairs = num_requests * (queries * past + queries * (queries + 1) // 2)
+    flops = 4 * HEADS * DIM * pairs
+    make = partial(_attention_sides, num_requests, queries, context, shared)
+    return Case(size, num_bytes, flops, False, make)
+
+
+def _kv_bytes(num_requests: int, context: int, shared: int) -> int:
+    tokens = shared + num_requests * (context - shared)
+    return tokens * KV_HEADS * DIM * 2 * 2
+
+
+def _attention_sides(num_requests: int, queries: int, context: int, shared: int) -> Sides:
+    blocks = -(-context // BLOCK_SIZE)
+    copies = copies_of(_kv_bytes(num_requests, context, shared))
+    kv = random(1, 2, copies * num_requests * blocks, KV_HEADS, BLOCK_SIZE, DIM)
+    order = torch.randperm(kv.shape[2], device=DEVICE, dtype=torch.int32)
+    tables = order.view(copies, num_requests, blocks)
+    shared_blocks = shared // BLOCK_SIZE
+    tables[:, :, :shared_blocks] = tables[:, :1, :shared_blocks].clone()
+    q = random(copies, num_requests * queries, HEADS, DIM)
+    starts = torch.arange(0, q.shape[1] + 1, queries, dtype=torch.int32, device=DEVICE)
+    lens = torch.full((num_requests,), context, dtype=torch.int32, device=DEVICE)
+    backend = TritonBackend(kv, HEADS, KV_HEADS, DIM, BLOCK_SIZE)
+    scale = DIM**-0.5
+    prefixes = None
+    if shared:
+        groups, prefix_lens = np.zeros(num_requests, np.int32), np.array([shared], np.int32)
+        tiles = prefix_tiles(groups, prefix_lens, backend.prefix_members)
+        prefixes = PrefixTiles(*(torch.from_numpy(array).to(DEVICE) for array in tiles))
+
+    def ours(copy: int) -> Call:
+        inputs = AttentionInputs(
+            query_start=starts,
+            context_lens=lens,
+            block_tables=tables[copy],
+            slots=starts[:0].long(),
+            query_lens=np.full(num_requests, queries, np.int32),
+            send=Staging(DEVICE).send,
+            prefixes=prefixes,
+        )
+        step = backend.plan(inputs)
+        return lambda: step.attend_prepared(kv[0], q[copy], scale, None)
+
+    def torchs(copy: int) -> Call:
+        contiguous = [gather_kv(kv[0], table, 0, context) for table in tables[copy]]
+        k, v = (torch.stack(part) for part in zip(*contiguous, strict=True))
+        rows = q[copy].view(num_requests, queries, HEADS, DIM).transpose(1, 2).contiguous()
+        backends = [SDPBackend.FLASH_ATTENTION]
+        if queries > 1:
+            backends.insert(0, SDPBackend.CUDNN_ATTENTION)
+        mask = causal_lower_right(queries, context) if 1 < queries < context else None
+        causal = 1 < queries == context
+
+        def call() -> Tensor:
+            with sdpa_kernel(backends, set_priority=True):
+                return F.scaled_dot_product_attention(
+                    rows, k, v, mask, is_causal=causal, scale=scale, enable_gqa=True
+                )
+
+        return call
+
+    def check() -> None:
+        found = ours(0)()
+        assert isinstance(found, Tensor)
+        count = min(num_requests, MAX_CHECKED)
+        expected = paged_attention(q[0], kv[0], starts[: count + 1], lens[:count], tables[0], scale)
+        check_close(found[: count * queries], expected[: count * queries])
+
+    return Sides([ours(i) for i in range(copies)], [torchs(i) for i in range(copies)], check)

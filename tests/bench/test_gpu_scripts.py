@@ -1,0 +1,183 @@
+"""The scripts in `benchmarks/` that measure a GPU, as far as a machine without one can tell.
+
+`tests/kernels/gpu/test_benchmark_cases.py` checks the kernel cases.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from quire.metrics.instruments import Histogram
+from tests.bench.conftest import CONFIG
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "benchmarks"
+SCRIPTS = ("gpu.py", "kernels.py", "profile_step.py")
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The scripts as modules, named as they name each other."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import gpu
+    import harness
+    import profile_step
+    import step_report
+
+    return SimpleNamespace(
+        gpu=gpu, harness=harness, profile_step=profile_step, step_report=step_report
+    )
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_and_refusal(script: str) -> None:
+    """Help answers anywhere; without a GPU nothing is measured, and the message says why."""
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(FOLDER / script), *words]
+        environment = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    helped = run("--help")
+    assert helped.returncode == 0 and f"benchmarks/{script}" in helped.stdout
+    refused = run()
+    assert refused.returncode == 1 and not refused.stdout
+    assert refused.stderr.startswith(f"{script}: needs a GPU, and torch ")
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "inputs", "outputs", "checksum"),
+    [
+        ("w1", 256, 145_331, 145_866, 2_971_927_259),
+        ("w2", 256, 524_288, 8_192, 10_742_481_182),
+        ("w3", 1, 512, 256, 10_154_269),
+        ("w4", 256, 540_672, 16_384, 10_915_838_977),
+        ("w5", 1024, 131_072, 262_144, 2_681_211_752),
+    ],
+)
+def test_workloads_are_those_that_vllm_ran(
+    scripts: SimpleNamespace, name: str, count: int, inputs: int, outputs: int, checksum: int
+) -> None:
+    """The figures quoted for vLLM are for these very requests; a changed draw would void them."""
+    requests = scripts.gpu.WORKLOADS[name].requests()
+    assert len(requests) == count
+    assert sum(len(request.prompt) for request in requests) == inputs
+    assert sum(request.num_outputs for request in requests) == outputs
+    assert sum(sum(request.prompt) for request in requests) == checksum
+    shared = {tuple(request.prompt[:2048]) for request in requests}
+    assert len(shared) == (1 if name in ("w3", "w4") else count)
+
+
+def test_host_time_is_that_of_one_round(scripts: SimpleNamespace) -> None:
+    """Steps before the round do not count, however slow they were."""
+    histogram = Histogram("x", "x", (0.001, 0.002, 0.005, 0.01))
+    for _ in range(10):
+        histogram.observe(0.5)
+    before = histogram.read()
+    for seconds in [0.0005] * 60 + [0.0015] * 39 + [0.004]:
+        histogram.observe(seconds)
+    host = scripts.gpu.HostTime.between(before, histogram.read())
+    assert host.steps == 100
+    assert host.mean == pytest.approx((60 * 0.0005 + 39 * 0.0015 + 0.004) / 100)
+    assert (host.p50, host.p99, host.worst) == (0.001, 0.002, 0.005)
+
+
+def test_table_row_has_target_and_peer(scripts: SimpleNamespace) -> None:
+    host = {"steps": 9, "mean": 0.0004, "p50": 0.0005, "p99": 0.002, "worst": 0.005}
+    figures = {
+        "workload": "w5",
+        "seconds": 11.5,
+        "output_tokens_per_s": 262_144 / 11.5,
+        "ms_per_output_token": 11_500 / 262_144,
+        "host": {"schedule and apply": host, "launch": {**host, "mean": 0.0003, "worst": 0.01}},
+    }
+    row = scripts.gpu.row("llama-8b", figures)
+    assert row[1:3] == ["11.50 s", "22,795"]
+    assert row[4:] == ["12 s", "15.2-15.9 s", "0.40 / 0.5 / 2 / 5", "0.30 / 0.5 / 2 / 10"]
+    assert scripts.gpu.row("qwen3-0.6b", {**figures, "workload": "w2"})[4:6] == ["", ""]
+
+
+def test_shapes_weigh_what_they_should(scripts: SimpleNamespace) -> None:
+    """Eight billion parameters less the 525 million of the embedding, two bytes each."""
+    llama = scripts.harness.SHAPES["llama-8b"]
+    assert llama.linear_bytes == 2 * (8_030_261_248 - 128_256 * 4096 - 65 * 4096)
+    assert llama.kv_bytes_per_token == 32 * 2 * 1024 * 2
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("_gemv_kernel", "linear layers"),
+        ("nvjet_sm90_tst_128x64_64x8_1x2_h_bz_TNT", "linear layers"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int>()", "linear layers"),
+        ("_decode_kernel", "attention"),
+        ("_prefix_kernel", "attention"),
+        ("_merge_kernel", "merge of splits"),
+        ("_rms_norm_kernel", "norm"),
+        ("_rotary_cache_kernel", "rotation and cache write"),
+        ("_silu_and_mul_kernel", "activation"),
+        ("void at::native::reduce_kernel<512, 1, at::native::ArgMaxOps<float>>()", "sampling"),
+        ("_gather_decode_kernel", "embedding, rows and copies"),
+        ("_append_kernel", "embedding, rows and copies"),
+        ("Memcpy DtoH (Device -> Pinned)", "embedding, rows and copies"),
+        ("void at::native::elementwise_kernel<clamp>()", "other"),
+    ],
+)
+def test_kernels_are_sorted_by_kind(scripts: SimpleNamespace, kernel: str, kind: str) -> None:
+    assert scripts.step_report.kind_of(kernel) == kind
+    times = scripts.step_report.gpu_by_kind({kernel: {"us": 3.0, "launches": 1.0}}, step_us=10.0)
+    assert times[kind] == 3.0 and times["no kernel runs"] == 7.0 and sum(times.values()) == 10.0
+
+
+def test_floor_of_a_step(scripts: SimpleNamespace) -> None:
+    """Weights are read once, or multiplied with if that takes longer; cached tokens are read."""
+    shape = scripts.harness.SHAPES["llama-8b"]
+    slow_memory = SimpleNamespace(read_bytes_per_s=1e12, matmul_flops_per_s=1e18)
+    floor = scripts.step_report.Floor.of(shape, 4, 1000.0, slow_memory)
+    assert floor.linear_us == pytest.approx(shape.linear_bytes / 1e6)
+    assert floor.attention_us == pytest.approx(131.072)
+    slow_units = SimpleNamespace(read_bytes_per_s=1e18, matmul_flops_per_s=1e12)
+    floor = scripts.step_report.Floor.of(shape, 4, 0.0, slow_units)
+    assert floor.linear_us == pytest.approx(4 * shape.linear_bytes / 1e6)
+
+
+def test_profile_of_a_batch(
+    scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a CPU, with no kernels to see: phases fill the step, functions are named, and the engine
+    is as it was afterwards."""
+    from quire import LLM
+    from quire.worker.pending import PendingStep
+
+    profile_step: ModuleType = scripts.profile_step
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(profile_step, "PROMPT_TOKENS", 20)
+    monkeypatch.setattr(profile_step, "gpu_time", lambda batch: {"_decode_kernel": fake_kernel})
+    fake_kernel = {"us": 1.0, "launches": 2.0}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 50_000}))
+    ceilings = SimpleNamespace(read_bytes_per_s=1e12, matmul_flops_per_s=1e15)
+    shape = scripts.harness.SHAPES["qwen3-0.6b"]
+    result = PendingStep.result
+    with LLM(str(tmp_path), load_format="dummy", skip_tokenizer_init=True) as llm:
+        steps: list[dict[str, Any]] = [
+            profile_step.profile_batch(llm, shape, size, ceilings) for size in (1, 3)
+        ]
+        assert not llm._core.has_work and llm._core.on_plan is None
+        assert "schedule" not in vars(llm._core.scheduler)
+    assert PendingStep.result is result
+    assert [step["batch"] for step in steps] == [1, 3]
+    for step in steps:
+        assert 20 < step["context"] < 40 and step["launches"] == 2
+        assert all(us > 0 for us in step["host_us"].values())
+        assert len(step["host_functions_us"]) == profile_step.NUM_FUNCTIONS
+    assert "| attention | 1 (" in scripts.step_report.gpu_table(steps)
+    assert "| apply |" in scripts.step_report.host_table(steps)
+    assert scripts.step_report.other_kernels(steps) == []

@@ -1,0 +1,60 @@
+"""The cases of `benchmarks/kernels.py` call the kernels rightly: they agree with their twins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+
+FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() and not triton.knobs.runtime.interpret,
+    reason="needs a GPU, or TRITON_INTERPRET=1 (see tests/kernels/test_triton_interpreter.py)",
+)
+
+CASES: dict[str, Callable[[Any], Any]] = {
+    "decode attention": lambda cases: cases.attention(2, 1, 40),
+    "shared-prefix attention": lambda cases: cases.attention(4, 1, 40, shared=32),
+    "prefill attention": lambda cases: cases.attention(1, 20, 40),
+    "prompt attention": lambda cases: cases.attention(2, 20, 20),
+    "rotation and cache write": lambda cases: cases.rotation_and_write(3),
+    "norm with residual": lambda cases: cases.norm_with_residual(2),
+    "gated activation": lambda cases: cases.gated_activation(1),
+    "linear of one token": lambda cases: cases.linear(1, 40, 100),
+    "norm and linear of one token": lambda cases: cases.fused_linear(40, 100, gated=True),
+    "linear of a batch": lambda cases: cases.linear(3, 40, 100),
+    "gather the batch": lambda cases: cases.gathering(5),
+    "append tokens": lambda cases: cases.appending(5),
+}
+
+
+@pytest.fixture
+def kernel_cases(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The package as the script imports it, with few copies of the inputs and few programs."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import kernel_cases
+    import kernel_cases.case
+    from quire.layers.attention import triton as triton_backend
+
+    monkeypatch.setattr(kernel_cases.case, "MAX_COPIES", 2)
+    monkeypatch.setattr(triton_backend, "PROGRAMS_WANTED", 32)
+    return kernel_cases
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case_agrees_with_its_twin(name: str, kernel_cases: Any) -> None:
+    """A kernel whose arguments change must not be timed on something else."""
+    sides = CASES[name](kernel_cases).make()
+    assert len(sides.ours) == len(sides.torchs) == 2
+    sides.check()
+    sides.torchs[1]()
+
+
+def test_every_kernel_has_a_small_case(kernel_cases: Any) -> None:
+    assert set(kernel_cases.KERNELS) <= set(CASES)
