@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from quire.decoding.sampler import Sampler
 from quire.protocol.plan import AddedRow
 from quire.protocol.sampling import SamplingParams
 
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "plain": {"temperature": 1.0},
     "top_p 0.9": {"top_p": 0.9},
@@ -52,9 +53,7 @@ def make_sampler(batch: int, vocab: int, params: SamplingParams) -> Sampler:
     return sampler
 
 
-def measure(
-    batch: int, vocab: int, settings: dict[str, float], spread: float
-) -> tuple[float, float]:
+def measure(batch: int, vocab: int, settings: dict[str, Any], spread: float) -> tuple[float, float]:
     """Microseconds on the GPU and on the host."""
     sampler = make_sampler(batch, vocab, SamplingParams(**settings))
     host_rows = np.arange(batch, dtype=np.int32)

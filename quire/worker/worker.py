@@ -26,6 +26,7 @@ from quire.worker.memory import (
 from quire.worker.model_runner import ModelRunner
 from quire.worker.request_table import RequestTable
 from quire.worker.trial import TrialBytes, run_trial, used_bytes
+from quire.worker.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,7 @@ class Worker:
                 self._capture_graphs()
         if self.device.type == "cuda":
             self.runner.sampler.warm_up(dtype)
+            warm_up(self.runner, self.groups_prefixes)
 
     def _capture_graphs(self) -> None:
         from quire.worker.graphs import DecodeGraphs

@@ -1,0 +1,72 @@
+"""Steps on made-up requests before the engine is ready: nothing compiles while real ones wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from quire.protocol.plan import MIN_PREFIX_GROUP, AddedRow, Int32Array, StepPlan
+from quire.protocol.sampling import SamplingParams
+from quire.worker.model_runner import ModelRunner
+
+PARAMS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(seed=0),
+    SamplingParams(seed=0, top_k=4, top_p=0.9, min_p=0.01, repetition_penalty=1.1),
+    SamplingParams(temperature=0.0, logit_bias={0: 1.0}, logprobs=1, min_tokens=1),
+)
+
+
+def warm_up(runner: ModelRunner, shares_prefixes: bool) -> None:
+    """Run steps of each kind. Their rows have no blocks of their own: all write to the first block
+    of the cache, which holds nothing yet."""
+    for plan in warm_up_plans(runner, shares_prefixes):
+        runner.execute(plan)
+        runner.sample().result()
+        runner.update_rows(StepPlan(step=0, freed_rows=plan.rows))
+
+
+def warm_up_plans(runner: ModelRunner, shares_prefixes: bool) -> Iterator[StepPlan]:
+    """Single tokens alone and next to prompts, of few rows and of many."""
+    max_rows, max_len = runner.table.token_ids.shape
+    block_size = runner.table.block_size
+    length = min(block_size + 4, max_len - 1)
+    if length < 2:
+        return
+    # Graphs have met the kernels of large batches when they were captured.
+    largest = max_rows if runner.graphs is None else 64
+    for count in sorted({min(size, max_rows) for size in (1, 2, 64, largest)}):
+        groups = shares_prefixes and count > MIN_PREFIX_GROUP and length > block_size
+        for grouped in (False, True)[: 1 + groups]:
+            for num_prompts in (0, 1):
+                computed = np.full(count, length - 1, np.int32)
+                computed[:num_prompts] = 0
+                plan = _plan(computed, length)
+                if grouped:
+                    plan.prefix_groups = np.zeros(count, np.int32)
+                    plan.prefix_blocks = np.ones(1, np.int32)
+                yield plan
+
+
+def _plan(computed: Int32Array, length: int) -> StepPlan:
+    """Each row has so many of its `length` tokens computed and computes the others."""
+    added = [
+        AddedRow(
+            row=row,
+            token_ids=np.zeros(length, np.int32),
+            num_prompt_tokens=length,
+            num_computed_tokens=done,
+            params=PARAMS[row % len(PARAMS)],
+            seed=row,
+            num_logprobs=PARAMS[row % len(PARAMS)].logprobs or -1,
+        )
+        for row, done in enumerate(computed.tolist())
+    ]
+    return StepPlan(
+        step=0,
+        added_rows=added,
+        rows=np.arange(len(computed), dtype=np.int32),
+        num_new_tokens=length - computed,
+        samples=np.ones(len(computed), np.bool_),
+    )
