@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import time
 from itertools import cycle
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,14 +18,14 @@ from quire.decoding.sampler import Sampler
 from quire.protocol.plan import AddedRow
 from quire.protocol.sampling import SamplingParams
 
-KINDS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "plain": {"temperature": 1.0},
-    "top_p 0.9": {"top_p": 0.9},
-    "top_k 50": {"top_k": 50},
-    "k 50, p 0.9": {"top_k": 50, "top_p": 0.9},
-    "min_p 0.05": {"min_p": 0.05},
-    "penalties": {"temperature": 0.0, "repetition_penalty": 1.1, "presence_penalty": 0.5},
+KINDS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "plain": SamplingParams(temperature=1.0),
+    "top_p 0.9": SamplingParams(top_p=0.9),
+    "top_k 50": SamplingParams(top_k=50),
+    "k 50, p 0.9": SamplingParams(top_k=50, top_p=0.9),
+    "min_p 0.05": SamplingParams(min_p=0.05),
+    "penalties": SamplingParams(temperature=0.0, repetition_penalty=1.1, presence_penalty=0.5),
 }
 CACHE_BYTES = 100e6
 
@@ -53,9 +52,9 @@ def make_sampler(batch: int, vocab: int, params: SamplingParams) -> Sampler:
     return sampler
 
 
-def measure(batch: int, vocab: int, settings: dict[str, Any], spread: float) -> tuple[float, float]:
+def measure(batch: int, vocab: int, params: SamplingParams, spread: float) -> tuple[float, float]:
     """Microseconds on the GPU and on the host."""
-    sampler = make_sampler(batch, vocab, SamplingParams(**settings))
+    sampler = make_sampler(batch, vocab, params)
     host_rows = np.arange(batch, dtype=np.int32)
     rows = torch.arange(batch, dtype=torch.int32, device="cuda")
     copies = max(2, min(64, int(CACHE_BYTES / (batch * vocab * 2))))
@@ -88,8 +87,8 @@ def main() -> None:
     for vocab in args.vocab:
         for batch in args.batch:
             cells = []
-            for settings in KINDS.values():
-                on_gpu, on_host = measure(batch, vocab, settings, args.spread)
+            for params in KINDS.values():
+                on_gpu, on_host = measure(batch, vocab, params, args.spread)
                 cells.append(f"{on_gpu:.1f} / {on_host:.0f}".rjust(17))
                 torch.cuda.empty_cache()
             print(f"{batch} x {vocab}".ljust(18), *cells, flush=True)

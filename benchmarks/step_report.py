@@ -23,7 +23,8 @@ KERNEL_KINDS = {
     "norm": r"_norm_",
     "rotation and cache write": r"rotary|rotate",
     "activation": r"silu",
-    "sampling": r"argmax|sampl|gumbel|softmax|sort|top_?[kp]",
+    "sampling": r"argmax|softmax|sort|top_?[kp]"
+    r"|^_(choose|start|weigh|collect|finish|penalize|count)_kernel",
     "embedding, rows and copies": r"gather|index|append|memcpy|memset|copy|scatter|embedding",
 }
 """Kinds by parts of kernel names; the first that fits counts."""

@@ -101,7 +101,7 @@ def append_tokens(
 ) -> None:
     """Append `tokens[i]` to row `rows[i]` where `appends` (bool per row) says so."""
     count = len(rows)
-    _append_kernel[(triton.cdiv(count, WIDTH),)](
+    _append_kernel[(-(-count // WIDTH),)](
         rows,
         tokens,
         token_ids,
