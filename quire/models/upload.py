@@ -13,7 +13,7 @@ NUM_BUFFERS = 4
 
 class Upload:
     """Carries tensors to a GPU through a few pinned buffers, filling one while others are on their
-    way: with eight threads to fill them, 25 GB/s instead of 7 by a plain copy of mapped files.
+    way. It pays with several threads to fill them (docs/performance.md).
 
     The result is valid on the current stream; host memory holds the buffers and no more.
     """
