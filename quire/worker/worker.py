@@ -26,6 +26,7 @@ from quire.worker.memory import (
 from quire.worker.model_runner import ModelRunner
 from quire.worker.request_table import RequestTable
 from quire.worker.trial import TrialBytes, run_trial, used_bytes
+from quire.worker.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,8 @@ class Worker:
             with explaining("capturing CUDA graphs", remedy, device):
                 self._capture_graphs()
         if self.device.type == "cuda":
+            eager = options.device.enforce_eager
+            warm_up(model, self.runner.attention, self.runner.table, with_decode=eager)
             self.runner.sampler.warm_up(dtype)
 
     def _capture_graphs(self) -> None:
