@@ -69,5 +69,5 @@ def test_kernels_name_no_vendor() -> None:
     """They run on AMD GPUs too: no assembly of one vendor, no functions that only one has."""
     for path in KERNELS.glob("*.py"):
         text = path.read_text(encoding="utf-8")
-        for word in ("inline_asm", "extra.cuda", "language.extra", "libdevice", "ptx"):
+        for word in ("inline_asm", "extra.cuda", "language.extra", "libdevice", "ptx", "gluon"):
             assert word not in text.lower(), f"{path.name} uses {word}"

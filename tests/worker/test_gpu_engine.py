@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -223,32 +221,3 @@ def test_logits_do_not_depend_on_the_way(folder: Path, dtype: str, bound: float)
                 theirs = model(ids).logits[0, len(prompt) - 1 : -1]
             theirs = (theirs - theirs.mean(-1, keepdim=True)).cpu().numpy()
             assert np.linalg.norm(logits - theirs) / np.linalg.norm(theirs) < bound
-
-
-COMPILED_WHEN_READY = """
-import sys, triton
-from quire import LLM, SamplingParams
-
-llm = LLM(sys.argv[1], skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 28, max_num_seqs=80,
-          enforce_eager=sys.argv[2] == "eager", max_num_batched_tokens=256, dtype="bfloat16")
-triton.knobs.runtime.jit_post_compile_hook = lambda **made: print("compiled", made["fn"].name)
-lengths = (1, 2, 3, 20, 100, 300, 17, 64, 5, 9, 128) * 7
-prompts = [[5 + i % 50] * length for i, length in enumerate(lengths)]
-shared = [[7] * 400 + prompt for prompt in prompts[:40]]
-kinds = [{"temperature": 0.0}, {"seed": 1}, {"seed": 1, "top_k": 9, "top_p": 0.8}, {"min_p": 0.1},
-         {"presence_penalty": 0.5}, {"logprobs": 2}, {"temperature": 0.0, "logit_bias": {5: 1.0}}]
-params = [SamplingParams(max_tokens=7, detokenize=False, **kinds[i % 7]) for i in range(77)]
-for work in (prompts[:1], prompts[:2], prompts[:5], prompts[:11], prompts, shared):
-    for some in (params[: len(work)], params[:1] * len(work)):
-        llm.generate([{"prompt_token_ids": p} for p in work], some, use_tqdm=False)
-print("done")
-"""
-
-
-@pytest.mark.parametrize("mode", ["graphs", "eager"])
-def test_nothing_compiles_once_ready(folder: Path, mode: str) -> None:
-    """Kernels specialise on alignments and divisors of their arguments, which differ from step to
-    step. In a process of its own, where nothing has run before."""
-    command = [sys.executable, "-c", COMPILED_WHEN_READY, str(folder), mode]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines() == ["done"], done.stdout + done.stderr[-2000:]

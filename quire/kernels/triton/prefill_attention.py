@@ -6,6 +6,8 @@ has is looked up in a list made on the host, where the numbers of new tokens are
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +16,80 @@ from torch import Tensor
 from quire.kernels.triton.decode_attention import LOG2E
 
 
+@dataclass(frozen=True)
+class PrefillTiles:
+    """The shape of a program."""
+
+    queries: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+    """Registers of a thread, NVIDIA only: few enough that two programs share a multiprocessor, so
+    that one computes exponentials while the other multiplies."""
+
+
 @triton.jit
+def _attend_to_tile(
+    q,
+    top,
+    total,
+    acc,
+    keys_ptr,
+    values_ptr,
+    table,
+    first_row,
+    block_rows,
+    start,
+    lowest,
+    end,
+    position,
+    window,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The running softmax after the keys from `start` on. `top` holds scaled scores."""
+    key = start + tl.arange(0, KEYS)
+    dims = tl.arange(0, PADDED_DIM)
+    if MASKED:
+        # Other slots were perhaps never written and hold NaN, which a weight of 0 does not cancel.
+        valid = key < end
+        if HAS_WINDOW:
+            valid = valid & (key >= lowest)
+        block = tl.load(table + key // BLOCK_SIZE, valid, 0)
+        mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
+    else:
+        block = tl.load(table + key // BLOCK_SIZE)
+        mask = (dims < HEAD_DIM)[None, :] if PADDED_DIM > HEAD_DIM else None
+    slot = (block * block_rows + first_row + key % BLOCK_SIZE).to(tl.int64) * HEAD_DIM
+    other = None if mask is None else 0.0
+    k = tl.load(keys_ptr + slot[:, None] + dims[None, :], mask, other)
+    scores = tl.dot(q, k.T, input_precision=PRECISION)
+    if MASKED:
+        seen = key[None, :] <= position[:, None]
+        if HAS_WINDOW:
+            seen = seen & (key[None, :] > position[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
+    base = new_top
+    if MASKED and HAS_WINDOW:
+        # A row that has seen nothing yet keeps a top of -inf, and must not become NaN.
+        base = tl.where(new_top > float("-inf"), new_top, 0.0)
+    weights = tl.exp2(scores * scale_log2 - base[:, None])
+    shrink = tl.exp2(top - base)
+    total = total * shrink + tl.sum(weights, 1)
+    v = tl.load(values_ptr + slot[:, None] + dims[None, :], mask, other)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return new_top, total, acc
+
+
+@triton.jit(do_not_specialize=["stride_table", "window"])
 def _prefill_kernel(
     q_ptr,
     keys_ptr,
@@ -28,9 +103,9 @@ def _prefill_kernel(
     scale_log2,
     stride_q,
     stride_out,
-    stride_block,
-    stride_head,
     stride_table,
+    block_rows,
+    head_rows,
     window,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -50,66 +125,43 @@ def _prefill_kernel(
     context = tl.load(lens_ptr + request)
     rows = index * QUERIES + tl.arange(0, QUERIES)
     dims = tl.arange(0, PADDED_DIM)
-    in_head = dims < HEAD_DIM
-    row_mask = rows < num_queries
-    q_mask = row_mask[:, None] & in_head[None, :]
+    q_mask = (rows < num_queries)[:, None] & (dims < HEAD_DIM)[None, :]
     token = (query_begin + rows).to(tl.int64)
     q = tl.load(q_ptr + token[:, None] * stride_q + head * HEAD_DIM + dims[None, :], q_mask, 0.0)
     first_position = context - num_queries + index * QUERIES
     position = first_position + tl.arange(0, QUERIES)
     end = tl.minimum(first_position + QUERIES, context)
-    begin = 0
-    if HAS_WINDOW:
-        begin = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
+    table = tables_ptr + request * stride_table
+    first_row = (head // GROUP) * head_rows
 
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, PADDED_DIM], tl.float32)
-    table = tables_ptr + request * stride_table
-    kv_offset = (head // GROUP) * stride_head
-    # Keys below `open_end` are seen by every query of the tile: no mask is needed.
-    open_end = begin
-    if not HAS_WINDOW:
-        open_end = (first_position + 1) // KEYS * KEYS
-    for start in range(begin, open_end, KEYS):
-        key = start + tl.arange(0, KEYS)
-        block = tl.load(table + key // BLOCK_SIZE).to(tl.int64)
-        slot = block * stride_block + kv_offset + (key % BLOCK_SIZE) * HEAD_DIM
-        k = tl.load(keys_ptr + slot[None, :] + dims[:, None], in_head[:, None], 0.0)
-        scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(weights, 1)
-        v = tl.load(values_ptr + slot[:, None] + dims[None, :], in_head[None, :], 0.0)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
-        top = new_top
+    # Keys from `open_begin` to `open_end` are seen by every query of the tile: they need no mask.
+    lowest = 0
+    open_begin = 0
+    if HAS_WINDOW:
+        lowest = tl.maximum(first_position - window + 1, 0)
+        open_begin = tl.cdiv(tl.maximum(end - window, 0), KEYS) * KEYS
+        for start in range(lowest // KEYS * KEYS, tl.minimum(open_begin, end), KEYS):
+            top, total, acc = _attend_to_tile(
+                q, top, total, acc, keys_ptr, values_ptr, table, first_row, block_rows, start,
+                lowest, end, position, window, scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEYS,
+                HAS_WINDOW, True, PRECISION,
+            )  # fmt: skip
+    open_end = tl.maximum((first_position + 1) // KEYS * KEYS, open_begin)
+    for start in range(open_begin, open_end, KEYS):
+        top, total, acc = _attend_to_tile(
+            q, top, total, acc, keys_ptr, values_ptr, table, first_row, block_rows, start, lowest,
+            end, position, window, scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEYS,
+            HAS_WINDOW, False, PRECISION,
+        )  # fmt: skip
     for start in range(open_end, end, KEYS):
-        key = start + tl.arange(0, KEYS)
-        valid = key < end
-        block = tl.load(table + key // BLOCK_SIZE, valid, 0).to(tl.int64)
-        slot = block * stride_block + kv_offset + (key % BLOCK_SIZE) * HEAD_DIM
-        k = tl.load(
-            keys_ptr + slot[None, :] + dims[:, None], valid[None, :] & in_head[:, None], 0.0
-        )
-        scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
-        seen = (key[None, :] <= position[:, None]) & valid[None, :]
-        if HAS_WINDOW:
-            seen = seen & (key[None, :] > position[:, None] - window)
-        scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        # A row that has seen nothing yet keeps a top of -inf, and must not become NaN.
-        safe_top = tl.where(new_top > float("-inf"), new_top, 0.0)
-        weights = tl.exp2(scores - safe_top[:, None])
-        shrink = tl.exp2(top - safe_top)
-        total = total * shrink + tl.sum(weights, 1)
-        v = tl.load(
-            values_ptr + slot[:, None] + dims[None, :], valid[:, None] & in_head[None, :], 0.0
-        )
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
-        top = new_top
+        top, total, acc = _attend_to_tile(
+            q, top, total, acc, keys_ptr, values_ptr, table, first_row, block_rows, start, lowest,
+            end, position, window, scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEYS,
+            HAS_WINDOW, True, PRECISION,
+        )  # fmt: skip
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     target = out_ptr + token[:, None] * stride_out + head * HEAD_DIM + dims[None, :]
     tl.store(target, acc.to(out_ptr.dtype.element_ty), q_mask)
@@ -126,15 +178,13 @@ def prefill_attention(
     scale: float,
     window: int | None,
     out: Tensor,
-    queries: int = 128,
-    keys: int = 64,
-    num_warps: int = 8,
-    num_stages: int = 3,
+    tiles: PrefillTiles,
 ) -> None:
     """Attends with the tokens of q [tokens, num_heads, head_dim] that the tiles name."""
     _, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_layer.shape[2], kv_layer.shape[3]
     exact = q.dtype == torch.float32
+    limit = {} if tiles.max_registers is None else {"maxnreg": tiles.max_registers}
     _prefill_kernel[(num_heads, len(tile_requests))](
         q,
         kv_layer[0],
@@ -148,18 +198,19 @@ def prefill_attention(
         scale * LOG2E,
         q.stride(0),
         out.stride(0),
-        kv_layer.stride(1),
-        kv_layer.stride(2),
         block_tables.stride(0),
+        kv_layer.stride(1) // head_dim,
+        kv_layer.stride(2) // head_dim,
         window or 0,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
         PADDED_DIM=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=block_size,
-        QUERIES=queries,
-        KEYS=keys,
+        QUERIES=tiles.queries,
+        KEYS=tiles.keys,
         HAS_WINDOW=window is not None,
         PRECISION="ieee" if exact else "tf32",
-        num_warps=num_warps,
-        num_stages=num_stages,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **limit,
     )

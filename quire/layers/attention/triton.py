@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.layers.attention.backend import BLOCK_SIZES, AttentionInputs, BackendSupport
 from quire.layers.attention.heads import Heads
+from quire.layers.attention.triton_prefill import choose_prefill
 from quire.protocol.plan import Int32Array
 
 PROGRAMS_WANTED = 512
@@ -49,7 +50,7 @@ class TritonBackend:
         self.num_kv_heads = num_kv_heads
         row_bytes = head_dim * kv.element_size()
         self.tile = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
-        self.queries, self.keys = (64, 32) if row_bytes <= 512 else (32, 16)
+        self.prefill = choose_prefill(kv, num_heads, num_kv_heads)
         self.stages = 3 if row_bytes <= 256 else 2
         # Requests times splits never exceeds this.
         pieces = max(MAX_SPLITS, MIN_SPLITS * PROGRAMS_UNSPLIT // num_kv_heads)
@@ -103,7 +104,7 @@ class TritonStep:
         """Send rows with one new token to the decode kernel and cut the others into tiles."""
         lens = inputs.query_lens
         single = np.flatnonzero(lens == 1).astype(np.int32)
-        requests, indices = query_tiles(lens, self.backend.queries)
+        requests, indices = query_tiles(lens, self.backend.prefill.queries)
         sent = inputs.send(single, requests, indices)
         self.tiles = (sent[1], sent[2])
         if len(single):
@@ -121,7 +122,6 @@ class TritonStep:
     def attend_prepared(self, layer: Tensor, q: Tensor, scale: float, window: int | None) -> Tensor:
         """Attention alone: the queries are ready, and the cache holds the step's tokens."""
         from quire.kernels.triton.decode_attention import PrefixPieces, decode_attention
-        from quire.kernels.triton.prefill_attention import prefill_attention
         from quire.kernels.triton.prefix_attention import prefix_attention
 
         backend, inputs = self.backend, self.inputs
@@ -166,7 +166,7 @@ class TritonStep:
                 prefix=pieces,
             )
         if self.tiles is not None:
-            prefill_attention(
+            backend.prefill.attend(
                 q,
                 layer,
                 inputs.query_start,
@@ -176,10 +176,6 @@ class TritonStep:
                 scale,
                 window,
                 out,
-                queries=backend.queries,
-                keys=backend.keys,
-                num_warps=4,
-                num_stages=2,
             )
         return out
 

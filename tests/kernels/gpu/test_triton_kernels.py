@@ -21,7 +21,7 @@ from quire.kernels.triton.decode_attention import (  # noqa: E402
 from quire.kernels.triton.embedding import embedding  # noqa: E402
 from quire.kernels.triton.gemv import NormInput, gemv  # noqa: E402
 from quire.kernels.triton.norm import rms_norm  # noqa: E402
-from quire.kernels.triton.prefill_attention import prefill_attention  # noqa: E402
+from quire.kernels.triton.prefill_attention import PrefillTiles, prefill_attention  # noqa: E402
 from quire.kernels.triton.prefix_attention import prefix_attention  # noqa: E402
 from quire.kernels.triton.rotary_cache import rotate_and_write  # noqa: E402
 from quire.kernels.triton.rows import append_tokens, gather_decode  # noqa: E402
@@ -217,9 +217,7 @@ def test_prefill_attention(case: tuple) -> None:
         dim**-0.5,
         window,
         out,
-        queries=16,
-        keys=16,
-        num_stages=2,
+        PrefillTiles(queries=16, keys=16, num_warps=4, num_stages=2),
     )
     expected = cache.reference(q, lens, window)
     first = 0

@@ -1,0 +1,1 @@
+"""Kernels that only NVIDIA Hopper GPUs can run, in Triton's lower level, Gluon."""
