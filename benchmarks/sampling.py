@@ -12,8 +12,8 @@ from itertools import cycle
 
 import numpy as np
 import torch
-from triton.testing import do_bench_cudagraph
 
+from harness import require_gpu
 from quire.decoding.sampler import Sampler
 from quire.protocol.plan import AddedRow
 from quire.protocol.sampling import SamplingParams
@@ -54,6 +54,8 @@ def make_sampler(batch: int, vocab: int, params: SamplingParams) -> Sampler:
 
 def measure(batch: int, vocab: int, params: SamplingParams, spread: float) -> tuple[float, float]:
     """Microseconds on the GPU and on the host."""
+    from triton.testing import do_bench_cudagraph
+
     sampler = make_sampler(batch, vocab, params)
     host_rows = np.arange(batch, dtype=np.int32)
     rows = torch.arange(batch, dtype=torch.int32, device="cuda")
@@ -83,6 +85,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, nargs="+", default=[128256, 151936])
     parser.add_argument("--spread", type=float, default=2.0, help="of the random logits")
     args = parser.parse_args()
+    require_gpu()
     print("GPU us / host us".ljust(18), *(name.rjust(17) for name in KINDS))
     for vocab in args.vocab:
         for batch in args.batch:

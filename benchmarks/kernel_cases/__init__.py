@@ -6,6 +6,7 @@ from harness import SHAPES
 from kernel_cases.attention import attention
 from kernel_cases.case import Case
 from kernel_cases.layers import (
+    embedding,
     fused_linear,
     gated_activation,
     linear,
@@ -13,6 +14,7 @@ from kernel_cases.layers import (
     rotation_and_write,
 )
 from kernel_cases.rows import appending, gathering
+from kernel_cases.sampling import DRAWN, FILTERED, GREEDY, choice
 
 MAX_CACHED_TOKENS = 1 << 20
 """What a GPU of 141 GB holds next to an 8B model, rounded up."""
@@ -72,7 +74,10 @@ KERNELS: dict[str, list[Case]] = {
     "linear of one token": [case for model in SHAPES for case in linears(model, 1)],
     "norm and linear of one token": [case for model in SHAPES for case in fused_linears(model)],
     "linear of a batch": [case for batch in LINEAR_BATCHES for case in linears("llama-8b", batch)],
+    "embedding": [embedding(count) for count in ROWS],
     "gather the batch": [gathering(count) for count in BATCHES],
     "append tokens": [appending(count) for count in BATCHES],
-    # Sampling kernels belong here: a file of cases beside the others, and a line per kernel.
+    "choice of a token": [
+        choice(way, lines) for way in (GREEDY, DRAWN, FILTERED) for lines in (1, 256, 1024)
+    ],
 }

@@ -178,3 +178,24 @@ def fused_linear(outputs: int, inputs: int, gated: bool) -> Case:
 
     size = f"{outputs:,} x {inputs:,}{', gated' if gated else ''}"
     return Case(size, num_bytes, 2 * outputs * inputs, False, make)
+
+
+def embedding(num_tokens: int, vocab: int = SHAPE.vocab) -> Case:
+    dim = SHAPE.hidden
+    num_bytes = 2 * num_tokens * dim * 2
+
+    def make() -> Sides:
+        copies = copies_of(num_bytes)
+        table = random(vocab, dim)
+        ids = torch.randint(0, vocab, (copies, num_tokens), device=DEVICE)
+
+        def check() -> None:
+            assert torch.equal(dispatch.embedding(ids[0], table), F.embedding(ids[0], table))
+
+        return Sides(
+            [partial(dispatch.embedding, ids[i], table) for i in range(copies)],
+            [partial(F.embedding, ids[i], table) for i in range(copies)],
+            check,
+        )
+
+    return Case(f"{num_tokens:,} tokens of {dim:,}", num_bytes, 0, True, make)

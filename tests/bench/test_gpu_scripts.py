@@ -20,7 +20,7 @@ from tests.bench.conftest import CONFIG
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks"
-SCRIPTS = ("gpu.py", "kernels.py", "profile_step.py")
+SCRIPTS = ("gpu.py", "kernels.py", "profile_step.py", "sampling.py")
 
 
 @pytest.fixture
@@ -126,6 +126,8 @@ def test_shapes_weigh_what_they_should(scripts: SimpleNamespace) -> None:
         ("_silu_and_mul_kernel", "activation"),
         ("void at::native::reduce_kernel<512, 1, at::native::ArgMaxOps<float>>()", "sampling"),
         ("_gather_decode_kernel", "embedding, rows and copies"),
+        ("_choose_kernel", "sampling"),
+        ("_embedding_kernel", "embedding, rows and copies"),
         ("_append_kernel", "embedding, rows and copies"),
         ("Memcpy DtoH (Device -> Pinned)", "embedding, rows and copies"),
         ("void at::native::elementwise_kernel<clamp>()", "other"),
