@@ -19,7 +19,8 @@ def warm_up_steps(max_rows: int, with_decode: bool) -> list[Int32Array]:
     """
     steps = [np.array([2], np.int32)]
     if with_decode:
-        steps += [np.ones(1 << i, np.int32) for i in range(max_rows.bit_length())]
+        sizes = [1 << i for i in range(max_rows.bit_length())]
+        steps += [np.ones(size, np.int32) for size in [*sizes, max_rows]]
     return steps
 
 
