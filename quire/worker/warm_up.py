@@ -27,6 +27,14 @@ def warm_up(runner: ModelRunner, shares_prefixes: bool) -> None:
         runner.update_rows(StepPlan(step=0, freed_rows=plan.rows))
 
 
+def batch_sizes(max_rows: int, has_graphs: bool) -> list[int]:
+    """Rows of the steps. Which kernels decode depends on their number by powers of two; graphs have
+    met those already."""
+    if has_graphs:
+        return sorted({min(size, max_rows) for size in (1, 2, 64)})
+    return [*(1 << i for i in range(max_rows.bit_length())), max_rows]
+
+
 def warm_up_plans(runner: ModelRunner, shares_prefixes: bool) -> Iterator[StepPlan]:
     """Single tokens alone and next to prompts, of few rows and of many."""
     max_rows, max_len = runner.table.token_ids.shape
@@ -34,9 +42,7 @@ def warm_up_plans(runner: ModelRunner, shares_prefixes: bool) -> Iterator[StepPl
     length = min(block_size + 4, max_len - 1)
     if length < 2:
         return
-    # Graphs have met the kernels of large batches when they were captured.
-    largest = max_rows if runner.graphs is None else 64
-    for count in sorted({min(size, max_rows) for size in (1, 2, 64, largest)}):
+    for count in batch_sizes(max_rows, runner.graphs is not None):
         groups = shares_prefixes and count > MIN_PREFIX_GROUP and length > block_size
         for grouped in (False, True)[: 1 + groups]:
             for num_prompts in (0, 1):

@@ -46,8 +46,11 @@ def check(kernel: PrefillKernel, case: Case, dtype: torch.dtype, tolerance: floa
     torch.testing.assert_close(found, expected, rtol=10 * tolerance, atol=10 * tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*((case, torch.bfloat16) for case in CASES), (CASES[0], torch.float16)],
+    ids=str,
+)
 def test_chosen_kernel(case: Case, dtype: torch.dtype) -> None:
     """What the backend would run here, for heads and blocks of all kinds."""
     kv = make_pages(case, dtype).kv_layer.cuda()[None]

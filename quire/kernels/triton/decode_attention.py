@@ -129,6 +129,11 @@ def _decode_kernel(
             tl.store(partial_ptr + place[:, None] * HEAD_DIM + dims[None, :], acc, q_mask)
 
 
+def padded_splits(num_splits: int) -> int:
+    """Two sizes of tiles rather than one for each number: each is compiled on its own."""
+    return 16 if num_splits <= 16 else triton.next_power_of_2(max(num_splits, 64))
+
+
 @triton.jit(do_not_specialize=["num_splits"])
 def _merge_kernel(
     partial_ptr,
@@ -257,6 +262,6 @@ def decode_attention(
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
             PADDED_DIM=padded,
-            PADDED_SPLITS=16 if num_splits <= 16 else triton.next_power_of_2(num_splits),
+            PADDED_SPLITS=padded_splits(num_splits),
             num_warps=2,
         )
