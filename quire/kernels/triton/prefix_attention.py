@@ -106,7 +106,8 @@ def prefix_attention(
     workspace: DecodeWorkspace,
     tile: int = 64,
     num_warps: int = 4,
-    num_stages: int = 3,
+    num_stages: int = 2,
+    max_registers: int | None = None,
 ) -> None:
     """Leaves in the workspace what each member's line of q sees of its tile's shared prefix.
 
@@ -117,6 +118,7 @@ def prefix_attention(
     num_kv_heads, block_size = kv_layer.shape[2], kv_layer.shape[3]
     num_tiles, num_members = members.shape
     group = num_heads // num_kv_heads
+    limit = {} if max_registers is None else {"maxnreg": max_registers}
     assert len(tokens) * num_splits <= workspace.max_pieces
     _prefix_kernel[(num_splits, num_kv_heads, num_tiles)](
         q,
@@ -145,4 +147,5 @@ def prefix_attention(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=num_warps,
         num_stages=num_stages,
+        **limit,
     )

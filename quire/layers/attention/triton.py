@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.layers.attention.backend import BLOCK_SIZES, AttentionInputs, BackendSupport
 from quire.layers.attention.heads import Heads
-from quire.layers.attention.triton_prefill import choose_prefill
+from quire.layers.attention.triton_prefill import choose_prefill, is_hopper
 from quire.protocol.plan import Int32Array
 
 PROGRAMS_WANTED = 512
@@ -20,8 +20,6 @@ PROGRAMS_UNSPLIT = 2048
 """From here on whole contexts are read at full speed; below, pieces even out their lengths."""
 MIN_SPLITS, MAX_SPLITS = 4, 64
 PREFIX_PROGRAMS_WANTED = 256
-PREFIX_ROWS = 128
-"""Query rows of a tile that attends to a shared prefix: requests times heads of a KV head."""
 MAX_PREFIX_PIECES = 2048
 """Bounds requests times splits of a shared prefix, and so its workspace."""
 
@@ -55,8 +53,14 @@ class TritonBackend:
         # Requests times splits never exceeds this.
         pieces = max(MAX_SPLITS, MIN_SPLITS * PROGRAMS_UNSPLIT // num_kv_heads)
         self.workspace = DecodeWorkspace(pieces, num_heads, head_dim, kv.device)
+        # Query rows of a tile that attends to a shared prefix: requests times heads of a KV head.
+        prefix_rows = 128 if row_bytes <= 256 else 64 if row_bytes <= 512 else 32
         heads_per_kv_head = 1 << (num_heads // num_kv_heads - 1).bit_length()
-        self.prefix_members = max(1, PREFIX_ROWS // heads_per_kv_head)
+        self.prefix_members = max(1, prefix_rows // heads_per_kv_head)
+        self.prefix_limits: dict[str, int] = {}
+        if is_hopper(kv.device) and row_bytes <= 256:
+            # As in `choose_prefill`: two programs share a multiprocessor.
+            self.prefix_limits = {"num_warps": 8, "max_registers": 128}
         self.prefix_workspace = DecodeWorkspace(MAX_PREFIX_PIECES, num_heads, head_dim, kv.device)
 
     @classmethod
@@ -148,6 +152,8 @@ class TritonStep:
                     scale,
                     pieces.num_splits,
                     pieces.workspace,
+                    tile=backend.tile,
+                    **backend.prefix_limits,
                 )
             decode_attention(
                 q,
