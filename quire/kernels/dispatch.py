@@ -62,11 +62,12 @@ def norm_linear(
     """(norm(x + residual) W^T + bias, x + residual), with `silu_and_mul` of the first if `gated`;
     the residual may be overwritten."""
     if _is_vector(x):
-        from quire.kernels.triton.gemv import NormInput, gemv
+        from quire.kernels.triton.gemv import MAX_FUSED_INPUTS, NormInput, gemv
 
-        return gemv(x, weight, bias, NormInput(norm_weight, eps, residual), gated)
+        if x.shape[1] <= MAX_FUSED_INPUTS:
+            return gemv(x, weight, bias, NormInput(norm_weight, eps, residual), gated)
     normal, total = rms_norm(x, norm_weight, eps, residual)
-    out = F.linear(normal, weight, bias)
+    out = linear(normal, weight, bias)
     return silu_and_mul(out) if gated else out, total
 
 

@@ -11,6 +11,7 @@ import torch
 from quire.protocol.plan import AddedRow, StepPlan
 from quire.protocol.sampling import SamplingParams
 from quire.worker.model_runner import ModelRunner
+from quire.worker.warm_up import compile_kernels
 
 GRAPHS_TRIED = 4
 """The largest one, and some more to learn what each further one adds."""
@@ -43,12 +44,14 @@ def run_trial(
     num_tokens: int,
     with_graphs: bool,
     shares_prefixes: bool,
+    num_threads: int,
 ) -> TrialBytes:
     """Measure with a runner that has all it will have, but a cache of one block, which all rows
     share: what they compute is of no use."""
     used = used_bytes()
     runner = build_runner()
     runner.kv.data.zero_()
+    compile_kernels(runner, shares_prefixes, num_threads)
     runner.execute(largest_step(num_rows, num_tokens, runner.table.token_ids.shape[1]))
     runner.sample().result()
     torch.cuda.synchronize()

@@ -10,18 +10,41 @@ from quire.protocol.plan import MIN_PREFIX_GROUP, AddedRow, Int32Array, StepPlan
 from quire.protocol.sampling import SamplingParams
 from quire.worker.model_runner import ModelRunner
 
+COMPILE_SIZES = (1, 2, 64, 256)
 PARAMS = (
     SamplingParams(temperature=0.0),
     SamplingParams(seed=0),
     SamplingParams(seed=0, top_k=4, top_p=0.9, min_p=0.01, repetition_penalty=1.1),
-    SamplingParams(temperature=0.0, logit_bias={0: 1.0}, logprobs=1, min_tokens=1),
+    SamplingParams(temperature=0.0, logit_bias={0: 1.0}, min_tokens=1),
 )
+SCORED = SamplingParams(temperature=0.0, logprobs=1)
+
+
+def compile_kernels(runner: ModelRunner, shares_prefixes: bool, num_threads: int) -> None:
+    """Compile most kernels side by side, which a cold start would otherwise do one by one.
+
+    Steps of each kind are launched and compute nothing. No logprobs: they would be looked up by
+    tokens that nobody chose.
+    """
+    from quire.kernels.triton.compile import CompilingTogether
+
+    max_rows = len(runner.table.num_tokens)
+    sizes = sorted({min(size, max_rows) for size in COMPILE_SIZES})
+    with CompilingTogether(num_threads):
+        runner.sampler.warm_up(runner.kv.data.dtype)
+        _run(runner, warm_up_plans(runner, sizes, shares_prefixes, PARAMS))
 
 
 def warm_up(runner: ModelRunner, shares_prefixes: bool) -> None:
     """Run steps of each kind. Their rows have no blocks of their own: all write to the first block
     of the cache, which holds nothing yet."""
-    for plan in warm_up_plans(runner, shares_prefixes):
+    runner.sampler.warm_up(runner.kv.data.dtype)
+    sizes = batch_sizes(len(runner.table.num_tokens), runner.graphs is not None)
+    _run(runner, warm_up_plans(runner, sizes, shares_prefixes, (*PARAMS, SCORED)))
+
+
+def _run(runner: ModelRunner, plans: Iterator[StepPlan]) -> None:
+    for plan in plans:
         runner.execute(plan)
         runner.sample().result()
         runner.update_rows(StepPlan(step=0, freed_rows=plan.rows))
@@ -35,27 +58,31 @@ def batch_sizes(max_rows: int, has_graphs: bool) -> list[int]:
     return [*(1 << i for i in range(max_rows.bit_length())), max_rows]
 
 
-def warm_up_plans(runner: ModelRunner, shares_prefixes: bool) -> Iterator[StepPlan]:
-    """Single tokens alone and next to prompts, of few rows and of many."""
-    max_rows, max_len = runner.table.token_ids.shape
-    block_size = runner.table.block_size
+def warm_up_plans(
+    runner: ModelRunner,
+    sizes: list[int],
+    shares_prefixes: bool,
+    params: tuple[SamplingParams, ...],
+) -> Iterator[StepPlan]:
+    """Single tokens alone and next to prompts, for each number of rows."""
+    block_size, max_len = runner.table.block_size, runner.table.token_ids.shape[1]
     length = min(block_size + 4, max_len - 1)
     if length < 2:
         return
-    for count in batch_sizes(max_rows, runner.graphs is not None):
+    for count in sizes:
         groups = shares_prefixes and count > MIN_PREFIX_GROUP and length > block_size
         for grouped in (False, True)[: 1 + groups]:
             for num_prompts in (0, 1):
                 computed = np.full(count, length - 1, np.int32)
                 computed[:num_prompts] = 0
-                plan = _plan(computed, length)
+                plan = _plan(computed, length, params)
                 if grouped:
                     plan.prefix_groups = np.zeros(count, np.int32)
                     plan.prefix_blocks = np.ones(1, np.int32)
                 yield plan
 
 
-def _plan(computed: Int32Array, length: int) -> StepPlan:
+def _plan(computed: Int32Array, length: int, params: tuple[SamplingParams, ...]) -> StepPlan:
     """Each row has so many of its `length` tokens computed and computes the others."""
     added = [
         AddedRow(
@@ -63,9 +90,9 @@ def _plan(computed: Int32Array, length: int) -> StepPlan:
             token_ids=np.zeros(length, np.int32),
             num_prompt_tokens=length,
             num_computed_tokens=done,
-            params=PARAMS[row % len(PARAMS)],
+            params=params[row % len(params)],
             seed=row,
-            num_logprobs=PARAMS[row % len(PARAMS)].logprobs or -1,
+            num_logprobs=params[row % len(params)].logprobs or -1,
         )
         for row, done in enumerate(computed.tolist())
     ]

@@ -98,7 +98,6 @@ class Worker:
             with explaining("capturing CUDA graphs", remedy, device):
                 self._capture_graphs()
         if self.device.type == "cuda":
-            self.runner.sampler.warm_up(dtype)
             warm_up(self.runner, self.groups_prefixes)
 
     def _capture_graphs(self) -> None:
@@ -148,6 +147,7 @@ class Worker:
                 num_tokens,
                 with_graphs=not self._options.device.enforce_eager,
                 shares_prefixes=self.groups_prefixes,
+                num_threads=self._options.device.num_threads or 1,
             )
 
     def _build_runner(self, model: CausalLM, kv: KVTensors, max_len: int) -> ModelRunner:

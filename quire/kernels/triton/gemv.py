@@ -1,9 +1,9 @@
 """Matrix times vector, the linear layers of a single token: reads the weight at memory speed.
 
-Each program computes a few outputs over the whole input. What stands before and after such a layer
-is done in passing, because at this size a kernel of its own costs more than its work: the residual
-is added and normalised while the input is read, gate and up are combined when they are summed.
-cuBLAS needs 10 to 30 % longer on layers of an 8B model, and up to four times as long on small ones
+Each program computes two outputs over the whole input. In a small model a kernel of its own costs
+more than its work, so what stands before and after the layer is done in passing: the residual is
+added and normalised while the input is read, gate and up are combined when they are summed. cuBLAS
+needs 10 to 30 % longer on layers of an 8B model, and up to four times as long on small ones
 (docs/performance.md).
 """
 
@@ -15,6 +15,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+OUTPUTS = 2
+"""Outputs of one program."""
+MAX_FUSED_INPUTS = 2048
+"""Up to here it pays to normalise in passing: every program does it anew."""
 
 
 @triton.jit
@@ -109,8 +114,7 @@ def gemv(
     residual = norm.residual if norm is not None else None
     total = torch.empty_like(x) if residual is not None else x
     small = num_inputs <= 1024
-    outputs = 1 if gated else 2
-    _gemv_kernel[(triton.cdiv(num_outputs, outputs),)](
+    _gemv_kernel[(triton.cdiv(num_outputs, OUTPUTS),)](
         x,
         residual,
         total,
@@ -126,7 +130,7 @@ def gemv(
         HAS_RESIDUAL=residual is not None,
         HAS_BIAS=bias is not None,
         IS_GATED=gated,
-        OUTPUTS=outputs,
+        OUTPUTS=OUTPUTS,
         INPUTS=512 if small else 2048,
         num_warps=2 if small else 8,
         num_stages=4 if small else 2,
