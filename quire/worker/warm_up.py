@@ -15,16 +15,15 @@ PARAMS = (
     SamplingParams(temperature=0.0),
     SamplingParams(seed=0),
     SamplingParams(seed=0, top_k=4, top_p=0.9, min_p=0.01, repetition_penalty=1.1),
-    SamplingParams(temperature=0.0, logit_bias={0: 1.0}, min_tokens=1),
+    SamplingParams(temperature=0.0, logit_bias={0: 1.0}, logprobs=1, min_tokens=1),
 )
-SCORED = SamplingParams(temperature=0.0, logprobs=1)
 
 
 def compile_kernels(runner: ModelRunner, shares_prefixes: bool, num_threads: int) -> None:
     """Compile most kernels side by side, which a cold start would otherwise do one by one.
 
-    Steps of each kind are launched and compute nothing. No logprobs: they would be looked up by
-    tokens that nobody chose.
+    Forward passes of each kind are launched and compute nothing. Nothing is sampled from them:
+    tokens that nobody chose must not be looked up.
     """
     from quire.kernels.triton.compile import CompilingTogether
 
@@ -32,7 +31,9 @@ def compile_kernels(runner: ModelRunner, shares_prefixes: bool, num_threads: int
     sizes = sorted({min(size, max_rows) for size in COMPILE_SIZES})
     with CompilingTogether(num_threads):
         runner.sampler.warm_up(runner.kv.data.dtype)
-        _run(runner, warm_up_plans(runner, sizes, shares_prefixes, PARAMS))
+        for plan in warm_up_plans(runner, sizes, shares_prefixes):
+            runner.execute(plan)
+            runner.update_rows(StepPlan(step=0, freed_rows=plan.rows))
 
 
 def warm_up(runner: ModelRunner, shares_prefixes: bool) -> None:
@@ -40,11 +41,7 @@ def warm_up(runner: ModelRunner, shares_prefixes: bool) -> None:
     of the cache, which holds nothing yet."""
     runner.sampler.warm_up(runner.kv.data.dtype)
     sizes = batch_sizes(len(runner.table.num_tokens), runner.graphs is not None)
-    _run(runner, warm_up_plans(runner, sizes, shares_prefixes, (*PARAMS, SCORED)))
-
-
-def _run(runner: ModelRunner, plans: Iterator[StepPlan]) -> None:
-    for plan in plans:
+    for plan in warm_up_plans(runner, sizes, shares_prefixes):
         runner.execute(plan)
         runner.sample().result()
         runner.update_rows(StepPlan(step=0, freed_rows=plan.rows))
@@ -59,10 +56,7 @@ def batch_sizes(max_rows: int, has_graphs: bool) -> list[int]:
 
 
 def warm_up_plans(
-    runner: ModelRunner,
-    sizes: list[int],
-    shares_prefixes: bool,
-    params: tuple[SamplingParams, ...],
+    runner: ModelRunner, sizes: list[int], shares_prefixes: bool
 ) -> Iterator[StepPlan]:
     """Single tokens alone and next to prompts, for each number of rows."""
     block_size, max_len = runner.table.block_size, runner.table.token_ids.shape[1]
@@ -75,14 +69,14 @@ def warm_up_plans(
             for num_prompts in (0, 1):
                 computed = np.full(count, length - 1, np.int32)
                 computed[:num_prompts] = 0
-                plan = _plan(computed, length, params)
+                plan = _plan(computed, length)
                 if grouped:
                     plan.prefix_groups = np.zeros(count, np.int32)
                     plan.prefix_blocks = np.ones(1, np.int32)
                 yield plan
 
 
-def _plan(computed: Int32Array, length: int, params: tuple[SamplingParams, ...]) -> StepPlan:
+def _plan(computed: Int32Array, length: int) -> StepPlan:
     """Each row has so many of its `length` tokens computed and computes the others."""
     added = [
         AddedRow(
@@ -90,9 +84,9 @@ def _plan(computed: Int32Array, length: int, params: tuple[SamplingParams, ...])
             token_ids=np.zeros(length, np.int32),
             num_prompt_tokens=length,
             num_computed_tokens=done,
-            params=params[row % len(params)],
+            params=PARAMS[row % len(PARAMS)],
             seed=row,
-            num_logprobs=params[row % len(params)].logprobs or -1,
+            num_logprobs=PARAMS[row % len(PARAMS)].logprobs or -1,
         )
         for row, done in enumerate(computed.tolist())
     ]

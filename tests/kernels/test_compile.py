@@ -1,0 +1,59 @@
+"""Kernels compiled side by side, for a GPU that need not be there: nothing is launched."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+PROGRAM = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from quire.kernels.triton.compile import CompilingTogether
+from quire.kernels.triton import activation, norm
+
+class Driver:
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+
+driver.set_active(Driver())
+compiled = []
+triton.knobs.runtime.jit_post_compile_hook = lambda **made: compiled.append(made["fn"].name)
+x, weight = torch.ones(2, 64).bfloat16(), torch.ones(64).bfloat16()
+
+@triton.jit
+def broken(x_ptr):
+    triton.language.no_such_thing(x_ptr)
+
+with CompilingTogether(2):
+    for _ in range(2):
+        activation.silu_and_mul(x)
+        norm.rms_norm(x, weight, 1e-5)
+        broken[(1,)](x)
+    assert not compiled, "compiled kernels are taken in at the end"
+assert sorted(name.split(".")[-1] for name in compiled) == [
+    "_rms_norm_kernel", "_silu_and_mul_kernel"], compiled
+cached = activation._silu_and_mul_kernel.device_caches[0][0]
+assert [kernel.asm["ptx"][:2] for kernel in cached.values()] == ["//"]
+assert not broken.device_caches[0][0], "what does not compile is tried again when it is launched"
+print("done")
+"""
+
+
+def test_kernels_are_compiled_and_not_launched(tmp_path: Path) -> None:
+    """In a process of its own, because the GPU that it pretends to have would stay."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, str(program)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "done\n", done.stderr[-3000:]
