@@ -31,28 +31,25 @@ class Embedding(WeightedLayer):
 class VocabEmbedding(WeightedLayer):
     """Token embeddings, divided among ranks by token id."""
 
-    weight: nn.Parameter
-
     def __init__(self, vocab_size: int, dim: int, place: Placement) -> None:
         super().__init__()
         self.parallel = place.parallel
         rows = vocabulary_axis(vocab_size, place)
         self.first, self.num_rows = rows[0].start, rows[0].size
-        self.add_weight("weight", (rows, whole(dim)), place)
+        self.scheme = place.scheme
+        self.scheme.create_weights(self, rows, whole(dim), place)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.parallel.size == 1:
-            return dispatch.embedding(token_ids, self.weight)
+            return self.scheme.rows(self, token_ids)
         local = token_ids - self.first
         elsewhere = (local < 0) | (local >= self.num_rows)
-        found = dispatch.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        found = self.scheme.rows(self, local.masked_fill(elsewhere, 0))
         return self.parallel.all_reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
 class LMHead(WeightedLayer):
     """Logits over the vocabulary. With `tied`, the weight is that embedding's."""
-
-    weight: nn.Parameter
 
     def __init__(
         self, vocab_size: int, dim: int, place: Placement, tied: VocabEmbedding | None = None
@@ -60,15 +57,18 @@ class LMHead(WeightedLayer):
         super().__init__()
         self.parallel = place.parallel
         self.vocab_size = vocab_size
+        self.scheme = place.scheme
+        # In a tuple: as a submodule its weight would be looked for under two names.
+        self._weighted: tuple[WeightedLayer, ...] = (tied if tied is not None else self,)
         if tied is None:
-            self.add_weight("weight", (vocabulary_axis(vocab_size, place), whole(dim)), place)
-        else:
-            self.weight = tied.weight
+            outputs = vocabulary_axis(vocab_size, place)
+            self.scheme.create_weights(self, outputs, whole(dim), place)
+        self.dtype, self.device = place.dtype, place.device
 
     def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        (weighted,) = self._weighted
         if self.parallel.size == 1:
-            return dispatch.linear(hidden, self.weight, out=out)
-        logits = self.parallel.all_gather(dispatch.linear(hidden, self.weight))[
-            :, : self.vocab_size
-        ]
+            return self.scheme.apply(weighted, hidden, None, out)
+        logits = self.parallel.all_gather(self.scheme.apply(weighted, hidden, None))
+        logits = logits[:, : self.vocab_size]
         return logits if out is None else out.copy_(logits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from torch import nn
 from quire.protocol.errors import ModelError
 
 if TYPE_CHECKING:
+    from quire.layers.quantization.packed import Matrix
     from quire.layers.quantization.scheme import Scheme
 
 
@@ -117,6 +118,10 @@ class WeightedLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.axes: dict[str, tuple[Axis, ...]] = {}
+        self.loaders: dict[str, Callable[[str | None, torch.Tensor], None]] = {}
+        """Who takes in the tensors of weights that are not kept as parameters."""
+        self.matrices: list[Matrix] = []
+        """What became of them."""
 
     def add_weight(self, name: str, axes: tuple[Axis, ...], place: Placement) -> None:
         """Makes an uninitialised parameter with one axis per dimension."""
@@ -135,6 +140,9 @@ class WeightedLayer(nn.Module):
 
     def load(self, name: str, shard: str | None, tensor: torch.Tensor) -> None:
         """Copies this rank's share of a checkpoint tensor into place, casting as it goes."""
+        if name in self.loaders:
+            self.loaders[name](shard, tensor)
+            return
         parameter = self.get_parameter(name)
         for selection in product(*(_selected(axis, shard) for axis in self.axes[name])):
             source = tuple(

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from quire.config.model import ModelConfig
+from quire.kernels import cpu
 from quire.layers.parallel import Parallel, Placement, WeightedLayer
-from quire.layers.quantization.scheme import Unquantized
+from quire.layers.quantization.packed import Packed, pack_floats
+from quire.layers.quantization.scheme import Scheme, Unquantized
 from quire.models.registry import CausalLM, model_class
 from quire.models.upload import Upload, stays_here
 from quire.models.weights import iter_weights
@@ -57,7 +59,7 @@ def load_model(
             f"{config.quantization.get('quant_method')!r} in quantization_config is not supported "
             f"yet; use the unquantised model or a GGUF file of it."
         )
-    place = Placement(dtype, torch.device(device), parallel, Unquantized())
+    place = Placement(dtype, torch.device(device), parallel, choose_scheme(dtype, device, parallel))
     model = model_class(config.architecture)(config, place)
     if load_format == "dummy":
         load_dummy_weights(model, place, seed)
@@ -68,6 +70,15 @@ def load_model(
         if isinstance(layer, WeightedLayer):
             layer.finish_loading()
     return model.eval()
+
+
+def choose_scheme(dtype: torch.dtype, device: torch.device | str, parallel: Parallel) -> Scheme:
+    """The quickest form of weights that changes no number beyond rounding."""
+    if torch.device(device).type != "cpu" or dtype != torch.float32 or parallel.size > 1:
+        return Unquantized()
+    if not cpu.available()[0]:
+        return Unquantized()
+    return Packed(pack_floats)
 
 
 def count_weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:

@@ -66,8 +66,8 @@ class CausalLM(nn.Module, ABC):
 
     def new_logits(self, num_lines: int) -> torch.Tensor:
         """Room for that many lines of logits."""
-        weight = self.lm_head.weight
-        return weight.new_empty(num_lines, self.lm_head.vocab_size)
+        head = self.lm_head
+        return torch.empty(num_lines, head.vocab_size, dtype=head.dtype, device=head.device)
 
 
 def model_class(architecture: str) -> type[CausalLM]:

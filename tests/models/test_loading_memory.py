@@ -56,8 +56,10 @@ watcher.start()
 model = load_model(config, dtype=getattr(torch, dtype), device=device)
 done.set()
 watcher.join()
-own = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cpu)
-assert all(bool((p == 1).all()) for p in model.parameters())
+packed = [m.packed for layer in model.modules() for m in getattr(layer, "matrices", ())]
+weights = [*model.parameters(), *packed]
+own = sum(tensor.nbytes for tensor in (*weights, *model.buffers()) if tensor.is_cpu)
+assert all(bool((p == 1).all()) for p in weights)
 print(own, peak[0] - before)
 """
 

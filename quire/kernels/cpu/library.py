@@ -11,7 +11,7 @@ import torch
 
 LIBRARY = Path(__file__).with_name("libquire_cpu.so")
 ISAS = ("generic", "avx2", "avx512")
-ABI = 1
+ABI = 2
 
 
 class AttentionCall(ctypes.Structure):
@@ -64,6 +64,23 @@ class WriteCall(ctypes.Structure):
     )
 
 
+class FloatLinearCall(ctypes.Structure):
+    """Mirrors `FloatLinearCall` in src/float_linear.h."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
+        ("num_tokens", ctypes.c_int32),
+        ("num_outputs", ctypes.c_int32),
+        ("num_inputs", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
+    )
+
+
 def available() -> tuple[bool, str]:
     """Whether the native library can be used, and what it is or why it cannot be."""
     library, reason = load(LIBRARY)
@@ -107,6 +124,7 @@ def load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     library.quire_paged_attention.argtypes = (ctypes.POINTER(AttentionCall),)
     library.quire_write_kv.argtypes = (ctypes.POINTER(WriteCall),)
     library.quire_write_kv.restype = None
+    library.quire_float_linear.argtypes = (ctypes.POINTER(FloatLinearCall),)
     library.quire_set_parallel.argtypes = (ctypes.c_void_p,)
     library.quire_set_parallel.restype = None
     parallel = find_parallel()

@@ -1,4 +1,4 @@
-"""`Scheme`: the three verbs of a weight format. A layer never asks which format it has."""
+"""`Scheme`: the verbs of a weight format. A layer never asks which format it has."""
 
 from __future__ import annotations
 
@@ -22,9 +22,16 @@ class Scheme(Protocol):
         """Repacks the loaded parameters into the form that `apply` reads."""
 
     def apply(
-        self, layer: WeightedLayer, x: torch.Tensor, bias: torch.Tensor | None
+        self,
+        layer: WeightedLayer,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x W^T + bias."""
+        """x W^T + bias, into `out` if given."""
+
+    def rows(self, layer: WeightedLayer, ids: torch.Tensor) -> torch.Tensor:
+        """The rows of the matrix that `ids` name: an embedding."""
 
     def plain_weight(self, layer: WeightedLayer) -> torch.Tensor | None:
         """The matrix itself for kernels that do more than `apply`; None where there is none."""
@@ -42,9 +49,16 @@ class Unquantized:
         """The matrix is used as it was loaded."""
 
     def apply(
-        self, layer: WeightedLayer, x: torch.Tensor, bias: torch.Tensor | None
+        self,
+        layer: WeightedLayer,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return dispatch.linear(x, layer.get_parameter("weight"), bias)
+        return dispatch.linear(x, layer.get_parameter("weight"), bias, out)
+
+    def rows(self, layer: WeightedLayer, ids: torch.Tensor) -> torch.Tensor:
+        return dispatch.embedding(ids, layer.get_parameter("weight"))
 
     def plain_weight(self, layer: WeightedLayer) -> torch.Tensor | None:
         return layer.get_parameter("weight")

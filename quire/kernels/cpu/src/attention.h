@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "float_linear.h"
+
 namespace quire {
 
 // One step of one layer. `AttentionCall` in ../library.py mirrors this struct field by field.
@@ -80,6 +82,12 @@ struct Kernel {
   void (*attend)(const AttentionCall& call, const Task& task, float* scratch);
   // Joins consecutive partials of the rows of `task` into the result.
   void (*merge)(const AttentionCall& call, const Task& task, const float* partials, int32_t count);
+  int32_t tile_tokens;  // tokens of a linear layer that are computed together
+  // Lays the inputs of a tile of tokens side by side, at its place among the columns of all.
+  void (*lay_columns)(const FloatLinearCall& call, int32_t tile, float* columns);
+  // Computes the outputs of some groups for all tokens.
+  void (*multiply)(const FloatLinearCall& call, const float* columns, int32_t first_group,
+                   int32_t end_group);
 };
 
 extern const Kernel kernel_generic;

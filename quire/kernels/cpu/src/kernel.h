@@ -2,6 +2,7 @@
 #pragma once
 
 #include "dims.h"
+#include "float_tiles.h"
 #include "rows.h"
 
 namespace quire {
@@ -59,7 +60,8 @@ void merge(const AttentionCall& call, const Task& task, const float* partials, i
   }
 }
 
-constexpr Kernel kKernel = {kFewRows, kRowVectors * kLanes, scratch_floats, attend, merge};
+constexpr Kernel kKernel = {kFewRows, kRowVectors * kLanes, scratch_floats, attend,
+                            merge,    kTileTokens,          lay_columns,    multiply_groups};
 
 }  // namespace
 }  // namespace quire

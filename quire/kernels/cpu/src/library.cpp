@@ -158,6 +158,36 @@ void work(void* data) {
   }
 }
 
+struct Multipliers {
+  const FloatLinearCall& call;
+  const Kernel& kernel;
+  float* columns;
+  int32_t next_tile;
+  int32_t next_group;
+};
+
+void lay_all_columns(void* data) {
+  Multipliers& team = *static_cast<Multipliers*>(data);
+  const TokenTiles tiles(team.call.num_tokens, team.kernel.tile_tokens);
+  for (;;) {
+    const int32_t tile = __atomic_fetch_add(&team.next_tile, 1, __ATOMIC_RELAXED);
+    if (tile >= tiles.count) return;
+    team.kernel.lay_columns(team.call, tile, team.columns);
+  }
+}
+
+void multiply(void* data) {
+  Multipliers& team = *static_cast<Multipliers*>(data);
+  const int32_t num_groups = count_groups(team.call);
+  const float* columns = team.columns ? team.columns : team.call.x;
+  for (;;) {
+    const int32_t first = __atomic_fetch_add(&team.next_group, kTaskGroups, __ATOMIC_RELAXED);
+    if (first >= num_groups) return;
+    const int32_t end = first + kTaskGroups;
+    team.kernel.multiply(team.call, columns, first, end < num_groups ? end : num_groups);
+  }
+}
+
 size_t padded(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 struct Writers {
@@ -197,7 +227,7 @@ void write(void* data) {
 extern "C" {
 
 // Changes whenever a struct or the meaning of an entry point does.
-int quire_abi() { return 1; }
+int quire_abi() { return 2; }
 
 void quire_set_parallel(void* gomp_parallel) {
   quire::parallel_region = reinterpret_cast<quire::Parallel>(gomp_parallel);
@@ -247,6 +277,21 @@ void quire_write_kv(const quire::WriteCall* call) {
   quire::Writers writers = {*call, 0};
   const int64_t floats = call->num_tokens * call->num_kv_heads * call->head_dim;
   quire::run_parallel(quire::write, &writers, floats < quire::kSerialWork ? 1 : call->num_threads);
+}
+
+// Returns 0, or -1 if there is no memory.
+int quire_float_linear(const quire::FloatLinearCall* call) {
+  using namespace quire;
+  const Kernel& kernel = chosen_kernel ? *chosen_kernel : *kernel_of(best_isa());
+  const int64_t floats = int64_t{call->num_tokens} * call->num_inputs;
+  const int32_t num_threads = floats * call->num_outputs < kSerialWork ? 1 : call->num_threads;
+  void* columns = nullptr;  // a single token is its own column
+  if (call->num_tokens > 1 && posix_memalign(&columns, 64, sizeof(float) * floats) != 0) return -1;
+  Multipliers team = {*call, kernel, static_cast<float*>(columns), 0, 0};
+  if (columns) run_parallel(lay_all_columns, &team, floats < kSerialWork ? 1 : num_threads);
+  run_parallel(multiply, &team, num_threads);
+  std::free(columns);
+  return 0;
 }
 
 }  // extern "C"
