@@ -20,8 +20,20 @@ from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("quire/kernels/cpu/src")
 # The choice among the kernels is made at run time, so each file has flags of its own.
-PORTABLE = {"library.cpp": [], "kernel_generic.cpp": []}
-X86_64 = {"kernel_avx2.cpp": ["-mavx2", "-mfma"], "kernel_avx512.cpp": ["-mavx512f"]}
+# Files about quantised weights round exactly as their twins in torch do.
+EXACT = "-ffp-contract=off"
+PORTABLE = {
+    "library.cpp": [],
+    "kernel_generic.cpp": [],
+    "quantized.cpp": [EXACT],
+    "linear_generic.cpp": [EXACT],
+}
+X86_64 = {
+    "kernel_avx2.cpp": ["-mavx2", "-mfma"],
+    "kernel_avx512.cpp": ["-mavx512f"],
+    "linear_avx2.cpp": ["-mavx2", "-mfma", "-mf16c", EXACT],
+    "linear_vnni.cpp": ["-mavx512f", "-mavx512bw", "-mavx512vnni", EXACT],
+}
 COMPILE = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"]
 COMPILE += ["-ffp-contract=fast"]
 LINK = ["-shared"] if sys.platform == "darwin" else ["-shared", "-Wl,--as-needed"]

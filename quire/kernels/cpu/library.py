@@ -81,6 +81,35 @@ class FloatLinearCall(ctypes.Structure):
     )
 
 
+class NativeMatrix(ctypes.Structure):
+    """Mirrors `PackedMatrix` in src/quantized.h."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("kind", ctypes.c_int32),
+        ("num_outputs", ctypes.c_int32),
+        ("num_inputs", ctypes.c_int32),
+    )
+
+
+PACKED_LINEAR = (
+    ctypes.POINTER(NativeMatrix),
+    ctypes.c_void_p,  # x
+    ctypes.c_int64,  # x_stride
+    ctypes.c_int64,  # num_tokens
+    ctypes.c_void_p,  # bias
+    ctypes.c_void_p,  # out
+    ctypes.c_int64,  # out_stride
+    ctypes.c_int32,  # num_threads
+)
+PACKED_ROWS = (
+    ctypes.POINTER(NativeMatrix),
+    ctypes.c_void_p,  # ids
+    ctypes.c_int64,  # count
+    ctypes.c_void_p,  # out
+)
+
+
 def available() -> tuple[bool, str]:
     """Whether the native library can be used, and what it is or why it cannot be."""
     library, reason = load(LIBRARY)
@@ -125,6 +154,8 @@ def load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     library.quire_write_kv.argtypes = (ctypes.POINTER(WriteCall),)
     library.quire_write_kv.restype = None
     library.quire_float_linear.argtypes = (ctypes.POINTER(FloatLinearCall),)
+    library.quire_packed_linear.argtypes = PACKED_LINEAR
+    library.quire_packed_rows.argtypes = PACKED_ROWS
     library.quire_set_parallel.argtypes = (ctypes.c_void_p,)
     library.quire_set_parallel.restype = None
     parallel = find_parallel()

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "attention.h"
+#include "dispatch.h"
 
 namespace quire {
 namespace {
@@ -22,7 +23,7 @@ constexpr int64_t kSerialWork = 100000;
 
 using Parallel = void (*)(void (*body)(void*), void* data, unsigned num_threads, unsigned flags);
 Parallel parallel_region = nullptr;
-const Kernel* chosen_kernel = nullptr;
+int isa_in_use = -1;  // the widest one
 
 const Kernel* kernel_of(int isa) {
   switch (isa) {
@@ -41,13 +42,6 @@ int best_isa() {
   int isa = 2;
   while (!kernel_of(isa)) --isa;
   return isa;
-}
-
-void run_parallel(void (*body)(void*), void* data, int32_t num_threads) {
-  if (num_threads > 1 && parallel_region)
-    parallel_region(body, data, static_cast<unsigned>(num_threads), 0);
-  else
-    body(data);
 }
 
 // A tile whose keys are shared out to several tasks.
@@ -221,6 +215,16 @@ void write(void* data) {
 }
 
 }  // namespace
+
+int chosen_isa() { return isa_in_use < 0 ? best_isa() : isa_in_use; }
+
+void run_parallel(void (*body)(void*), void* data, int32_t num_threads) {
+  if (num_threads > 1 && parallel_region)
+    parallel_region(body, data, static_cast<unsigned>(num_threads), 0);
+  else
+    body(data);
+}
+
 }  // namespace quire
 
 #pragma GCC visibility push(default)
@@ -238,16 +242,15 @@ int quire_best_isa() { return quire::best_isa(); }
 
 // Returns 0, or -1 if this processor or build lacks the instruction set.
 int quire_set_isa(int isa) {
-  const quire::Kernel* kernel = quire::kernel_of(isa);
-  if (!kernel) return -1;
-  quire::chosen_kernel = kernel;
+  if (!quire::kernel_of(isa)) return -1;
+  quire::isa_in_use = isa;
   return 0;
 }
 
 // Returns 0, or -1 if there is no memory.
 int quire_paged_attention(const quire::AttentionCall* call) {
   using namespace quire;
-  const Kernel& kernel = chosen_kernel ? *chosen_kernel : *kernel_of(best_isa());
+  const Kernel& kernel = *kernel_of(chosen_isa());
   const Plan plan = measure(*call, kernel);
   if (plan.num_tasks == 0) return 0;
   int32_t num_threads = plan.work < kSerialWork ? 1 : call->num_threads;
@@ -282,7 +285,7 @@ void quire_write_kv(const quire::WriteCall* call) {
 // Returns 0, or -1 if there is no memory.
 int quire_float_linear(const quire::FloatLinearCall* call) {
   using namespace quire;
-  const Kernel& kernel = chosen_kernel ? *chosen_kernel : *kernel_of(best_isa());
+  const Kernel& kernel = *kernel_of(chosen_isa());
   const int64_t floats = int64_t{call->num_tokens} * call->num_inputs;
   const int32_t num_threads = floats * call->num_outputs < kSerialWork ? 1 : call->num_threads;
   void* columns = nullptr;  // a single token is its own column

@@ -1,0 +1,117 @@
+"""Linear layers and embeddings from packed quantised weights, in the native library.
+
+The signatures are those of the twins in `quire.kernels.torch.quantized`. src/quantized.h says how
+weights are packed, and quire/kernels/cpu/packing.py does it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu.library import NativeMatrix, native
+from quire.kernels.cpu.packing import pack_rows
+from quire.kernels.torch.quantized import KINDS, check_rows, int8_rows
+
+__all__ = [
+    "KINDS",
+    "PackedMatrix",
+    "pack_blocks",
+    "packed_linear",
+    "packed_rows",
+    "quantize_int8",
+]
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """Quantised weights [num_outputs, num_inputs] of a linear layer or an embedding."""
+
+    kind: str
+    num_outputs: int
+    num_inputs: int
+    data: Tensor
+    """uint8 [groups of 16 rows, bytes], as src/quantized.h describes it."""
+
+    @cached_property
+    def handle(self) -> ctypes._Pointer[NativeMatrix]:
+        """What the library takes. It holds an address: the matrix must outlive it."""
+        kind = KINDS.index(self.kind)
+        matrix = NativeMatrix(self.data.data_ptr(), kind, self.num_outputs, self.num_inputs)
+        return ctypes.pointer(matrix)
+
+
+def pack_blocks(kind: str, rows: Tensor, num_inputs: int) -> PackedMatrix:
+    """Packs rows [outputs, bytes] of blocks of this kind, as in a GGUF file."""
+    check_rows(kind, rows, num_inputs)
+    return PackedMatrix(kind, len(rows), num_inputs, pack_rows(kind, rows))
+
+
+def quantize_int8(weight: Tensor) -> PackedMatrix:
+    """Weights [outputs, inputs] of any floating type in 8 bits."""
+    return pack_blocks("Q8_0", int8_rows(weight), weight.shape[1])
+
+
+def packed_linear(
+    x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """x W^T + bias for x [tokens, inputs] in float32, which is rounded to 8 bits first.
+
+    A token with an infinity or NaN gets NaN for all outputs. `out` may be some columns of a wider
+    tensor.
+    """
+    require_rows("x", x, matrix.num_inputs)
+    num_tokens = x.shape[0]
+    if out is None:
+        out = torch.empty(num_tokens, matrix.num_outputs)
+    else:
+        require_rows("out", out, matrix.num_outputs)
+        if out.shape[0] != num_tokens:
+            raise ValueError(f"out has {out.shape[0]} rows for {num_tokens} tokens")
+    bias_address = None
+    if bias is not None:
+        require_rows("bias", bias.unsqueeze(0), matrix.num_outputs)
+        bias_address = bias.data_ptr()
+    status = linear_entry()(
+        matrix.handle,
+        x.data_ptr(),
+        x.stride(0),
+        num_tokens,
+        bias_address,
+        out.data_ptr(),
+        out.stride(0),
+        torch.get_num_threads(),
+    )
+    if status != 0:
+        raise MemoryError("no memory for the rounded inputs of a linear layer")
+    return out
+
+
+def packed_rows(matrix: PackedMatrix, ids: Tensor) -> Tensor:
+    """The rows that `ids` [n] name, exactly, in float32 [n, inputs]."""
+    ids = ids.to(torch.int64).contiguous()
+    out = torch.empty(len(ids), matrix.num_inputs)
+    if native().quire_packed_rows(matrix.handle, ids.data_ptr(), len(ids), out.data_ptr()) != 0:
+        raise IndexError(f"ids must be from 0 to {matrix.num_outputs - 1}")
+    return out
+
+
+@cache
+def linear_entry() -> ctypes._NamedFuncPointer:
+    """The library's function; to look it up takes longer than to call it."""
+    return native().quire_packed_linear
+
+
+def require_rows(name: str, x: Tensor, width: int) -> None:
+    """Refuses what the library would read or write wrongly."""
+    if x.dim() != 2 or x.shape[1] != width or x.dtype != torch.float32 or x.device.type != "cpu":
+        raise ValueError(
+            f"{name} must be float32 [tokens, {width}] on the CPU; "
+            f"got {x.dtype} {list(x.shape)} on {x.device}"
+        )
+    if x.stride(1) != 1 and width > 1:
+        raise ValueError(f"{name} must be contiguous in its rows; its strides are {x.stride()}")

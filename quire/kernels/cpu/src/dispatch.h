@@ -1,0 +1,14 @@
+// What the entry points share: the instruction set and the threads.
+#pragma once
+
+#include <cstdint>
+
+namespace quire {
+
+// The one in use: 0 generic, 1 AVX2, 2 AVX-512.
+int chosen_isa();
+
+// Runs `body(data)` on `num_threads` threads of the team that torch uses, and waits for them.
+void run_parallel(void (*body)(void*), void* data, int32_t num_threads);
+
+}  // namespace quire

@@ -1,0 +1,166 @@
+// Linear layers from packed weights for the instruction set this file is compiled for.
+#pragma once
+
+#include "activations.h"
+
+namespace quire {
+namespace {
+
+constexpr int kVectors = kRows / kLanes;  // of rows in a group
+// How far ahead of their use weights are asked for, in bytes.
+constexpr int kAhead = 1024;
+
+constexpr int bits_of(Kind kind) {
+  return kind == Kind::kQ8_0 ? 8 : kind == Kind::kQ6_K ? 6 : 4;
+}
+
+// The numbers of quad q of a block, for the rows of one vector.
+template <Kind K>
+QUIRE_INLINE Bytes load_quad(const uint8_t* numbers, int q) {
+  if constexpr (K == Kind::kQ8_0) return load_bytes(numbers + q * kLine);
+  const Bytes line = load_bytes(numbers + q % 4 * kLine);
+  const Bytes low = q < 4 ? line & 15 : line >> 4;
+  if constexpr (K != Kind::kQ6_K) return low;
+  const Bytes high = load_bytes(numbers + (4 + q / 4) * kLine) >> (q % 4 * 2);
+  return low | (high & 3) << 4;
+}
+
+// Of a block, for the rows of one vector.
+struct Scales {
+  Floats scales[2];  // of its parts
+  Floats minima;
+};
+
+// `scales` are those of the block, or of the 8 blocks in which this one is number `inner`.
+template <Kind K>
+QUIRE_INLINE Scales load_scales(const uint8_t* scales, int inner, int vector) {
+  const int row = vector * kLanes;
+  Scales result = {};
+  result.scales[0] = load_halves(scales + 2 * row);
+  if constexpr (K == Kind::kQ4_1) result.minima = load_halves(scales + 32 + 2 * row);
+  if constexpr (K == Kind::kQ4_K) {
+    const uint8_t* factors = scales + 64 + inner * 32 + row;
+    result.scales[0] *= load_narrow<NarrowBytes>(factors);
+    result.minima = -load_halves(scales + 32 + 2 * row) * load_narrow<NarrowBytes>(factors + 16);
+  }
+  if constexpr (K == Kind::kQ6_K) {
+    const uint8_t* factors = scales + 32 + inner * 32 + row;
+    result.scales[1] = result.scales[0] * load_narrow<NarrowSigned>(factors + 16);
+    result.scales[0] *= load_narrow<NarrowSigned>(factors);
+  }
+  return result;
+}
+
+// Adds the products of a block with the T tokens of a tile.
+template <Kind K, int T>
+QUIRE_INLINE void add_block(const uint8_t* numbers, const uint8_t* scales, int inner,
+                            const uint8_t* x, Floats (&sums)[kVectors][T]) {
+  constexpr Layout kLayout = layout_of(K);
+  constexpr int kPartQuads = kQuads / kLayout.parts;
+  const uint8_t* x_scales = x + kBlock * T;
+  const uint8_t* corrections = x_scales + 4 * T;
+  QUIRE_UNROLL_VECTORS
+  for (int v = 0; v < kVectors; ++v) {
+    const Scales factors = load_scales<K>(scales, inner, v);
+    QUIRE_UNROLL
+    for (int part = 0; part < kLayout.parts; ++part) {
+      Ints products[T];
+      dot<bits_of(K), kPartQuads>(
+          [&](int q) __attribute__((always_inline)) {
+            return load_quad<K>(numbers + v * 4 * kLanes, part * kPartQuads + q);
+          },
+          x + part * kPartQuads * 4 * T, kLayout.has_minima ? nullptr : corrections + 4 * part * T,
+          products);
+      QUIRE_UNROLL
+      for (int t = 0; t < T; ++t)
+        sums[v][t] = fma(to_floats(products[t]),
+                         factors.scales[part] * load_float(x_scales + 4 * t), sums[v][t]);
+    }
+    if constexpr (kLayout.has_minima)
+      QUIRE_UNROLL
+      for (int t = 0; t < T; ++t)
+        sums[v][t] = fma(factors.minima, splat(load_float(corrections + 4 * t)), sums[v][t]);
+  }
+}
+
+inline void store_rows(const LinearCall& call, int64_t row, const Floats* values, float* out) {
+  const int64_t left = call.matrix.num_outputs - row;
+  if (left >= kRows) {
+    for (int v = 0; v < kVectors; ++v) {
+      const Floats bias = call.bias ? load(call.bias + row + v * kLanes) : Floats{};
+      store(out + row + v * kLanes, values[v] + bias);
+    }
+    return;
+  }
+  for (int64_t i = 0; i < left; ++i)
+    out[row + i] = values[i / kLanes][i % kLanes] + (call.bias ? call.bias[row + i] : 0.0f);
+}
+
+// One group of rows times one tile of T tokens.
+template <Kind K, int T>
+void multiply_tile(const LinearCall& call, int64_t group, int64_t first_token, bool is_first) {
+  constexpr Layout kLayout = layout_of(K);
+  const int32_t num_inputs = call.matrix.num_inputs;
+  const int num_blocks = num_inputs / kBlock;
+  const uint8_t* numbers =
+      call.matrix.data + static_cast<size_t>(group) * kLayout.group_bytes(num_inputs);
+  const uint8_t* scales = numbers + kLayout.scales_at(num_inputs);
+  const uint8_t* x = call.activations + first_token * num_blocks * activation_bytes(K);
+  Floats sums[kVectors][T] = {};
+  for (int block = 0; block < num_blocks; ++block) {
+    const int inner = kLayout.is_super ? block % kBlocksInSuper : 0;
+    if (is_first) {
+      QUIRE_UNROLL
+      for (int i = 0; i < kLayout.number_bytes; i += kLine)
+        __builtin_prefetch(numbers + kAhead + i);
+    }
+    add_block<K, T>(numbers, scales, inner, x, sums);
+    numbers += kLayout.number_bytes;
+    x += T * activation_bytes(K);
+    if (!kLayout.is_super || inner == kBlocksInSuper - 1) scales += kLayout.scale_bytes;
+  }
+  for (int t = 0; t < T; ++t) {
+    Floats values[kVectors];
+    for (int v = 0; v < kVectors; ++v) values[v] = sums[v][t];
+    store_rows(call, group * kRows, values, call.out + (first_token + t) * call.out_stride);
+  }
+}
+
+// Calls the kernel that was compiled for the number of tokens.
+template <Kind K, int T = kTile>
+void multiply_tokens(const LinearCall& call, int64_t group, int64_t first, bool is_first) {
+  if constexpr (T > 1)
+    if (call.num_tokens - first < T)
+      return multiply_tokens<K, T - 1>(call, group, first, is_first);
+  multiply_tile<K, T>(call, group, first, is_first);
+}
+
+template <Kind K>
+void multiply_groups(const LinearCall& call, int64_t first_group, int64_t end_group,
+                     int64_t first_tile, int64_t end_tile) {
+  // A group's weights stay in the cache while the tokens go by.
+  for (int64_t group = first_group; group < end_group; ++group)
+    for (int64_t tile = first_tile; tile < end_tile; ++tile)
+      multiply_tokens<K>(call, group, tile * kTile, tile == first_tile);
+}
+
+void multiply(const LinearCall& call, int64_t first_group, int64_t end_group, int64_t first_tile,
+              int64_t end_tile) {
+  switch (call.matrix.kind) {
+    case Kind::kQ8_0:
+      return multiply_groups<Kind::kQ8_0>(call, first_group, end_group, first_tile, end_tile);
+    case Kind::kQ4_0:
+      return multiply_groups<Kind::kQ4_0>(call, first_group, end_group, first_tile, end_tile);
+    case Kind::kQ4_1:
+      return multiply_groups<Kind::kQ4_1>(call, first_group, end_group, first_tile, end_tile);
+    case Kind::kQ4_K:
+      return multiply_groups<Kind::kQ4_K>(call, first_group, end_group, first_tile, end_tile);
+    case Kind::kQ6_K:
+      return multiply_groups<Kind::kQ6_K>(call, first_group, end_group, first_tile, end_tile);
+  }
+}
+
+constexpr LinearKernel kLinear = {round_tiles, multiply};
+
+}  // namespace
+}  // namespace quire

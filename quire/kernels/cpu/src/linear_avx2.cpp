@@ -1,0 +1,3 @@
+#include "linear.h"
+
+const quire::LinearKernel quire::linear_avx2 = quire::kLinear;

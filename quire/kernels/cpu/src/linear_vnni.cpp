@@ -1,0 +1,3 @@
+#include "linear.h"
+
+const quire::LinearKernel quire::linear_vnni = quire::kLinear;

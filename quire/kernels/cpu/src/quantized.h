@@ -1,0 +1,113 @@
+// Linear layers from packed quantised weights: the contract between the entry points (quantized.cpp)
+// and the kernels, which are compiled once per instruction set.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace quire {
+
+// The numbers are the places of the names in KINDS in ../quantized.py.
+enum class Kind : int32_t { kQ8_0, kQ4_0, kQ4_1, kQ4_K, kQ6_K };
+
+// Weights are packed in groups of 16 rows (outputs), the last one filled up with zeros. A group has
+// its numbers, then its scales, and is padded to a whole number of cache lines.
+//
+// Numbers are unsigned: Q8_0 has 128 added, Q4_0 and Q6_K the 8 and 32 of their definition. They
+// come in blocks of 32 inputs, each a sequence of lines of 64 bytes in which 16 rows have 4 bytes
+// each, one for each of 4 consecutive inputs (a quad):
+//   Q8_0        8 lines, a quad each
+//   4 bits      4 lines; line i has quad i in the low halves of its bytes, quad i + 4 in the high ones
+//   Q6_K        4 lines with the low 4 bits, as above, and 2 lines with the high 2 bits: line j has
+//               quads 4j to 4j + 3, the first in the lowest bits
+//
+// Scales are for 16 rows each:
+//   Q8_0, Q4_0  for every block: scales (float16)
+//   Q4_1        for every block: scales, minima (float16)
+//   Q4_K        for every 8 blocks: scales, minima (float16), then for each of the blocks factors of
+//               the scales and of the minima (uint8)
+//   Q6_K        for every 8 blocks: scales (float16), then for each of the blocks factors of the first
+//               and of the second 16 inputs (int8)
+constexpr int kRows = 16;
+constexpr int kBlock = 32;
+constexpr int kQuads = 8;  // in a block
+constexpr int kLine = 64;
+constexpr int kBlocksInSuper = 8;
+
+struct Layout {
+  int32_t number_bytes;  // of a block
+  int32_t scale_bytes;   // of a block, or of 8 blocks in Q4_K and Q6_K
+  bool is_super;
+  int32_t offset;  // what the numbers have more than their definition
+  bool has_minima;
+  int32_t parts;  // in which the block's inputs have scales of their own
+
+  size_t scales_at(int32_t num_inputs) const {
+    return static_cast<size_t>(num_inputs / kBlock) * static_cast<size_t>(number_bytes);
+  }
+  size_t group_bytes(int32_t num_inputs) const {
+    const int32_t count = num_inputs / kBlock / (is_super ? kBlocksInSuper : 1);
+    const size_t bytes =
+        scales_at(num_inputs) + static_cast<size_t>(count) * static_cast<size_t>(scale_bytes);
+    return (bytes + kLine - 1) / kLine * kLine;
+  }
+};
+
+constexpr Layout layout_of(Kind kind) {
+  switch (kind) {
+    case Kind::kQ8_0: return {512, 32, false, 128, false, 1};
+    case Kind::kQ4_0: return {256, 32, false, 8, false, 1};
+    case Kind::kQ4_1: return {256, 64, false, 0, true, 1};
+    case Kind::kQ4_K: return {256, 64 + 8 * 32, true, 0, true, 1};
+    default: return {384, 32 + 8 * 32, true, 32, false, 2};
+  }
+}
+
+// `NativeMatrix` in ../library.py mirrors this struct field by field.
+struct PackedMatrix {
+  const uint8_t* data;
+  Kind kind;
+  int32_t num_outputs;
+  int32_t num_inputs;
+};
+
+// Tokens are worked on in tiles of kTile, the last one with what is left. For every block of 32
+// inputs a tile of T tokens has
+//   int8[8][T][4]     the inputs, rounded: quad by quad
+//   float[T]          scales
+//   int32[parts][T]   with an offset: minus it times the sum of the rounded inputs
+//   float[T]          with minima: scale times that sum
+constexpr int kTile = 8;
+
+constexpr int activation_bytes(Kind kind) { return kBlock + 4 + 4 * layout_of(kind).parts; }
+
+// Activations below this are taken for zeros: the inverse of their scale would overflow.
+constexpr float kSmallestActivation = 1e-30f;
+
+struct LinearCall {
+  const PackedMatrix& matrix;
+  const float* x;  // [num_tokens, num_inputs]
+  int64_t x_stride;
+  const float* bias;  // [num_outputs] or null
+  float* out;         // [num_tokens, num_outputs]
+  int64_t out_stride;
+  int64_t num_tokens;
+  uint8_t* activations;  // the tiles
+};
+
+// What one instruction set offers.
+struct LinearKernel {
+  // Rounds the tokens of tiles [first, end).
+  void (*round_tiles)(const LinearCall& call, int64_t first_tile, int64_t end_tile);
+  // Computes some groups of rows for the tokens of some tiles.
+  void (*multiply)(const LinearCall& call, int64_t first_group, int64_t end_group,
+                   int64_t first_tile, int64_t end_tile);
+};
+
+extern const LinearKernel linear_generic;
+#if defined(__x86_64__)
+extern const LinearKernel linear_avx2;
+extern const LinearKernel linear_vnni;
+#endif
+
+}  // namespace quire

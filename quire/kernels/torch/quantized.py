@@ -1,0 +1,120 @@
+"""Twins of the linear layers and embeddings that are computed from packed quantised weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.torch.gguf_blocks import BLOCK_SIZES, dequantize_blocks
+
+KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
+"""GGUF's names of the block formats."""
+
+ACTIVATION_BLOCK = 32
+# Activations below this are taken for zeros: the inverse of their scale would overflow.
+SMALLEST_ACTIVATION = 1e-30
+# Rows of weights that are dequantised at a time, to bound the memory for them.
+ROWS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """Quantised weights [num_outputs, num_inputs] of a linear layer or an embedding."""
+
+    kind: str
+    num_outputs: int
+    num_inputs: int
+    data: Tensor
+    """uint8 [num_outputs, bytes], as in a GGUF file."""
+
+
+def pack_blocks(kind: str, rows: Tensor, num_inputs: int) -> PackedMatrix:
+    """The matrix whose rows [outputs, bytes] are stored in blocks of this kind."""
+    check_rows(kind, rows, num_inputs)
+    return PackedMatrix(kind, len(rows), num_inputs, rows.contiguous())
+
+
+def quantize_int8(weight: Tensor) -> PackedMatrix:
+    """Weights [outputs, inputs] of any floating type in 8 bits."""
+    return pack_blocks("Q8_0", int8_rows(weight), weight.shape[1])
+
+
+def packed_linear(
+    x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """x W^T + bias for x [tokens, inputs] in float32, which is rounded to 8 bits first.
+
+    A token with an infinity or NaN gets NaN for all outputs.
+    """
+    rounded = round_activations(x)
+    parts = [
+        F.linear(rounded, dequantize_rows(matrix.kind, rows))
+        for rows in matrix.data.split(ROWS_AT_ONCE)
+    ]
+    result = torch.cat(parts, dim=1)
+    if bias is not None:
+        result += bias
+    return result if out is None else out.copy_(result)
+
+
+def packed_rows(matrix: PackedMatrix, ids: Tensor) -> Tensor:
+    """The rows that `ids` [n] name, exactly, in float32 [n, inputs]."""
+    return dequantize_rows(matrix.kind, matrix.data[ids])
+
+
+def dequantize_rows(kind: str, rows: Tensor) -> Tensor:
+    """Stored rows [n, bytes] -> float32 [n, inputs]."""
+    _, block_bytes = BLOCK_SIZES[kind]
+    return dequantize_blocks(rows.reshape(-1, block_bytes), kind).view(len(rows), -1)
+
+
+def round_activations(x: Tensor) -> Tensor:
+    """x as the kernel sees it: int8 with a scale for every 32 inputs, here multiplied out."""
+    blocks = x.reshape(x.shape[0], -1, ACTIVATION_BLOCK)
+    largest = blocks.abs().amax(-1, keepdim=True)
+    nothing = largest < SMALLEST_ACTIVATION
+    scale = torch.where(nothing, 0.0, largest / 127)
+    inverse = torch.where(nothing, 0.0, 127 / largest)
+    rounded = (blocks * inverse).round() * scale
+    return torch.where(largest.isfinite(), rounded, torch.nan).view(x.shape)
+
+
+def int8_rows(weight: Tensor) -> Tensor:
+    """Weights [outputs, inputs] as rows of Q8_0 blocks: float16 max / 127, then 32 int8."""
+    check_inputs("Q8_0", weight.shape[1])
+    blocks = weight.float().reshape(-1, 32)
+    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    scaled = blocks * torch.where(scale == 0, 0.0, 1 / scale)
+    size = scaled.abs()
+    # Halves go away from zero, as in GGUF; torch.round takes them to even numbers.
+    whole = size.floor()
+    numbers = (whole + (size - whole >= 0.5)).copysign(scaled).to(torch.int8)
+    stored = torch.cat((scale.half().view(torch.uint8), numbers.view(torch.uint8)), dim=1)
+    return stored.view(weight.shape[0], -1)
+
+
+def check_rows(kind: str, rows: Tensor, num_inputs: int) -> None:
+    """Refuses bytes that are not rows of `num_inputs` elements."""
+    check_inputs(kind, num_inputs)
+    block_elements, block_bytes = BLOCK_SIZES[kind]
+    row_bytes = num_inputs // block_elements * block_bytes
+    if rows.dtype != torch.uint8 or rows.dim() != 2 or rows.shape[1] != row_bytes:
+        raise ValueError(
+            f"rows of {num_inputs} inputs in {kind} are uint8 [outputs, {row_bytes}]; "
+            f"got {rows.dtype} {list(rows.shape)}"
+        )
+
+
+def check_inputs(kind: str, num_inputs: int) -> None:
+    """Refuses rows that do not consist of whole blocks."""
+    if kind not in KINDS:
+        raise ValueError(f"kind={kind!r}: linear layers are computed from {', '.join(KINDS)}")
+    block_elements, _ = BLOCK_SIZES[kind]
+    if num_inputs < 1 or num_inputs % block_elements:
+        raise ValueError(
+            f"num_inputs={num_inputs}: {kind} has blocks of {block_elements}, "
+            "which must divide the number of inputs"
+        )
