@@ -109,8 +109,9 @@ class ModelOptions(_Checked):
     )
     quantization: str | None = option(
         None,
-        "How the weights are quantised; gguf is the only way supported yet.",
-        default_text="as the model's files say",
+        "On a CPU, compute from 8-bit weights (int8), or from a GGUF file's blocks as they are "
+        "stored (gguf).",
+        default_text="none",
     )
     load_format: str = option(
         "auto",

@@ -16,6 +16,7 @@ GIB = 1 << 30
 DEFAULT_MEMORY_UTILIZATION = 0.9
 MAX_DEFAULT_CPU_CACHE_BYTES = 4 * GIB
 
+QUANTIZATIONS = (None, "gguf", "int8")
 # Tokens and sequences per step.
 _CPU_LIMITS = (4096, 256)
 _LARGE_GPU_LIMITS = (16384, 1024)
@@ -42,7 +43,7 @@ def resolve(options: EngineOptions, model: ModelConfig, device: DeviceInfo) -> R
     notes: list[str] = []
     check_options(options)
     _check_device(options, device)
-    _check_quantization(options, model)
+    _check_quantization(options, model, device)
     fits = options.model.max_model_len == AUTO_LENGTH
     options = options.replace(
         device=device.type,
@@ -92,21 +93,36 @@ def check_options(options: EngineOptions) -> None:
             f"tensor_parallel_size={size} is not supported yet: a model runs on one device. "
             "Set tensor_parallel_size=1; if the model is then too large, choose a smaller one."
         )
-    if options.model.quantization not in (None, "gguf"):
-        raise OptionError(_unsupported_quantization(options))
-
-
-def _unsupported_quantization(options: EngineOptions) -> str:
-    return (
-        f"quantization={options.model.quantization!r} is not supported yet. Leave it unset and use "
-        "an unquantised checkpoint or a GGUF file."
-    )
-
-
-def _check_quantization(options: EngineOptions, model: ModelConfig) -> None:
     wanted = options.model.quantization
-    if wanted is not None and not (wanted == "gguf" and model.source.kind == "gguf"):
-        raise OptionError(_unsupported_quantization(options))
+    if wanted not in QUANTIZATIONS:
+        raise OptionError(
+            f"quantization={wanted!r} is not supported yet. Use 'int8' or 'gguf' on a CPU, or "
+            "leave it unset and use an unquantised checkpoint or a GGUF file."
+        )
+    if wanted == "gguf" and options.model.dtype == "float32":
+        raise OptionError(
+            "quantization='gguf' computes from packed weights, dtype='float32' from exact ones. "
+            "Leave one of them unset."
+        )
+
+
+def _check_quantization(options: EngineOptions, model: ModelConfig, device: DeviceInfo) -> None:
+    wanted = options.model.quantization
+    if wanted == "gguf" and model.source.kind != "gguf":
+        raise OptionError(
+            f"quantization='gguf' needs a .gguf file, but model={model.source.name!r} has none. "
+            "Leave quantization unset, or use 'int8'."
+        )
+    if wanted is not None and device.type != "cpu":
+        raise OptionError(
+            f"quantization={wanted!r} runs on a CPU only yet, not on {device.name}. Leave it unset "
+            "(a GGUF file is dequantised then), or set device='cpu'."
+        )
+    if wanted is not None and options.model.dtype not in ("auto", "float32"):
+        raise OptionError(
+            f"quantization={wanted!r} computes activations in float32; leave dtype unset instead "
+            f"of {options.model.dtype!r}."
+        )
     if model.quantization is not None:
         method = model.quantization.get("quant_method", "an unnamed method")
         raise OptionError(

@@ -14,7 +14,7 @@ from torch import nn
 from quire.protocol.errors import ModelError
 
 if TYPE_CHECKING:
-    from quire.layers.quantization.packed import Matrix
+    from quire.layers.quantization.packed import Matrix, Weight
     from quire.layers.quantization.scheme import Scheme
 
 
@@ -118,7 +118,7 @@ class WeightedLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.axes: dict[str, tuple[Axis, ...]] = {}
-        self.loaders: dict[str, Callable[[str | None, torch.Tensor], None]] = {}
+        self.loaders: dict[str, Callable[[str | None, Weight], None]] = {}
         """Who takes in the tensors of weights that are not kept as parameters."""
         self.matrices: list[Matrix] = []
         """What became of them."""
@@ -138,11 +138,12 @@ class WeightedLayer(nn.Module):
             sum(part.full for part, _, _ in _selected(axis, shard)) for axis in self.axes[name]
         )
 
-    def load(self, name: str, shard: str | None, tensor: torch.Tensor) -> None:
+    def load(self, name: str, shard: str | None, tensor: Weight) -> None:
         """Copies this rank's share of a checkpoint tensor into place, casting as it goes."""
         if name in self.loaders:
             self.loaders[name](shard, tensor)
             return
+        assert isinstance(tensor, torch.Tensor), "only packed weights are loaded from blocks"
         parameter = self.get_parameter(name)
         for selection in product(*(_selected(axis, shard) for axis in self.axes[name])):
             source = tuple(

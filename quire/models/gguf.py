@@ -14,7 +14,8 @@ from torch import Tensor
 
 from quire.config.gguf import LOADABLE_TYPES, GGUFFile, GGUFTensor
 from quire.config.gguf_model import gguf_architecture, translate_gguf
-from quire.kernels.torch.gguf_blocks import BLOCK_SIZES, dequantize_blocks
+from quire.kernels.torch.gguf_blocks import BLOCK_SIZES, BlockRows, dequantize_blocks
+from quire.kernels.torch.quantized import KINDS
 from quire.protocol.errors import ModelError
 
 _ROTARY_LAYER = {
@@ -54,8 +55,13 @@ _GPT2_TRANSPOSED = re.compile(r"blk\.\d+\.(attn_qkv|attn_output|ffn_up|ffn_down)
 _LLAMA_PERMUTED = re.compile(r"blk\.\d+\.attn_(q|k)\.(weight|bias)")
 
 
-def iter_gguf_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Names and values of all weights, one tensor at a time, in the order of the file."""
+def iter_gguf_weights(
+    path: Path, keeps_blocks: bool = False
+) -> Iterator[tuple[str, Tensor | BlockRows]]:
+    """Names and values of all weights, one tensor at a time, in the order of the file.
+
+    With `keeps_blocks`, matrices in formats that kernels compute with stay as they are stored.
+    """
     file = GGUFFile(path)
     architecture = gguf_architecture(file)
     names = {
@@ -72,7 +78,7 @@ def iter_gguf_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
         )
     config = translate_gguf(file)
     return (
-        (translated, _read_tensor(file, config, file.tensors[name]))
+        (translated, _read_tensor(file, config, file.tensors[name], keeps_blocks))
         for name, translated in names.items()
         if translated is not None
     )
@@ -102,12 +108,27 @@ def unpermute(tensor: Tensor, num_heads: int) -> Tensor:
     return halves.transpose(1, 2).reshape(tensor.shape)
 
 
-def _read_tensor(file: GGUFFile, config: dict[str, Any], info: GGUFTensor) -> Tensor:
+def _read_tensor(
+    file: GGUFFile, config: dict[str, Any], info: GGUFTensor, keeps_blocks: bool
+) -> Tensor | BlockRows:
     architecture = gguf_architecture(file)
+    # GPT-2's matrices are transposed, which blocks cannot be.
+    if keeps_blocks and info.type in KINDS and len(info.shape) == 2 and architecture != "gpt2":
+        rows = torch.from_numpy(file.data(info.name).copy()).view(info.shape[0], -1)
+        rows = _in_order(file, config, info, rows)
+        return BlockRows(info.type, rows, info.shape[1])
     try:
         tensor = dequantize(file.data(info.name), info.type, info.shape)
     except ModelError as error:
         raise ModelError(f"{file.path}: tensor {info.name}: {error}") from error
+    if architecture == "gpt2" and _GPT2_TRANSPOSED.fullmatch(info.name):
+        return tensor.t()
+    return _in_order(file, config, info, tensor)
+
+
+def _in_order(file: GGUFFile, config: dict[str, Any], info: GGUFTensor, tensor: Tensor) -> Tensor:
+    """The rows of a tensor, or of its stored blocks, as transformers orders them."""
+    architecture = gguf_architecture(file)
     if architecture == "llama" and (match := _LLAMA_PERMUTED.fullmatch(info.name)):
         heads = config["num_attention_heads" if match[1] == "q" else "num_key_value_heads"]
         if heads < 1 or info.shape[0] % (2 * heads):
@@ -116,8 +137,6 @@ def _read_tensor(file: GGUFFile, config: dict[str, Any], info: GGUFTensor) -> Te
                 "not divide; download or convert the file again."
             )
         return unpermute(tensor, heads)
-    if architecture == "gpt2" and _GPT2_TRANSPOSED.fullmatch(info.name):
-        return tensor.t()
     return tensor
 
 

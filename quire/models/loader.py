@@ -10,7 +10,7 @@ import torch
 from quire.config.model import ModelConfig
 from quire.kernels import cpu
 from quire.layers.parallel import Parallel, Placement, WeightedLayer
-from quire.layers.quantization.packed import Packed, pack_floats
+from quire.layers.quantization.packed import Packed, Weight, pack_floats, pack_gguf, pack_int8
 from quire.layers.quantization.scheme import Scheme, Unquantized
 from quire.models.registry import CausalLM, model_class
 from quire.models.upload import Upload, stays_here
@@ -36,8 +36,11 @@ class Target:
         shape = self.layer.checkpoint_shape(self.parameter, self.shard)
         return shape[::-1] if self.transposed else shape
 
-    def load(self, tensor: torch.Tensor) -> None:
-        self.layer.load(self.parameter, self.shard, tensor.t() if self.transposed else tensor)
+    def load(self, weight: Weight) -> None:
+        if self.transposed:
+            assert isinstance(weight, torch.Tensor), "blocks cannot be transposed"
+            weight = weight.t()
+        self.layer.load(self.parameter, self.shard, weight)
 
 
 def load_model(
@@ -48,6 +51,7 @@ def load_model(
     load_format: str = "auto",
     parallel: Parallel = ONE_RANK,
     seed: int = 0,
+    quantization: str | None = None,
 ) -> CausalLM:
     """The model of `config` with its weights, or this rank's share of them, on `device`.
 
@@ -59,21 +63,27 @@ def load_model(
             f"{config.quantization.get('quant_method')!r} in quantization_config is not supported "
             f"yet; use the unquantised model or a GGUF file of it."
         )
-    place = Placement(dtype, torch.device(device), parallel, choose_scheme(dtype, device, parallel))
+    scheme = choose_scheme(quantization, dtype, device, parallel)
+    place = Placement(dtype, torch.device(device), parallel, scheme)
     model = model_class(config.architecture)(config, place)
     if load_format == "dummy":
         load_dummy_weights(model, place, seed)
     else:
+        weights = iter_weights(config.source, load_format, keeps_blocks=quantization == "gguf")
         bring = Upload(place.device) if place.device.type == "cuda" else stays_here
-        load_weights(model, config, iter_weights(config.source, load_format), bring)
+        load_weights(model, config, weights, bring)
     for layer in model.modules():
         if isinstance(layer, WeightedLayer):
             layer.finish_loading()
     return model.eval()
 
 
-def choose_scheme(dtype: torch.dtype, device: torch.device | str, parallel: Parallel) -> Scheme:
-    """The quickest form of weights that changes no number beyond rounding."""
+def choose_scheme(
+    quantization: str | None, dtype: torch.dtype, device: torch.device | str, parallel: Parallel
+) -> Scheme:
+    """The form of weights that is asked for, or the quickest that keeps every number."""
+    if quantization is not None:
+        return Packed({"gguf": pack_gguf, "int8": pack_int8}[quantization])
     if torch.device(device).type != "cpu" or dtype != torch.float32 or parallel.size > 1:
         return Unquantized()
     if not cpu.available()[0]:
@@ -110,7 +120,7 @@ def weight_targets(model: CausalLM) -> dict[str, Target]:
 def load_weights(
     model: CausalLM,
     config: ModelConfig,
-    weights: Iterable[tuple[str, torch.Tensor]],
+    weights: Iterable[tuple[str, Weight]],
     bring: Callable[[torch.Tensor], torch.Tensor] = stays_here,
 ) -> None:
     """Streams (checkpoint name, tensor) pairs into `model`, holding on to none of the tensors.
@@ -135,7 +145,7 @@ def load_weights(
             found = list(tensor.shape)
             misshapen.append(f"{original_name} (expected {list(target.shape)}, found {found})")
         else:
-            target.load(bring(tensor))
+            target.load(bring(tensor) if isinstance(tensor, torch.Tensor) else tensor)
     problems = [
         _listed("missing", list(missing)),
         _listed("not part of the model", extra),
@@ -154,8 +164,9 @@ def load_weights(
         )
 
 
-def _some_rows(tensor: torch.Tensor) -> torch.Tensor:
+def _some_rows(weight: Weight) -> torch.Tensor:
     """Enough of a matrix to tell it from another one, in memory of its own."""
+    tensor = weight if isinstance(weight, torch.Tensor) else weight.rows
     return tensor[:: max(1, len(tensor) // 64)].clone()
 
 

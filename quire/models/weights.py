@@ -18,23 +18,29 @@ from torch import Tensor
 from quire.config.hub import FOREIGN_WEIGHTS
 from quire.config.json_file import read_json_object
 from quire.config.locate import ModelSource
+from quire.kernels.torch.gguf_blocks import BlockRows
 from quire.models.gguf import iter_gguf_weights
 from quire.protocol.errors import ModelError
 
 DOWNLOAD_AGAIN = "download the model again"
 NUMBERED_SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)(\.\w+)")
 
-Weights = Iterator[tuple[str, Tensor]]
+Weights = Iterator[tuple[str, Tensor | BlockRows]]
 Shards = dict[Path, set[str] | None]
 """Files to read and the tensors to take from each; None means all of them."""
 
 
-def iter_weights(source: ModelSource, load_format: str = "auto") -> Weights:
-    """All weights of a model under the names its files use; none for the format "dummy"."""
+def iter_weights(
+    source: ModelSource, load_format: str = "auto", keeps_blocks: bool = False
+) -> Weights:
+    """All weights of a model under the names its files use; none for the format "dummy".
+
+    `keeps_blocks` leaves quantised matrices as they are stored, where kernels compute with them.
+    """
     if load_format == "dummy":
         return iter(())
     if source.kind == "gguf":
-        return iter_gguf_weights(source.path)
+        return iter_gguf_weights(source.path, keeps_blocks)
     folder = source.path
     if load_format in ("auto", "safetensors"):
         shards = _find_shards(folder, "model.safetensors", (".safetensors",))

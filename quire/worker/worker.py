@@ -77,6 +77,7 @@ class Worker:
                 device=self.device,
                 load_format=options.model.load_format,
                 seed=options.model.seed,
+                quantization=options.model.quantization,
             )
         torch.set_num_threads(options.device.num_threads)
         self._options, self._config, self._backend = options, model_config, backend

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,6 +12,19 @@ from quire.config.gguf import TENSOR_TYPES
 
 # Small enough for the intermediate results of a chunk to stay in a core's cache.
 CHUNK_ELEMENTS = 1 << 18
+
+
+@dataclass(frozen=True)
+class BlockRows:
+    """A matrix as it is stored: rows [outputs, bytes] of blocks of one kind."""
+
+    kind: str
+    rows: Tensor
+    num_inputs: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.rows), self.num_inputs
 
 
 def dequantize_blocks(blocks: Tensor, type_name: str) -> Tensor:

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
+from types import ModuleType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from quire.kernels import cpu
 from quire.kernels.cpu.float_linear import GROUP, pack_weight, packed_linear
+from quire.kernels.cpu.quantized import PackedMatrix
+from quire.kernels.torch.gguf_blocks import BlockRows
 from quire.layers.parallel import Axis, Placement, WeightedLayer
+
+INT8_BLOCK = 32
+Weight = Tensor | BlockRows
 
 
 class Matrix(Protocol):
@@ -43,12 +51,67 @@ class FloatMatrix:
         return self.packed[ids // GROUP, :, ids % GROUP]
 
 
-Pack = Callable[[Sequence[Tensor]], list[Matrix]]
-"""Makes matrices of the tensors that a layer joins."""
+@dataclass(frozen=True)
+class BlockMatrix:
+    """In the blocks of a GGUF format. `kernels` are those of the native library, or their twins."""
+
+    kernels: ModuleType
+    blocks: PackedMatrix
+
+    @property
+    def num_outputs(self) -> int:
+        return self.blocks.num_outputs
+
+    def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        result: Tensor = self.kernels.packed_linear(x, self.blocks, bias, out)
+        return result
+
+    def rows(self, ids: Tensor) -> Tensor:
+        rows: Tensor = self.kernels.packed_rows(self.blocks, ids)
+        return rows
 
 
-def pack_floats(weights: Sequence[Tensor]) -> list[Matrix]:
-    return [FloatMatrix(pack_weight(*weights), sum(len(weight) for weight in weights))]
+Pack = Callable[[Sequence[Weight]], list[Matrix]]
+"""Makes matrices of the weights that a layer joins."""
+
+
+def block_kernels() -> ModuleType:
+    """The native ones where there are any."""
+    from quire.kernels.cpu import quantized as native
+    from quire.kernels.torch import quantized as twins
+
+    return native if cpu.available()[0] else twins
+
+
+def pack_floats(weights: Sequence[Weight]) -> list[Matrix]:
+    tensors = [weight for weight in weights if isinstance(weight, Tensor)]
+    assert len(tensors) == len(weights), "blocks are for `pack_gguf`"
+    return [FloatMatrix(pack_weight(*tensors), sum(len(tensor) for tensor in tensors))]
+
+
+def pack_int8(weights: Sequence[Weight]) -> list[Matrix]:
+    """8 bits with a scale for each block of inputs; float32 where blocks do not divide them."""
+    if weights[0].shape[1] % INT8_BLOCK:
+        return pack_floats(weights)
+    tensors = [weight for weight in weights if isinstance(weight, Tensor)]
+    kernels = block_kernels()
+    joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    return [BlockMatrix(kernels, kernels.quantize_int8(joined))]
+
+
+def pack_gguf(weights: Sequence[Weight]) -> list[Matrix]:
+    """Blocks as they are stored; what is stored as numbers in float32."""
+    matrices: list[Matrix] = []
+    kernels = block_kernels()
+    for kind, group in groupby(weights, lambda weight: getattr(weight, "kind", None)):
+        parts = list(group)
+        if kind is None:
+            matrices += pack_floats(parts)
+            continue
+        rows = torch.cat([part.rows for part in parts if isinstance(part, BlockRows)])
+        blocks = kernels.pack_blocks(kind, rows, parts[0].shape[1])
+        matrices.append(BlockMatrix(kernels, blocks))
+    return matrices
 
 
 class Packed:
@@ -62,23 +125,23 @@ class Packed:
     ) -> None:
         assert place.parallel.size == 1, "packed weights are not divided among ranks yet"
         layer.axes["weight"] = (outputs, inputs)
-        waiting: dict[str, Tensor | None] = dict.fromkeys(part.name for part in outputs)
+        waiting: dict[str, Weight | None] = dict.fromkeys(part.name for part in outputs)
         layer.loaders["weight"] = partial(self._load, layer, waiting)
         layer.matrices = []
 
     def _load(
         self,
         layer: WeightedLayer,
-        waiting: dict[str, Tensor | None],
+        waiting: dict[str, Weight | None],
         shard: str | None,
-        tensor: Tensor,
+        weight: Weight,
     ) -> None:
-        """Keep a tensor until all parts of the layer are there, then pack them."""
+        """Keep a weight until all parts of the layer are there, then pack them."""
         if shard is None:
-            arrived = [tensor]
+            arrived = [weight]
         else:
-            waiting[shard] = tensor
-            arrived = [tensor for tensor in waiting.values() if tensor is not None]
+            waiting[shard] = weight
+            arrived = [weight for weight in waiting.values() if weight is not None]
             if len(arrived) < len(waiting):
                 return
         layer.matrices = self._pack(arrived)
