@@ -10,7 +10,7 @@ from torch import Tensor
 
 @triton.jit
 def _silu_and_mul_kernel(x_ptr, out_ptr, inner, WIDTH: tl.constexpr):
-    # One axis for both: others than the first hold 65,535 programs, fewer than a step may have rows.
+    # One axis for both: all but the first end at 65,535, and a step may have more rows.
     chunks = tl.cdiv(inner, WIDTH)
     row = (tl.program_id(0) // chunks).to(tl.int64)
     columns = tl.program_id(0) % chunks * WIDTH + tl.arange(0, WIDTH)
