@@ -38,8 +38,8 @@ it: `max_num_seqs=8` is `--max-num-seqs 8`. What is yes or no is `True` or `Fals
 Names and meanings are vLLM's where vLLM has the option. An argument of vLLM's `LLM` belongs to one
 of three classes: [supported](#supported), [accepted with a warning](#accepted-with-a-warning)
 because it is harmless here, or [refused](#refused) because ignoring it would change results. Any
-other name is an error that suggests the nearest one. What this page says of GPUs holds from the day
-they are supported; see [hardware](hardware.md).
+other name is an error that suggests the nearest one. [Hardware](hardware.md) says which devices
+there are.
 """
 
 SAMPLING = """\

@@ -110,7 +110,7 @@ class Logprobs:
             self._named_users.add(row)
             self._num_top.host[row] = 0
             slot = self._slots.take(row)
-            self._named = fit(self._named, (self._slots.capacity, len(named)), -1)
+            self._named = fit(self._named, (slot + 1, len(named)), -1)
             ids = np.full(self._named.shape[1], -1, np.int32)
             ids[: len(named)] = named
             self._named[slot] = upload(ids, self._named.device)

@@ -40,7 +40,7 @@ class AllowedTokens:
             return
         self.users.add(added.row)
         slot = self._slots.take(added.row)
-        self._forbidden = fit(self._forbidden, (self._slots.capacity, self._forbidden.shape[1]), 1)
+        self._forbidden = fit(self._forbidden, (slot + 1, self._forbidden.shape[1]), 1)
         self._forbidden[slot].fill_(True)
         ids = upload(np.array(allowed, np.int64), self._forbidden.device)
         self._forbidden[slot].index_fill_(0, ids, False)
@@ -79,7 +79,7 @@ class BadWords:
         self.users.add(added.row)
         slot = self._slots.take(added.row)
         length = max(2, *map(len, words))
-        self._fit((self._slots.capacity, len(words), length))
+        self._fit((slot + 1, len(words), length))
         entries = np.full(self._words.shape[1:], ANY_TOKEN, np.int32)
         entries[len(words) :] = NO_TOKEN
         entries[len(words) :, 0] = 0
@@ -131,7 +131,7 @@ class MinTokens:
         self.users.add(added.row)
         self._until.host[added.row] = until
         slot = self._slots.take(added.row)
-        self._ids = fit(self._ids, (self._slots.capacity, len(added.stop_token_ids)), -1)
+        self._ids = fit(self._ids, (slot + 1, len(added.stop_token_ids)), -1)
         ids = np.full(self._ids.shape[1], -1, np.int32)
         ids[: len(added.stop_token_ids)] = added.stop_token_ids
         self._ids[slot] = upload(ids, self._ids.device)
@@ -164,7 +164,7 @@ class LogitBias:
             return
         self.users.add(added.row)
         slot = self._slots.take(added.row)
-        shape = (self._slots.capacity, len(bias))
+        shape = (slot + 1, len(bias))
         self._ids = fit(self._ids, shape, 0)
         self._amounts = fit(self._amounts, shape, 0.0)
         ids = np.zeros(self._ids.shape[1], np.int32)

@@ -43,7 +43,7 @@ class Penalties:
         self._frequency.host[row] = params.frequency_penalty
         self._presence.host[row] = params.presence_penalty
         slot = self._slots.take(row)
-        self._uses = fit(self._uses, (self._slots.capacity, self._uses.shape[1]), 0)
+        self._uses = fit(self._uses, (slot + 1, self._uses.shape[1]), 0)
         prompt, generated = np.split(token_ids, [added.num_prompt_tokens])
         self._count(slot, prompt, generated)
 

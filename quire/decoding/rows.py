@@ -8,6 +8,7 @@ every step, so a request that merely decodes costs the host nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 MAX_COLUMNS = 24
-FIRST_SLOTS = 4
 
 
 def upload(array: NDArray[Any], device: torch.device) -> Tensor:
@@ -72,26 +72,27 @@ class RowColumns:
 class Slots:
     """Numbers the few rows that keep wide state, so that it need not exist for all rows.
 
-    Slot 0 belongs to nobody: rows without a slot read and write there. Capacity doubles on demand;
-    the owner fits its tensors to it with `fit`.
+    Slot 0 belongs to nobody: rows without a slot read and write there. The lowest free slot is
+    taken first, and the owner makes room for it with `fit`: where that finds no memory, slots that
+    others give back need none.
     """
 
     def __init__(self, columns: RowColumns) -> None:
         self.column = columns.integers()
-        self.capacity = FIRST_SLOTS
-        self._free = list(range(FIRST_SLOTS - 1, 0, -1))
+        self._released: list[int] = []
+        self._next = 1
 
     def take(self, row: int) -> int:
         assert self.column.host[row] == 0, f"row {row} already has a slot"
-        if not self._free:
-            self._free.extend(range(2 * self.capacity - 1, self.capacity - 1, -1))
-            self.capacity *= 2
-        slot = self._free.pop()
+        if self._released:
+            slot = heappop(self._released)
+        else:
+            slot, self._next = self._next, self._next + 1
         self.column.host[row] = slot
         return slot
 
     def release(self, row: int) -> None:
-        self._free.append(int(self.column.host[row]))
+        heappush(self._released, int(self.column.host[row]))
         self.column.host[row] = 0
 
     def of(self, rows: Tensor) -> Tensor:

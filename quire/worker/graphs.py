@@ -8,9 +8,10 @@ from torch import Tensor
 
 from quire.kernels.triton.rows import gather_decode
 from quire.layers.attention.backend import AttentionBackend, AttentionInputs
-from quire.layers.attention.shared_prefix import HostPrefixTiles, PrefixTiles, max_tiles
+from quire.layers.attention.shared_prefix import HostPrefixTiles
 from quire.models.registry import CausalLM
-from quire.protocol.plan import Int32Array
+from quire.protocol.plan import Int32Array, empty_ints
+from quire.worker.graph_inputs import GraphInputs
 from quire.worker.request_table import RequestTable
 
 GraphKey = tuple[int, bool]
@@ -53,11 +54,7 @@ class DecodeGraphs:
         def buffer(dtype: torch.dtype) -> Tensor:
             return torch.zeros(max_rows, dtype=dtype, device=device)
 
-        length = max_rows
-        if self.prefix_sizes:
-            length += max_rows + self._max_tiles(max_rows) * (1 + attention.prefix_members)
-        # Rows, then prefix starts, tile lengths and tile members, each as long as a graph needs it.
-        self._inputs = torch.full((length,), -1, dtype=torch.int32, device=device)
+        self._inputs = GraphInputs(max_rows, attention.prefix_members, shares_prefixes, device)
         self._tokens, self._positions, self._slots = (buffer(torch.int64) for _ in range(3))
         self._lens = buffer(torch.int32)
         self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
@@ -74,7 +71,8 @@ class DecodeGraphs:
 
     def capture(self, keys: list[GraphKey]) -> None:
         for key in keys:
-            self._stage(key, np.empty(0, np.int32), None)
+            size, shares_prefixes = key
+            self._inputs.send(size, empty_ints(), shares_prefixes)
             self._forward(*key)  # compiles kernels and sets up libraries outside of the graph
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -83,20 +81,9 @@ class DecodeGraphs:
             self._graphs[key] = graph
         torch.cuda.synchronize()
 
-    def _max_tiles(self, size: int) -> int:
-        return max_tiles(size, self.attention.prefix_members)
-
-    def _prefixes(self, size: int) -> PrefixTiles:
-        num_tiles = self._max_tiles(size)
-        starts, lens, members = self._inputs[size:].split(
-            [size, num_tiles, len(self._inputs) - 2 * size - num_tiles]
-        )
-        width = self.attention.prefix_members
-        return PrefixTiles(starts, lens, members[: num_tiles * width].view(num_tiles, width))
-
     def _forward(self, size: int, shares_prefixes: bool) -> None:
         table = self.table
-        rows, lens = self._inputs[:size], self._lens[:size]
+        rows, lens = self._inputs.rows(size), self._lens[:size]
         gather_decode(
             rows,
             table.token_ids,
@@ -116,7 +103,7 @@ class DecodeGraphs:
                 slots=self._slots[:size],
                 query_lens=np.ones(size, np.int32),
                 send=table.staging.send,
-                prefixes=self._prefixes(size) if shares_prefixes else None,
+                prefixes=self._inputs.prefixes(size) if shares_prefixes else None,
             )
         )
         hidden = self.model(self._tokens[:size], self._positions[:size], step)
@@ -129,25 +116,7 @@ class DecodeGraphs:
         """Logits of the next token for each row."""
         sizes = self.sizes if prefixes is None else self.prefix_sizes
         size = next(size for size in sizes if size >= len(rows))
-        key = (size, prefixes is not None)
-        self._stage(key, rows, prefixes)
-        self._graphs[key].replay()
+        shares_prefixes = prefixes is not None
+        self._inputs.send(size, rows, shares_prefixes, prefixes)
+        self._graphs[size, shares_prefixes].replay()
         return self._logits[: len(rows)]
-
-    def _stage(self, key: GraphKey, rows: Int32Array, prefixes: HostPrefixTiles | None) -> None:
-        """Send a graph's inputs, padded with rows and tiles that do nothing."""
-        size, shares_prefixes = key
-        num_tiles = self._max_tiles(size) if shares_prefixes else 0
-        length = size + shares_prefixes * (size + num_tiles * (1 + self.attention.prefix_members))
-        pinned = torch.empty(length, dtype=torch.int32, pin_memory=True)
-        inputs = pinned.numpy()
-        inputs[: len(rows)] = rows
-        inputs[len(rows) : size] = -1
-        if shares_prefixes:
-            inputs[size : 2 * size + num_tiles] = 0
-        if prefixes is not None:
-            starts, lens, members = prefixes
-            inputs[size : size + len(starts)] = starts
-            inputs[2 * size : 2 * size + len(lens)] = lens
-            inputs[2 * size + num_tiles :][: members.size] = members.ravel()
-        self._inputs[:length].copy_(pinned, non_blocking=True)

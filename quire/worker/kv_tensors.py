@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+MAX_COPIED_AT_ONCE = 32
+"""Blocks. A copy passes through memory of its own: for a thousand forks it would be gigabytes."""
+
 
 @dataclass(frozen=True)
 class KVSpec:
@@ -36,4 +39,7 @@ class KVTensors:
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copy whole blocks in all layers. A target is never also a source."""
-        self.data[:, :, targets] = self.data[:, :, sources]
+        for some, places in zip(
+            sources.split(MAX_COPIED_AT_ONCE), targets.split(MAX_COPIED_AT_ONCE), strict=True
+        ):
+            self.data[:, :, places] = self.data[:, :, some]

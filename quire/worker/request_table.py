@@ -76,7 +76,7 @@ class RequestTable:
             self._fork(sent[0].view(2, -1), max(one.num_forked_tokens for one in forks))
         if plan.added_rows:
             rows, totals, computed, appends = sent[1].view(4, -1)
-            self.token_ids.view(-1)[sent[2]] = sent[3]
+            self.token_ids.view(-1)[sent[2].view(torch.int64)] = sent[3]
             self.num_tokens[rows] = totals
             self.num_computed[rows] = computed
             self.appends_sampled[rows] = appends.bool()
@@ -95,7 +95,8 @@ class RequestTable:
         self.block_tables[:, rows, :num_blocks] = self.block_tables[:, parents, :num_blocks]
 
     def _added(self, added: list[AddedRow]) -> tuple[Int32Array, Int32Array, Int32Array]:
-        """[row, tokens, computed tokens, appends] of each, and flat places of all their tokens."""
+        """[row, tokens, computed tokens, appends] of each, and flat places of all their tokens,
+        which are 64-bit: many rows of a very long length have more places than 32 bits count."""
         if not added:
             return empty_ints(), empty_ints(), empty_ints()
         fields = np.array(
@@ -109,10 +110,10 @@ class RequestTable:
         forked = np.array([one.num_forked_tokens for one in added], np.int32)
         counts = totals - forked
         ends = np.cumsum(counts)
-        first = rows * self.token_ids.shape[1] + forked
+        first = rows.astype(np.int64) * self.token_ids.shape[1] + forked
         places = np.arange(ends[-1]) + np.repeat(first - (ends - counts), counts)
         tokens = np.concatenate([one.token_ids[one.num_forked_tokens :] for one in added])
-        return fields, places.astype(np.int32), tokens
+        return fields, places.view(np.int32), tokens
 
     def append(self, rows: Tensor, tokens: Tensor) -> None:
         """Append one token to each row."""

@@ -12,6 +12,11 @@ ALIGNMENT = 4
 """Integers; Triton compiles a kernel anew for pointers that are not at multiples of 16 bytes."""
 
 
+def aligned(count: int) -> int:
+    """`count` integers and what must follow them before others may begin."""
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
 class Staging:
     """Packs arrays into pinned memory and sends them together; on a CPU nothing is copied."""
 
@@ -24,7 +29,7 @@ class Staging:
         starts, end = [], 0
         for array in arrays:
             starts.append(end)
-            end += -(-array.size // ALIGNMENT) * ALIGNMENT
+            end += aligned(array.size)
         packed = torch.empty(end, dtype=torch.int32, pin_memory=True)
         host = packed.numpy()
         for start, array in zip(starts, arrays, strict=True):

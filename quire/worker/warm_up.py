@@ -64,7 +64,7 @@ def warm_up_plans(
     if length < 2:
         return
     for count in sizes:
-        groups = shares_prefixes and count > MIN_PREFIX_GROUP and length > block_size
+        groups = shares_prefixes and count >= MIN_PREFIX_GROUP and length > block_size
         for grouped in (False, True)[: 1 + groups]:
             for num_prompts in (0, 1):
                 computed = np.full(count, length - 1, np.int32)

@@ -68,6 +68,8 @@ class Worker:
         )
         reasons = "".join(f"; not {reason}" for reason in skipped)
         logger.info("attention: %s%s", backend.describe(), reasons)
+        if self.device.type == "cuda" and not backend.support.cuda_graphs:
+            logger.info("no CUDA graphs: attention by %s cannot be captured", backend.support.name)
         check_weights_fit(count_weight_bytes(model_config, dtype), options, model_config, device)
         remedy = "Use a smaller model, or free the memory that other programs hold."
         with explaining("loading the weights", remedy, device):
@@ -94,12 +96,17 @@ class Worker:
         with explaining("allocating the KV cache", f"Lower {lower}.", device):
             kv = KVTensors(spec, self.num_blocks, self.device)
             self.runner = self._build_runner(model, kv, self.max_model_len)
-        if self.device.type == "cuda" and not options.device.enforce_eager:
+        if self._has_graphs:
             remedy = f"Lower {lower} or max_num_seqs, or set enforce_eager=True."
             with explaining("capturing CUDA graphs", remedy, device):
                 self._capture_graphs()
         if self.device.type == "cuda":
-            warm_up(self.runner, self.groups_prefixes)
+            with explaining("warming up", f"Lower {lower} or max_num_seqs.", device):
+                warm_up(self.runner, self.groups_prefixes)
+
+    @property
+    def _has_graphs(self) -> bool:
+        return self._backend.support.cuda_graphs and not self._options.device.enforce_eager
 
     def _capture_graphs(self) -> None:
         from quire.worker.graphs import DecodeGraphs
@@ -146,7 +153,7 @@ class Worker:
                 lambda: self._build_runner(model, KVTensors(spec, 1, self.device), max_len),
                 num_rows,
                 num_tokens,
-                with_graphs=not self._options.device.enforce_eager,
+                with_graphs=self._has_graphs,
                 shares_prefixes=self.groups_prefixes,
                 num_threads=self._options.device.num_threads or 1,
             )

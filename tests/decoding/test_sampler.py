@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.decoding import penalties, rows
 from quire.protocol.sampling import SamplingParams
 from tests.decoding.table import Sketch, Table, random_logits
 
@@ -290,3 +291,28 @@ def test_several_tokens_appended_at_once_are_all_counted():
 def test_no_lines_at_all():
     table = Table(VOCAB)
     assert table.sample(np.empty((0, VOCAB), np.float32), []).tokens.shape == (0,)
+
+
+def test_no_memory_for_one_more_row_leaves_room_for_those_that_come_after_others(monkeypatch):
+    """A row that found no memory is removed; a later one takes the place of one that left."""
+    table = Table(VOCAB)
+    requests = [Sketch(params(repetition_penalty=1.5), [3 + i]) for i in range(8)]
+
+    def full(tensor: torch.Tensor, shape: tuple[int, ...], fill: float) -> torch.Tensor:
+        if len(tensor) >= shape[0]:
+            return tensor
+        if len(tensor) >= 4:
+            raise torch.OutOfMemoryError("no memory")
+        return rows.fit(tensor, shape, fill)
+
+    monkeypatch.setattr(penalties, "fit", full)
+    for row in range(3):
+        table.add(row, requests[row])
+    with pytest.raises(torch.OutOfMemoryError):
+        table.add(3, requests[3])
+    for row in (3, 1):
+        table.sampler.remove(row)
+    table.add(4, requests[4])
+    logits = random_logits(0, 3, VOCAB)
+    expected = [requests[row].expected(line) for row, line in zip((0, 2, 4), logits, strict=True)]
+    assert table.sample(logits, [0, 2, 4]).tokens.tolist() == expected

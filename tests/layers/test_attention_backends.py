@@ -157,7 +157,7 @@ def test_wanted_backend_is_taken_or_refused() -> None:
 
 
 def test_everything_declared_is_checked() -> None:
-    support = BackendSupport("x", ("cpu",), (torch.float32,), (16,), (64,), False, True)
+    support = BackendSupport("x", ("cpu",), (torch.float32,), (16,), (64,), False, True, False)
     asked = ("cpu", torch.float32, 64, 16, None)
     assert backend.unsupported(support, *asked) is None
     for index, value, said in (

@@ -91,6 +91,7 @@ def test_logits_of_half_precision_are_close(folder: Path, dtype: str) -> None:
     "options",
     [
         {"enforce_eager": True},
+        {"attention_backend": "torch"},
         {"max_num_batched_tokens": 48},
         {"num_gpu_blocks_override": 70, "max_model_len": 512},
         {"block_size": 4},

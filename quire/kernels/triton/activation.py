@@ -10,8 +10,10 @@ from torch import Tensor
 
 @triton.jit
 def _silu_and_mul_kernel(x_ptr, out_ptr, inner, WIDTH: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    columns = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    # One axis for both: all but the first end at 65,535, and a step may have more rows.
+    chunks = tl.cdiv(inner, WIDTH)
+    row = (tl.program_id(0) // chunks).to(tl.int64)
+    columns = tl.program_id(0) % chunks * WIDTH + tl.arange(0, WIDTH)
     mask = columns < inner
     gate = tl.load(x_ptr + row * 2 * inner + columns, mask, 0.0)
     up = tl.load(x_ptr + row * 2 * inner + inner + columns, mask, 0.0)
@@ -25,7 +27,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, inner), dtype=gate_up.dtype, device=gate_up.device)
     width = min(1024, triton.next_power_of_2(inner))
-    _silu_and_mul_kernel[(triton.cdiv(inner, width), rows)](
+    _silu_and_mul_kernel[(rows * triton.cdiv(inner, width),)](
         gate_up, out, inner, WIDTH=width, num_warps=4
     )
     return out

@@ -44,6 +44,7 @@ class BackendSupport:
     head_dims: tuple[int, ...] | None
     sliding_window: bool
     batch_invariant: bool  # a request's result does not depend on what else is in the batch
+    cuda_graphs: bool  # steps can be captured, and slots of -1 are not written
 
 
 class AttentionStep(Protocol):

@@ -23,6 +23,7 @@ class CpuBackend:
         head_dims=None,
         sliding_window=True,
         batch_invariant=True,
+        cuda_graphs=False,
     )
 
     max_prefix_rows: ClassVar[int] = 0

@@ -24,6 +24,7 @@ class TorchBackend:
         head_dims=None,
         sliding_window=True,
         batch_invariant=True,
+        cuda_graphs=False,
     )
 
     max_prefix_rows: ClassVar[int] = 0

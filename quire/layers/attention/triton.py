@@ -35,6 +35,7 @@ class TritonBackend:
         head_dims=None,
         sliding_window=True,
         batch_invariant=False,
+        cuda_graphs=True,
     )
 
     max_prefix_rows: ClassVar[int] = MAX_PREFIX_PIECES

@@ -263,10 +263,13 @@ def test_rms_norm(dim: int, dtype: torch.dtype) -> None:
     assert torch.equal(residual, total)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
-def test_silu_and_mul(dtype: torch.dtype) -> None:
-    """silu(gate) * up, with a width that no tile divides."""
-    x = torch.randn(3, 2 * 130, device=DEVICE).to(dtype)
+@pytest.mark.parametrize(
+    ("rows", "inner", "dtype"),
+    [(3, 130, torch.float32), (2, 1100, BFLOAT16), *([(70_000, 8, BFLOAT16)] if ON_GPU else [])],
+)
+def test_silu_and_mul(rows: int, inner: int, dtype: torch.dtype) -> None:
+    """silu(gate) * up, with widths that no tile divides, and more rows than an axis of a grid."""
+    x = torch.randn(rows, 2 * inner, device=DEVICE).to(dtype)
     gate, up = x.chunk(2, -1)
     close(silu_and_mul(x), torch.nn.functional.silu(gate) * up)
 

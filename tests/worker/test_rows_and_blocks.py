@@ -1,0 +1,76 @@
+"""Rows of the request table and blocks of the cache on a device: where things are written."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from quire.layers.attention.shared_prefix import prefix_tiles
+from quire.protocol.plan import AddedRow, StepPlan
+from quire.protocol.sampling import SamplingParams
+from quire.worker import kv_tensors
+from quire.worker.graph_inputs import GraphInputs
+from quire.worker.kv_tensors import KVSpec, KVTensors
+from quire.worker.request_table import RequestTable
+
+CPU = torch.device("cpu")
+
+
+def added(row: int, tokens: list[int]) -> AddedRow:
+    ids = np.array(tokens, np.int32)
+    return AddedRow(row, ids, len(tokens), 0, SamplingParams(), seed=0)
+
+
+def test_tokens_of_added_rows_go_to_their_places() -> None:
+    table = RequestTable(4, 10, 3, 4, CPU)
+    table.token_ids.fill_(-1)
+    table.update(StepPlan(0, added_rows=[added(3, [7, 8, 9]), added(1, [5])]))
+    assert table.token_ids[3].tolist() == [7, 8, 9] + [-1] * 7
+    assert table.token_ids[1].tolist() == [5] + [-1] * 9
+    assert (table.token_ids[[0, 2]] == -1).all()
+    assert table.num_tokens.tolist() == [0, 1, 0, 3]
+
+
+def test_places_beyond_32_bits() -> None:
+    """1,024 rows of 4 million tokens, of which nothing is allocated."""
+    length = 1 << 22
+    table = RequestTable(1024, length, 8, 16, torch.device("meta"))
+    _, places, _ = table._added([added(1023, [1, 2])])
+    assert places.view(np.int64).tolist() == [1023 * length, 1023 * length + 1]
+
+
+def test_blocks_are_copied_in_all_layers_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_tensors, "MAX_COPIED_AT_ONCE", 2)
+    kv = KVTensors(KVSpec(2, 1, 4, 4, torch.float32), 12, CPU)
+    kv.data.copy_(torch.randn(kv.data.shape))
+    expected = kv.data.clone()
+    sources, targets = torch.tensor([0, 3, 0, 5, 7]), torch.tensor([11, 1, 2, 4, 6])
+    for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+        expected[:, :, target] = expected[:, :, source]
+    kv.copy_blocks(sources.int(), targets.int())
+    assert torch.equal(kv.data, expected)
+
+
+@pytest.mark.parametrize("width", [1, 4, 32])
+@pytest.mark.parametrize("size", [1, 4, 5, 30, 64])
+def test_a_graph_reads_what_was_sent_and_nothing_older(size: int, width: int) -> None:
+    """Batches of all sizes one after the other; every part begins at a multiple of 16 bytes, for
+    else a kernel would be compiled once more."""
+    inputs = GraphInputs(64, width, True, CPU)
+    dice = np.random.default_rng(size)
+    for used in (size, size // 2, size - 1, 0):
+        rows = dice.permutation(64)[:used].astype(np.int32)
+        sent = prefix_tiles(
+            dice.integers(-1, 3, used, np.int32), np.array([16, 32, 48], np.int32), width
+        )
+        inputs.send(size, rows, True, sent)
+        found = inputs.prefixes(size)
+        assert inputs.rows(size).tolist() == [*rows.tolist(), *[-1] * (size - used)]
+        assert found.starts.tolist() == [*sent.starts.tolist(), *[0] * (size - used)]
+        count = len(sent.lens)
+        assert found.lens[:count].tolist() == sent.lens.tolist()
+        assert not found.lens[count:].any()
+        assert found.members[:count].tolist() == sent.members.tolist()
+        for part in (found.starts, found.lens, found.members):
+            assert part.storage_offset() % 4 == 0
