@@ -24,6 +24,8 @@ class DeviceInfo:
     num_threads: int
     """CPU threads this process may keep busy."""
     supports_bfloat16: bool = True
+    has_native_kernels: bool = False
+    """Whether a CPU has the C++ library, without which packed weights are slow."""
 
 
 def cpu_device(root: Path = ROOT) -> DeviceInfo:

@@ -46,6 +46,7 @@ def resolve(options: EngineOptions, model: ModelConfig, device: DeviceInfo) -> R
     _check_quantization(options, model, device)
     fits = options.model.max_model_len == AUTO_LENGTH
     options = options.replace(
+        quantization=_quantization(options, model, device, notes),
         device=device.type,
         dtype=_dtype(options, model, device, notes),
         max_model_len=_max_model_len(options, model, notes),
@@ -129,6 +130,21 @@ def _check_quantization(options: EngineOptions, model: ModelConfig, device: Devi
             f"model={model.source.name!r} is quantised with {method!r}, which is not supported "
             "yet. Use an unquantised checkpoint or a GGUF file."
         )
+
+
+def _quantization(
+    options: EngineOptions, model: ModelConfig, device: DeviceInfo, notes: list[str]
+) -> str | None:
+    wanted = options.model.quantization
+    if wanted is not None or device.type != "cpu" or options.model.dtype != "auto":
+        return wanted
+    if model.source.kind != "gguf" or not device.has_native_kernels:
+        return None
+    notes.append(
+        "quantization became gguf because weights are computed fastest as the file stores them; "
+        "dtype='float32' uses their exact values"
+    )
+    return "gguf"
 
 
 def _dtype(options: EngineOptions, model: ModelConfig, device: DeviceInfo, notes: list[str]) -> str:

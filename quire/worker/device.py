@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
 
 from quire.config.device import DeviceInfo, cpu_device, cpu_threads
+from quire.kernels import cpu
 from quire.protocol.errors import OptionError
 
 OLDEST_CAPABILITY = (7, 0)
@@ -18,7 +20,7 @@ OLDEST_CAPABILITY = (7, 0)
 def detect_device(wanted: str) -> DeviceInfo:
     """The GPU if there is one and it is not unwanted, else the CPU."""
     if wanted == "cpu" or not torch.cuda.is_available():
-        return cpu_device()
+        return replace(cpu_device(), has_native_kernels=cpu.available()[0])
     name = torch.cuda.get_device_name()
     check_triton(name, has_triton=find_spec("triton") is not None)
     if torch.version.hip is None:

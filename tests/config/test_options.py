@@ -281,6 +281,9 @@ def test_context_length() -> None:
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported yet"),
         ({"quantization": "awq"}, "quantization='awq' is not supported yet"),
+        ({"quantization": "gguf"}, "quantization='gguf' needs a .gguf file.*'some/model'"),
+        ({"quantization": "gguf", "dtype": "float32"}, "Leave one of them unset"),
+        ({"quantization": "int8", "dtype": "bfloat16"}, "dtype.*'bfloat16'"),
         ({"device": "cuda"}, "device='cuda' was not found"),
         (
             {"enable_chunked_prefill": False, "max_num_batched_tokens": 64},
@@ -292,6 +295,32 @@ def test_what_cannot_be_done_is_refused(values: dict[str, Any], message: str) ->
     """Before any weights are read."""
     with pytest.raises(OptionError, match=message):
         resolved(**values)
+
+
+def test_packed_weights_are_refused_on_a_gpu() -> None:
+    with pytest.raises(OptionError, match="quantization='int8' runs on a CPU only"):
+        resolved(GPU, MODEL, quantization="int8")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "gguf"),
+        ({"dtype": "float32"}, None),
+        ({"quantization": "int8"}, "int8"),
+    ],
+)
+def test_a_gguf_file_is_computed_from_its_blocks(
+    changes: dict[str, Any], expected: str | None
+) -> None:
+    """Unless dtype asks for exact weights, or something else is wanted."""
+    model = replace(MODEL, source=replace(MODEL.source, kind="gguf"))
+    device = replace(CPU, has_native_kernels=True)
+    found = resolve(options(**changes), model, device)
+    assert found.options.model.quantization == expected
+    assert any("quantization became gguf because" in note for note in found.notes) == (not changes)
+    without = resolve(options(**changes), model, CPU)
+    assert without.options.model.quantization == (None if expected == "gguf" else expected)
 
 
 def test_quantised_checkpoints_are_refused_by_method() -> None:
