@@ -1,4 +1,4 @@
-"""Rearranges blocks of a GGUF file into the groups of 16 rows that src/quantized.h describes."""
+"""Rearranges the blocks of a GGUF file into the groups of rows that src/quantized.h describes."""
 
 from __future__ import annotations
 

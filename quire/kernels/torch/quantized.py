@@ -77,7 +77,8 @@ def round_activations(x: Tensor) -> Tensor:
     largest = blocks.abs().amax(-1, keepdim=True)
     nothing = largest < SMALLEST_ACTIVATION
     scale = torch.where(nothing, 0.0, largest / 127)
-    inverse = torch.where(nothing, 0.0, 127 / largest)
+    # A number divided by a tensor would be the product with its reciprocal, another rounding.
+    inverse = torch.where(nothing, 0.0, torch.tensor(127.0) / largest)
     rounded = (blocks * inverse).round() * scale
     return torch.where(largest.isfinite(), rounded, torch.nan).view(x.shape)
 

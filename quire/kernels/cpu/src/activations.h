@@ -7,81 +7,64 @@
 namespace quire {
 namespace {
 
-struct RoundedBlock {
-  int8_t numbers[kBlock];
-  float scale;
-  int32_t sums[2];  // of the two halves
-};
-
-inline void round_block(const float* x, RoundedBlock& block) {
-  constexpr int kVectors = kBlock / kLanes;
-  Floats values[kVectors];
+// Rounds a block as token `t` of the `count` tokens of a tile.
+template <Kind K>
+QUIRE_INLINE void round_block(const float* x, uint8_t* tile, int t, int count) {
+  constexpr Layout kLayout = layout_of(K);
+  constexpr int kParts = kBlock / kLanes;
+  Floats values[kParts];
   // As integers, magnitudes order like the numbers do, and NaN is above all.
   Ints largest = {};
-  for (int i = 0; i < kVectors; ++i) {
+  QUIRE_UNROLL
+  for (int i = 0; i < kParts; ++i) {
     values[i] = load(x + i * kLanes);
     const Ints bits = (Ints)values[i] & 0x7fffffff;
     largest = bits > largest ? bits : largest;
   }
-  int32_t top = 0;
-  for (int i = 0; i < kLanes; ++i) top = largest[i] > top ? largest[i] : top;
+  const int32_t top = largest_lane(largest);
   float magnitude;
   std::memcpy(&magnitude, &top, sizeof magnitude);
-  block = {};
-  if (top >= 0x7f800000) {
-    block.scale = __builtin_nanf("");
-    return;
-  }
-  if (magnitude < kSmallestActivation) return;
-  block.scale = magnitude / 127.0f;
-  const float inverse = 127.0f / magnitude;
+  const bool is_finite = top < 0x7f800000, is_zero = magnitude < kSmallestActivation;
+  const float scale = is_zero ? 0.0f : is_finite ? magnitude / 127.0f : __builtin_nanf("");
+  const Floats inverse = splat(is_zero || !is_finite ? 0.0f : 127.0f / magnitude);
+  int8_t numbers[kBlock];
   Ints sums[2] = {};
-  for (int i = 0; i < kVectors; ++i) {
-    const Ints numbers = round(values[i] * inverse);
-    sums[i * 2 / kVectors] += numbers;
-    const NarrowSigned narrow = __builtin_convertvector(numbers, NarrowSigned);
-    std::memcpy(block.numbers + i * kLanes, &narrow, sizeof narrow);
+  QUIRE_UNROLL
+  for (int i = 0; i < kParts; ++i) {
+    const Ints rounded = round(values[i] * inverse);
+    sums[i * 2 / kParts] += rounded;
+    const NarrowSigned narrow = __builtin_convertvector(rounded, NarrowSigned);
+    std::memcpy(numbers + i * kLanes, &narrow, sizeof narrow);
   }
-  for (int i = 0; i < kLanes; ++i) {
-    block.sums[0] += sums[0][i];
-    block.sums[1] += sums[1][i];
-  }
-}
-
-// Enters a rounded block as token `t` of the `count` tokens of a tile.
-inline void store_block(const RoundedBlock& block, const Layout& layout, uint8_t* tile, int t,
-                        int count) {
-  for (int q = 0; q < kQuads; ++q)
-    std::memcpy(tile + 4 * (q * count + t), block.numbers + 4 * q, 4);
-  tile += kBlock * count;
-  std::memcpy(tile + 4 * t, &block.scale, 4);
-  tile += 4 * count;
-  const int32_t total = block.sums[0] + block.sums[1];
-  if (layout.has_minima) {
-    const float sum = block.scale * static_cast<float>(total);
-    std::memcpy(tile + 4 * t, &sum, 4);
-    return;
-  }
-  for (int part = 0; part < layout.parts; ++part) {
-    const int32_t start = -layout.offset * (layout.parts == 1 ? total : block.sums[part]);
-    std::memcpy(tile + 4 * (part * count + t), &start, 4);
+  QUIRE_UNROLL
+  for (int q = 0; q < kQuads; ++q) std::memcpy(tile + 4 * (q * count + t), numbers + 4 * q, 4);
+  tile += kBlock * count + 4 * t;
+  std::memcpy(tile, &scale, 4);
+  if constexpr (kLayout.has_minima) {
+    const float sum = scale * static_cast<float>(sum_lanes(sums[0] + sums[1]));
+    std::memcpy(tile + 4 * count, &sum, 4);
+  } else if constexpr (kLayout.parts == 1) {
+    const int32_t start = -kLayout.offset * sum_lanes(sums[0] + sums[1]);
+    std::memcpy(tile + 4 * count, &start, 4);
+  } else {
+    QUIRE_UNROLL
+    for (int part = 0; part < 2; ++part) {
+      const int32_t start = -kLayout.offset * sum_lanes(sums[part]);
+      std::memcpy(tile + 4 * (part + 1) * count, &start, 4);
+    }
   }
 }
 
+template <Kind K>
 void round_tiles(const LinearCall& call, int64_t first_tile, int64_t end_tile) {
-  const Layout layout = layout_of(call.matrix.kind);
   const int64_t num_blocks = call.matrix.num_inputs / kBlock;
-  const int64_t bytes = activation_bytes(call.matrix.kind);
   for (int64_t tile = first_tile; tile < end_tile; ++tile) {
     const int64_t first = tile * kTile, left = call.num_tokens - first;
     const int count = static_cast<int>(left < kTile ? left : kTile);
-    uint8_t* to = call.activations + first * num_blocks * bytes;
-    for (int64_t block = 0; block < num_blocks; ++block, to += count * bytes)
-      for (int t = 0; t < count; ++t) {
-        RoundedBlock rounded;
-        round_block(call.x + (first + t) * call.x_stride + block * kBlock, rounded);
-        store_block(rounded, layout, to, t, count);
-      }
+    uint8_t* to = call.activations + first * num_blocks * activation_bytes(K);
+    for (int64_t block = 0; block < num_blocks; ++block, to += count * activation_bytes(K))
+      for (int t = 0; t < count; ++t)
+        round_block<K>(call.x + (first + t) * call.x_stride + block * kBlock, to, t, count);
   }
 }
 

@@ -23,6 +23,8 @@ namespace {
 // Four bytes for each lane.
 typedef uint8_t Bytes __attribute__((vector_size(4 * kLanes)));
 typedef uint8_t UnalignedBytes __attribute__((vector_size(4 * kLanes), aligned(1), may_alias));
+// Tokens that are worked on together: their sums are in registers.
+constexpr int kTile = 8;
 // One byte for each lane.
 typedef uint8_t NarrowBytes __attribute__((vector_size(kLanes)));
 typedef int8_t NarrowSigned __attribute__((vector_size(kLanes)));
@@ -52,6 +54,34 @@ QUIRE_INLINE Floats load_narrow(const uint8_t* p) {
   Narrow narrow;
   std::memcpy(&narrow, p, sizeof narrow);
   return to_floats(__builtin_convertvector(narrow, Ints));
+}
+
+// Over the lanes.
+QUIRE_INLINE int32_t largest_lane(Ints x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epi32((__m512i)x);
+#elif defined(__AVX2__)
+  __m128i y = _mm_max_epi32(_mm256_castsi256_si128((__m256i)x),
+                            _mm256_extracti128_si256((__m256i)x, 1));
+  y = _mm_max_epi32(y, _mm_shuffle_epi32(y, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(y, _mm_shuffle_epi32(y, 0xb1)));
+#else
+  const int32_t a = x[0] > x[1] ? x[0] : x[1], b = x[2] > x[3] ? x[2] : x[3];
+  return a > b ? a : b;
+#endif
+}
+
+QUIRE_INLINE int32_t sum_lanes(Ints x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)x);
+#elif defined(__AVX2__)
+  __m128i y = _mm_add_epi32(_mm256_castsi256_si128((__m256i)x),
+                            _mm256_extracti128_si256((__m256i)x, 1));
+  y = _mm_add_epi32(y, _mm_shuffle_epi32(y, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(y, _mm_shuffle_epi32(y, 0xb1)));
+#else
+  return x[0] + x[1] + x[2] + x[3];
+#endif
 }
 
 #if defined(__AVX512VNNI__)
@@ -96,53 +126,80 @@ QUIRE_INLINE Floats load_halves(const uint8_t* p) {
 // start[t] takes back the offset of the weights. With BITS of 8 they have an offset of 128.
 #if defined(__AVX512VNNI__)
 
+// Compilers load and broadcast x by an instruction of its own.
+QUIRE_INLINE void add_products(Ints& sums, Bytes weights, const uint8_t* x) {
+  asm("vpdpbusd %2%{1to16%}, %1, %0"
+      : "+v"(sums)
+      : "v"(weights), "m"(*reinterpret_cast<const uint8_t(*)[4]>(x)));
+}
+
 template <int BITS, int QUADS, int T, typename Weights>
 QUIRE_INLINE void dot(Weights weights, const uint8_t* x, const uint8_t* start, Ints (&sums)[T]) {
   QUIRE_UNROLL
   for (int t = 0; t < T; ++t) sums[t] = start ? splat_int(load_int(start + 4 * t)) : Ints{};
   QUIRE_UNROLL
   for (int q = 0; q < QUADS; ++q) {
-    const __m512i w = (__m512i)weights(q);
+    const Bytes w = weights(q);
     QUIRE_UNROLL
-    for (int t = 0; t < T; ++t)
-      sums[t] = (Ints)_mm512_dpbusd_epi32((__m512i)sums[t], w,
-                                          _mm512_set1_epi32(load_int(x + 4 * (q * T + t))));
+    for (int t = 0; t < T; ++t) add_products(sums[t], w, x + 4 * (q * T + t));
   }
 }
 
 #elif defined(__AVX2__)
 
+// Keeps the compiler from adding up in another order, for which it would need more registers.
+#define QUIRE_KEEP_ORDER(sum) asm("" : "+x"(sum))
+
+QUIRE_INLINE __m256i broadcast(const uint8_t* x) { return _mm256_set1_epi32(load_int(x)); }
+
 // maddubs adds pairs of products in 16 bits and saturates. With 8 bits only the magnitudes of the
-// weights (at most 128) fit, and their signs go to the inputs; with fewer, several sums fit.
-template <int BITS, int QUADS, int T, typename Weights>
-QUIRE_INLINE void dot(Weights weights, const uint8_t* x, const uint8_t* start, Ints (&sums)[T]) {
-  constexpr int kSummed = BITS == 8 ? 1 : BITS == 6 ? 2 : 8;  // quads whose products fit 16 bits
-  constexpr int kStep = kSummed < QUADS ? kSummed : QUADS;
+// weights (at most 128) fit, and their signs go to the inputs, so that there is no offset.
+template <int QUADS, int T, typename Weights>
+QUIRE_INLINE void dot_signed(Weights weights, const uint8_t* x, Ints (&sums)[T]) {
   const __m256i ones = _mm256_set1_epi16(1);
   QUIRE_UNROLL
-  for (int t = 0; t < T; ++t)
-    sums[t] = start && BITS != 8 ? splat_int(load_int(start + 4 * t)) : Ints{};
+  for (int q = 0; q < QUADS; ++q) {
+    const __m256i w = _mm256_xor_si256((__m256i)weights(q), _mm256_set1_epi8(-128));
+    const __m256i magnitude = _mm256_abs_epi8(w);
+    QUIRE_UNROLL
+    for (int t = 0; t < T; ++t) {
+      const __m256i input = _mm256_sign_epi8(broadcast(x + 4 * (q * T + t)), w);
+      const __m256i pairs = _mm256_maddubs_epi16(magnitude, input);
+      const Ints wide = (Ints)_mm256_madd_epi16(pairs, ones);
+      sums[t] = q == 0 ? wide : sums[t] + wide;
+      QUIRE_KEEP_ORDER(sums[t]);
+    }
+  }
+}
+
+// With fewer bits several sums of pairs fit 16 bits.
+template <int BITS, int QUADS, int T, typename Weights>
+QUIRE_INLINE void dot(Weights weights, const uint8_t* x, const uint8_t* start, Ints (&sums)[T]) {
+  if constexpr (BITS == 8) return dot_signed<QUADS>(weights, x, sums);
+  constexpr int kStep = BITS == 6 ? 2 : QUADS;
   QUIRE_UNROLL
   for (int first = 0; first < QUADS; first += kStep) {
-    __m256i products[T];
+    __m256i pairs[T];
     QUIRE_UNROLL
     for (int q = first; q < first + kStep; ++q) {
-      __m256i w = (__m256i)weights(q), sign = w;
-      if (BITS == 8) {
-        sign = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
-        w = _mm256_abs_epi8(sign);
-      }
+      const __m256i w = (__m256i)weights(q);
       QUIRE_UNROLL
       for (int t = 0; t < T; ++t) {
-        __m256i input = _mm256_set1_epi32(load_int(x + 4 * (q * T + t)));
-        if (BITS == 8) input = _mm256_sign_epi8(input, sign);
-        const __m256i pairs = _mm256_maddubs_epi16(w, input);
-        products[t] = q == first ? pairs : _mm256_add_epi16(products[t], pairs);
+        const __m256i products = _mm256_maddubs_epi16(w, broadcast(x + 4 * (q * T + t)));
+        pairs[t] = q == first ? products : _mm256_add_epi16(pairs[t], products);
+        QUIRE_KEEP_ORDER(pairs[t]);
       }
     }
     QUIRE_UNROLL
-    for (int t = 0; t < T; ++t) sums[t] += (Ints)_mm256_madd_epi16(products[t], ones);
+    for (int t = 0; t < T; ++t) {
+      const Ints wide = (Ints)_mm256_madd_epi16(pairs[t], _mm256_set1_epi16(1));
+      sums[t] = first == 0 ? wide : sums[t] + wide;
+      QUIRE_KEEP_ORDER(sums[t]);
+    }
   }
+  if (!start) return;
+  QUIRE_UNROLL
+  for (int t = 0; t < T; ++t) sums[t] += splat_int(load_int(start + 4 * t));
 }
 
 #else

@@ -57,10 +57,11 @@ QUIRE_INLINE void add_block(const uint8_t* numbers, const uint8_t* scales, int i
                             const uint8_t* x, Floats (&sums)[kVectors][T]) {
   constexpr Layout kLayout = layout_of(K);
   constexpr int kPartQuads = kQuads / kLayout.parts;
-  const uint8_t* x_scales = x + kBlock * T;
-  const uint8_t* corrections = x_scales + 4 * T;
   QUIRE_UNROLL_VECTORS
   for (int v = 0; v < kVectors; ++v) {
+    QUIRE_KEEP_POINTER(x);
+    const uint8_t* x_scales = x + kBlock * T;
+    const uint8_t* corrections = x_scales + 4 * T;
     const Scales factors = load_scales<K>(scales, inner, v);
     QUIRE_UNROLL
     for (int part = 0; part < kLayout.parts; ++part) {
@@ -144,23 +145,35 @@ void multiply_groups(const LinearCall& call, int64_t first_group, int64_t end_gr
       multiply_tokens<K>(call, group, tile * kTile, tile == first_tile);
 }
 
-void multiply(const LinearCall& call, int64_t first_group, int64_t end_group, int64_t first_tile,
-              int64_t end_tile) {
-  switch (call.matrix.kind) {
-    case Kind::kQ8_0:
-      return multiply_groups<Kind::kQ8_0>(call, first_group, end_group, first_tile, end_tile);
-    case Kind::kQ4_0:
-      return multiply_groups<Kind::kQ4_0>(call, first_group, end_group, first_tile, end_tile);
-    case Kind::kQ4_1:
-      return multiply_groups<Kind::kQ4_1>(call, first_group, end_group, first_tile, end_tile);
-    case Kind::kQ4_K:
-      return multiply_groups<Kind::kQ4_K>(call, first_group, end_group, first_tile, end_tile);
-    case Kind::kQ6_K:
-      return multiply_groups<Kind::kQ6_K>(call, first_group, end_group, first_tile, end_tile);
+template <Kind K>
+struct KindConstant {
+  static constexpr Kind value = K;
+};
+
+// Calls `work` with the kind of the weights as a constant.
+template <typename Work>
+void with_kind(Kind kind, Work work) {
+  switch (kind) {
+    case Kind::kQ8_0: return work(KindConstant<Kind::kQ8_0>());
+    case Kind::kQ4_0: return work(KindConstant<Kind::kQ4_0>());
+    case Kind::kQ4_1: return work(KindConstant<Kind::kQ4_1>());
+    case Kind::kQ4_K: return work(KindConstant<Kind::kQ4_K>());
+    case Kind::kQ6_K: return work(KindConstant<Kind::kQ6_K>());
   }
 }
 
-constexpr LinearKernel kLinear = {round_tiles, multiply};
+void round_inputs(const LinearCall& call, int64_t first_tile, int64_t end_tile) {
+  with_kind(call.matrix.kind, [&](auto kind) { round_tiles<kind.value>(call, first_tile, end_tile); });
+}
+
+void multiply(const LinearCall& call, int64_t first_group, int64_t end_group, int64_t first_tile,
+              int64_t end_tile) {
+  with_kind(call.matrix.kind, [&](auto kind) {
+    multiply_groups<kind.value>(call, first_group, end_group, first_tile, end_tile);
+  });
+}
+
+constexpr LinearKernel kLinear = {kTile, round_inputs, multiply};
 
 }  // namespace
 }  // namespace quire

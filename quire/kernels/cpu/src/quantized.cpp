@@ -19,7 +19,7 @@ constexpr int64_t kPieces = 8;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-const LinearKernel& kernel() {
+const LinearKernel& chosen_kernel() {
 #if defined(__x86_64__)
   static const bool has_vnni =
       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni");
@@ -41,7 +41,7 @@ void round_pieces(void* data) {
     const int64_t first = __atomic_fetch_add(&work.next, work.piece, __ATOMIC_RELAXED);
     if (first >= work.num_tiles) return;
     const int64_t end = first + work.piece;
-    work.kernel.round_tiles(work.call, first, end < work.num_tiles ? end : work.num_tiles);
+    work.kernel.round_inputs(work.call, first, end < work.num_tiles ? end : work.num_tiles);
   }
 }
 
@@ -122,17 +122,18 @@ int quire_packed_linear(const quire::PackedMatrix* matrix, const float* x, int64
   const LinearCall call = {*matrix, x,          x_stride,   bias,
                            out,     out_stride, num_tokens, static_cast<uint8_t*>(memory)};
   const int64_t threads = num_threads > 1 ? num_threads : 1;
-  const int64_t num_tiles = divide_up(num_tokens, kTile);
+  const LinearKernel& kernel = chosen_kernel();
+  const int64_t num_tiles = divide_up(num_tokens, kernel.tile_tokens);
 
   const int64_t round_threads = num_inputs < kSerialInputs ? 1 : threads;
-  Rounding rounding = {call, kernel(), num_tiles, divide_up(num_tiles, round_threads * kPieces), 0};
+  Rounding rounding = {call, kernel, num_tiles, divide_up(num_tiles, round_threads * kPieces), 0};
   run_parallel(round_pieces, &rounding, static_cast<int32_t>(round_threads));
 
   const int64_t num_groups = divide_up(matrix->num_outputs, kRows);
   const int64_t wanted = threads * kPieces;
   const int64_t groups = divide_up(num_groups, wanted);
   const int64_t columns = divide_up(wanted, divide_up(num_groups, groups));
-  Product product = {call, kernel(), num_groups, groups, num_tiles, divide_up(num_tiles, columns), 0};
+  Product product = {call, kernel, num_groups, groups, num_tiles, divide_up(num_tiles, columns), 0};
   const bool is_small = num_inputs * matrix->num_outputs < kSerialProducts;
   run_parallel(multiply_pieces, &product, is_small ? 1 : static_cast<int32_t>(threads));
   std::free(memory);

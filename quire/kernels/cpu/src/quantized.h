@@ -71,14 +71,12 @@ struct PackedMatrix {
   int32_t num_inputs;
 };
 
-// Tokens are worked on in tiles of kTile, the last one with what is left. For every block of 32
+// Tokens are worked on in tiles, the last one with what is left. For every block of 32
 // inputs a tile of T tokens has
 //   int8[8][T][4]     the inputs, rounded: quad by quad
 //   float[T]          scales
 //   int32[parts][T]   with an offset: minus it times the sum of the rounded inputs
 //   float[T]          with minima: scale times that sum
-constexpr int kTile = 8;
-
 constexpr int activation_bytes(Kind kind) { return kBlock + 4 + 4 * layout_of(kind).parts; }
 
 // Activations below this are taken for zeros: the inverse of their scale would overflow.
@@ -97,8 +95,9 @@ struct LinearCall {
 
 // What one instruction set offers.
 struct LinearKernel {
-  // Rounds the tokens of tiles [first, end).
-  void (*round_tiles)(const LinearCall& call, int64_t first_tile, int64_t end_tile);
+  int32_t tile_tokens;
+  // Rounds the inputs of the tokens of some tiles.
+  void (*round_inputs)(const LinearCall& call, int64_t first_tile, int64_t end_tile);
   // Computes some groups of rows for the tokens of some tiles.
   void (*multiply)(const LinearCall& call, int64_t first_group, int64_t end_group,
                    int64_t first_tile, int64_t end_tile);
