@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -19,6 +20,8 @@ from quire.config.device import cpu_device
 PEERS = Path(__file__).resolve().parent / "cpu_peers"
 MAX_MODEL_LEN = 1024
 MAX_NUM_SEQS = 64
+PATIENCE_S = 20
+"""How long a worker may take to end."""
 
 Requests = list[tuple[list[int], int]]
 """Prompts, and how many tokens to generate for each."""
@@ -138,13 +141,23 @@ class Worker:
             print(json.dumps(requests), file=self._process.stdin, flush=True)
             answer = self._read()
         finally:
-            self._send_signal(signal.SIGSTOP)
+            if not self._process.stdin.closed:
+                self._send_signal(signal.SIGSTOP)
         lengths = [one if isinstance(one, int) else len(one) for one in answer["outputs"]]
         if lengths != [count for _, count in requests]:
             raise Unavailable("it did not generate as many tokens as it was asked for")
         return answer
 
     def close(self) -> None:
+        """Let it end by itself, which the end of its input makes it do; or make it."""
+        assert self._process.stdin is not None
+        if self._process.stdin.closed:
+            return
+        self._send_signal(signal.SIGCONT)
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(PATIENCE_S)
         self._send_signal(signal.SIGKILL)
         self._process.wait()
 
@@ -163,10 +176,8 @@ class Worker:
 
     def _send_signal(self, number: int) -> None:
         """To the worker and all processes that it started."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
-        except ProcessLookupError:
-            return
 
 
 def _environment(peer: str) -> dict[str, str]:

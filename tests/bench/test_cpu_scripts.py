@@ -27,8 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks"
 
 FAKE_PEER = """
-import os, time
-from pathlib import Path
+import os
 IMPORTS_TORCH = False
 
 class Peer:
@@ -153,7 +152,7 @@ def test_a_worker_that_cannot_go_on_says_why(workers: Any, scripts: SimpleNamesp
         workers().generate([([666], 4)])
 
 
-def test_rounds_do_not_share_prompts(workers: Any, scripts: SimpleNamespace) -> None:
+def test_rounds_do_not_share_prompts(scripts: SimpleNamespace) -> None:
     """Prompts of a round start with a token of its own, the same one for requests that share a
     prefix; a stream's first token is asked for with a prompt that nothing has seen."""
     asked = []
