@@ -7,6 +7,8 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from quire.config.model import load_model_config
 from quire.frontend.tokenizer import load_tokenizer
 
@@ -21,7 +23,11 @@ def write_safetensors(folder: Path, model: ModelConfig | None = None) -> Path:
     from quire.models.weights import iter_weights
 
     model = model or load_model_config(None)
-    weights = {name: tensor.float().contiguous() for name, tensor in iter_weights(model.source)}
+    weights = {
+        name: tensor.float().contiguous()
+        for name, tensor in iter_weights(model.source)
+        if isinstance(tensor, Tensor)  # none is left in blocks
+    }
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer = load_tokenizer(model.source)
