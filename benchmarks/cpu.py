@@ -28,6 +28,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -129,4 +131,6 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    # Workers that nobody ends would stay as they are, stopped.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     main()
