@@ -46,6 +46,8 @@ class EngineCore:
         """Called with each plan before it runs: the moment to look at who holds which blocks."""
         self._in_flight: deque[tuple[StepPlan, PendingResult]] = deque()
         self._num_failures = 0
+        self._host_s: float | None = None
+        """What the host did for the last step, until all of it is known."""
 
     @property
     def has_work(self) -> bool:
@@ -71,6 +73,7 @@ class EngineCore:
 
     def step(self) -> StepOutput:
         """Schedule, execute, apply. Results come `max_steps_in_flight - 1` steps later."""
+        self._keep_host_time()
         output = StepOutput()
         try:
             started = time.perf_counter()
@@ -85,7 +88,7 @@ class EngineCore:
                 self._num_failures = 0
                 self.pressure.step_done(done[0])
             if plan is not None:
-                self.metrics.step_host.observe(host_s + time.perf_counter() - started)
+                self._host_s = host_s + time.perf_counter() - started
             if not self.has_work:
                 self.scheduler.check_books()
         except Exception as error:
@@ -93,6 +96,16 @@ class EngineCore:
             self._die(f"the engine's bookkeeping failed: {error!r}", error)
         output.finished.extend(self.scheduler.take_ended())
         return output
+
+    def add_host_time(self, seconds: float) -> None:
+        """Whoever made outputs of the last step says how long that took."""
+        if self._host_s is not None:
+            self._host_s += seconds
+
+    def _keep_host_time(self) -> None:
+        if self._host_s is not None:
+            self.metrics.step_host.observe(self._host_s)
+            self._host_s = None
 
     def _execute(self, plan: StepPlan | None) -> tuple[StepPlan, StepResult] | None:
         """Launch a step and, once enough are in flight, wait for the oldest one's result."""
@@ -147,6 +160,7 @@ class EngineCore:
         fail_all(self.scheduler, self.death)
 
     def read_metrics(self) -> list[Metric]:
+        self._keep_host_time()
         scheduler, metrics = self.scheduler, self.metrics
         metrics.running.set(scheduler.num_running)
         metrics.waiting.set(len(scheduler.waiting))

@@ -29,6 +29,7 @@ REFUSED_PROMPT_KEYS = (
     "negative_prompt",
 )
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+Params = SamplingParams | Sequence[SamplingParams] | None
 MIN_PRIORITY, MAX_PRIORITY = -(1 << 63), (1 << 63) - 1
 
 
@@ -155,6 +156,24 @@ def _any_array(ids: Any) -> NDArray[Any]:
         return np.asarray(ids)
     except (TypeError, ValueError):
         return np.empty((0, 0))
+
+
+def params_per_prompt(params: Params, count: int, default: SamplingParams) -> list[SamplingParams]:
+    """One for each of `count` prompts, from one for all, or a list, or nothing."""
+    if params is None:
+        params = default
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    given = list(params) if isinstance(params, Sequence) else [params]
+    for i, one in enumerate(given):
+        if not isinstance(one, SamplingParams):
+            raise RequestError(f"sampling_params[{i}] must be SamplingParams, got {one!r}.")
+    if len(given) != count:
+        raise RequestError(
+            f"sampling_params has {len(given)} entries for {count} prompts; give one, or one "
+            "for each prompt."
+        )
+    return given
 
 
 class naming_index:

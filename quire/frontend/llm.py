@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from quire.frontend.collector import OpenRequest
 from quire.frontend.garbage import no_full_collections
-from quire.frontend.inputs import Prompt, TokenizationOptions, naming_index, parse_prompts
+from quire.frontend.inputs import (
+    Params,
+    Prompt,
+    TokenizationOptions,
+    naming_index,
+    params_per_prompt,
+    parse_prompts,
+)
 from quire.frontend.interrupts import deferred_interrupts
 from quire.frontend.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from quire.frontend.progress import ProgressBar
@@ -20,8 +28,6 @@ from quire.protocol.errors import QuireError, RequestError
 from quire.protocol.output import FinishedSequence, StepOutput
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
-
-Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 def _refused(name: str, reason: str) -> Any:
@@ -233,7 +239,7 @@ class LLM:
         kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY,
     ) -> list[OpenRequest]:
         """Check everything, then hand all requests to the engine; none if one is bad."""
-        params = self._params_per_prompt(sampling_params, len(prompts))
+        params = params_per_prompt(sampling_params, len(prompts), self._session.default_params)
         if priority is not None and len(priority) != len(prompts):
             raise RequestError(
                 f"priority has {len(priority)} entries for {len(prompts)} prompts; give one each."
@@ -268,22 +274,6 @@ class LLM:
             self._forget(requests)
             raise
         return requests
-
-    def _params_per_prompt(self, params: Params, count: int) -> list[SamplingParams]:
-        if params is None:
-            params = self._session.default_params
-        if isinstance(params, SamplingParams):
-            return [params] * count
-        given = list(params) if isinstance(params, Sequence) else [params]
-        for i, one in enumerate(given):
-            if not isinstance(one, SamplingParams):
-                raise RequestError(f"sampling_params[{i}] must be SamplingParams, got {one!r}.")
-        if len(given) != count:
-            raise RequestError(
-                f"sampling_params has {len(given)} entries for {count} prompts; give one, or one "
-                "for each prompt."
-            )
-        return given
 
     def _finish(self, requests: list[OpenRequest], use_tqdm: bool) -> list[RequestOutput]:
         """Step until the given requests have ended."""
@@ -336,7 +326,11 @@ class LLM:
     def _step(self) -> list[OpenRequest]:
         """One engine step; returns the requests it changed."""
         with deferred_interrupts():
-            return self._take_in(self._core.step())
+            output = self._core.step()
+            started = time.perf_counter()
+            changed = self._take_in(output)
+            self._core.add_host_time(time.perf_counter() - started)
+            return changed
 
     def _take_in(self, output: StepOutput) -> list[OpenRequest]:
         """Pass a step's output on to open requests; returns those it changed."""

@@ -64,7 +64,9 @@ class EngineMetrics:
         )
         self.step_tokens = Histogram("quire:iteration_tokens_total", "Tokens per step.", TOKENS)
         self.step_host = Histogram(
-            "quire:step_host_seconds", "Scheduling and taking in results, per step.", STEP_SECONDS
+            "quire:step_host_seconds",
+            "Scheduling, taking in results and making outputs, per step.",
+            STEP_SECONDS,
         )
         self.step_launch = Histogram(
             "quire:step_launch_seconds",

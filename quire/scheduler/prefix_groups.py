@@ -65,9 +65,7 @@ def _best_below(
     if len(rows) < MIN_PREFIX_GROUP:
         return 0, []
     if depth:
-        shortest = int(num_blocks.min())
-        agree = (tables[rows, depth:shortest] == tables[rows[0], depth:shortest]).all(axis=0)
-        depth = shortest if agree.all() else depth + int(agree.argmin())
+        depth = _common(tables, rows, depth, int(num_blocks.min()))
     saved, groups = 0, list[Group]()
     longer = num_blocks > depth
     if forks_left and longer.any():
@@ -82,3 +80,18 @@ def _best_below(
             groups += found
     together = (len(rows) - 1) * depth
     return (together, [(rows, depth)]) if together > saved else (saved, groups)
+
+
+def _common(tables: Int32Array, rows: Int32Array, depth: int, shortest: int) -> int:
+    """How many blocks the rows have in common, at least `depth` and at most `shortest`.
+
+    Pieces grow, so that tables which part soon are not compared to their ends.
+    """
+    size = 16
+    while depth < shortest:
+        piece = slice(depth, min(depth + size, shortest))
+        agree = (tables[rows, piece] == tables[rows[0], piece]).all(axis=0)
+        if not agree.all():
+            return depth + int(agree.argmin())
+        depth, size = piece.stop, 2 * size
+    return shortest

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quire.protocol.output import FinishedSequence
 from quire.protocol.plan import AddedRow, BoolArray, Int32Array, Int64Array
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams
@@ -190,6 +191,22 @@ class Request:
         if self.parent is not None or not self.params.wants_prompt_logprobs:
             return -1
         return self.params.prompt_logprobs or 0
+
+    def finished(self, tokens: Int32Array, reason: str, now: float, error: str) -> FinishedSequence:
+        """Its terminal output."""
+        by_id = reason == "stop" and len(tokens) and tokens[-1] not in self.eos_token_ids
+        return FinishedSequence(
+            key=self.key,
+            token_ids=tokens,
+            finish_reason=reason,
+            stop_reason=int(tokens[-1]) if by_id else None,
+            num_cached_tokens=max(self.num_cached, 0),
+            error=error or None,
+            arrival_time=self.arrival_time,
+            first_scheduled_time=self.first_scheduled_time,
+            first_token_time=self.first_token_time,
+            finished_time=now,
+        )
 
     def hold(self) -> None:
         """Keep the tokens outside the row, which is about to be given up."""

@@ -372,19 +372,7 @@ class Scheduler:
         siblings.remove(request)
         if not siblings:
             del self.requests[request.request_id]
-        by_id = reason == "stop" and len(tokens) and tokens[-1] not in request.eos_token_ids
-        ended = FinishedSequence(
-            key=request.key,
-            token_ids=tokens,
-            finish_reason=reason,
-            stop_reason=int(tokens[-1]) if by_id else None,
-            num_cached_tokens=max(request.num_cached, 0),
-            error=error or None,
-            arrival_time=request.arrival_time,
-            first_scheduled_time=request.first_scheduled_time,
-            first_token_time=request.first_token_time,
-            finished_time=now,
-        )
+        ended = request.finished(tokens, reason, now, error)
         self.ended.append(ended)
         self.metrics.finished(ended)
         return ended

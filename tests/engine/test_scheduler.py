@@ -287,6 +287,7 @@ def test_the_hosts_time_is_kept_for_every_step() -> None:
     engine = Engine(steps_in_flight=2)
     engine.add(numbers(6), max_tokens=6)
     engine.finish()
+    engine.core.read_metrics()
     metrics = engine.core.metrics
     for histogram in (metrics.step_host, metrics.step_launch, metrics.step_wait):
         assert histogram.read().count == metrics.steps.value == 6

@@ -31,9 +31,8 @@ class CompilingTogether(AsyncCompileMode):
 
     def __init__(self, num_threads: int) -> None:
         self._pool = ThreadPoolExecutor(num_threads, "compile")
-        self._jobs: dict[
-            str, tuple[Future[Any], _NotLaunched, tuple[Callable[..., None], ...]]
-        ] = {}
+        self._jobs: dict[str, Future[Any]] = {}
+        self._waiting: list[tuple[str, _NotLaunched, tuple[Callable[..., None], ...]]] = []
         super().__init__(self._pool)
 
     def submit(
@@ -41,8 +40,11 @@ class CompilingTogether(AsyncCompileMode):
     ) -> _NotLaunched:
         """`callbacks` are what takes the kernel in and, in newer versions, what forgets it."""
         if key not in self._jobs:
-            self._jobs[key] = (self._pool.submit(compile_kernel), _NotLaunched(), callbacks)
-        return self._jobs[key][1]
+            self._jobs[key] = self._pool.submit(compile_kernel)
+        # Older versions ask for the same kernel again, which is then taken in as often.
+        stand_in = _NotLaunched()
+        self._waiting.append((key, stand_in, callbacks))
+        return stand_in
 
     def __exit__(
         self,
@@ -51,7 +53,8 @@ class CompilingTogether(AsyncCompileMode):
         trace: TracebackType | None,
     ) -> None:
         super().__exit__(kind, error, trace)
-        for future, stand_in, (take_in, *forget) in self._jobs.values():
+        for key, stand_in, (take_in, *forget) in self._waiting:
+            future = self._jobs[key]
             if future.exception() is None:
                 take_in(future.result())
             else:
