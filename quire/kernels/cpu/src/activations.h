@@ -33,8 +33,7 @@ QUIRE_INLINE void round_block(const float* x, uint8_t* tile, int t, int count) {
   for (int i = 0; i < kParts; ++i) {
     const Ints rounded = round(values[i] * inverse);
     sums[i * 2 / kParts] += rounded;
-    const NarrowSigned narrow = __builtin_convertvector(rounded, NarrowSigned);
-    std::memcpy(numbers + i * kLanes, &narrow, sizeof narrow);
+    store_narrow(numbers + i * kLanes, rounded);
   }
   QUIRE_UNROLL
   for (int q = 0; q < kQuads; ++q) std::memcpy(tile + 4 * (q * count + t), numbers + 4 * q, 4);
