@@ -10,13 +10,6 @@
 #include "half.h"
 #include "vector.h"
 
-// The loop over the vectors of a group: the generic one is too large to be unrolled.
-#if defined(__AVX2__)
-#define QUIRE_UNROLL_VECTORS QUIRE_UNROLL
-#else
-#define QUIRE_UNROLL_VECTORS
-#endif
-
 namespace quire {
 namespace {
 

@@ -57,7 +57,6 @@ QUIRE_INLINE void add_block(const uint8_t* numbers, const uint8_t* scales, int i
                             const uint8_t* x, Floats (&sums)[kVectors][T]) {
   constexpr Layout kLayout = layout_of(K);
   constexpr int kPartQuads = kQuads / kLayout.parts;
-  QUIRE_UNROLL_VECTORS
   for (int first = 0; first < kVectors; first += kTogether) {
     QUIRE_KEEP_POINTER(x);
     const uint8_t* x_scales = x + kBlock * T;
