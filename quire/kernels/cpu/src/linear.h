@@ -9,6 +9,7 @@ namespace {
 constexpr int kVectors = kRows / kLanes;  // of rows in a group
 // How far ahead of their use weights are asked for, in bytes.
 constexpr int kAhead = 1024;
+constexpr int kTilesAtOnce = 8;
 
 constexpr int bits_of(Kind kind) {
   return kind == Kind::kQ8_0 ? 8 : kind == Kind::kQ6_K ? 6 : 4;
@@ -146,10 +147,14 @@ void multiply_tokens(const LinearCall& call, int64_t group, int64_t first, bool 
 template <Kind K>
 void multiply_groups(const LinearCall& call, int64_t first_group, int64_t end_group,
                      int64_t first_tile, int64_t end_tile) {
-  // A group's weights stay in the cache while the tokens go by.
-  for (int64_t group = first_group; group < end_group; ++group)
-    for (int64_t tile = first_tile; tile < end_tile; ++tile)
-      multiply_tokens<K>(call, group, tile * kTile, tile == first_tile);
+  // A group's weights stay in the cache while some tokens go by; not all at once, because their
+  // outputs lie on a page each.
+  for (int64_t start = first_tile; start < end_tile; start += kTilesAtOnce) {
+    const int64_t end = start + kTilesAtOnce < end_tile ? start + kTilesAtOnce : end_tile;
+    for (int64_t group = first_group; group < end_group; ++group)
+      for (int64_t tile = start; tile < end; ++tile)
+        multiply_tokens<K>(call, group, tile * kTile, tile == first_tile);
+  }
 }
 
 template <Kind K>
