@@ -27,6 +27,8 @@ QUIRE_INLINE void round_block(const float* x, uint8_t* tile, int t, int count) {
   const bool is_finite = top < 0x7f800000, is_zero = magnitude < kSmallestActivation;
   const float scale = is_zero ? 0.0f : is_finite ? magnitude / 127.0f : __builtin_nanf("");
   const Floats inverse = splat(is_zero || !is_finite ? 0.0f : 127.0f / magnitude);
+  if (!is_finite)  // the scale says it all
+    for (int i = 0; i < kParts; ++i) values[i] = Floats{};
   int8_t numbers[kBlock];
   Ints sums[2] = {};
   QUIRE_UNROLL
