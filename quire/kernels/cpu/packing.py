@@ -14,18 +14,18 @@ from quire.kernels.torch.gguf_blocks import (
     scales_and_minima,
 )
 
-GROUP = 16
-LINE = 64
+GROUP = 32
+CACHE_LINE = 64
 # Groups that are packed at a time, to bound the memory for what lies between.
 GROUPS_AT_ONCE = 64
 
 Split = tuple[Tensor, list[Tensor]]
 """Of n blocks: bytes [n, lines * 4], of which each line of a group gets 4, and scales
-[n, count, width], of which a group gets `count` times 16 of `width` bytes."""
+[n, count, width], of which a group gets `count` times 32 of `width` bytes."""
 
 
 def pack_rows(kind: str, rows: Tensor) -> Tensor:
-    """Stored rows [outputs, bytes] -> groups [outputs / 16, bytes], the last filled with zeros."""
+    """Stored rows [outputs, bytes] -> groups [outputs / 32, bytes], the last filled with zeros."""
     parts = [pack_groups(kind, part) for part in rows.split(GROUPS_AT_ONCE * GROUP)]
     return torch.cat(parts)
 
@@ -52,7 +52,7 @@ def pack_groups(kind: str, rows: Tensor) -> Tensor:
         ),
         dim=1,
     )
-    return torch.nn.functional.pad(packed, (0, -packed.shape[1] % LINE))
+    return torch.nn.functional.pad(packed, (0, -packed.shape[1] % CACHE_LINE))
 
 
 def halves(blocks: Tensor, start: int, count: int) -> Tensor:

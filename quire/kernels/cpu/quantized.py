@@ -35,7 +35,7 @@ class PackedMatrix:
     num_outputs: int
     num_inputs: int
     data: Tensor
-    """uint8 [groups of 16 rows, bytes], as src/quantized.h describes it."""
+    """uint8 [groups of 32 rows, bytes], as src/quantized.h describes it."""
 
     @cached_property
     def handle(self) -> ctypes._Pointer[NativeMatrix]:
@@ -64,26 +64,27 @@ def packed_linear(
     A token with an infinity or NaN gets NaN for all outputs. `out` may be some columns of a wider
     tensor.
     """
-    require_rows("x", x, matrix.num_inputs)
+    x_stride = row_stride("x", x, matrix.num_inputs)
     num_tokens = x.shape[0]
     if out is None:
         out = torch.empty(num_tokens, matrix.num_outputs)
+        out_stride = matrix.num_outputs
     else:
-        require_rows("out", out, matrix.num_outputs)
+        out_stride = row_stride("out", out, matrix.num_outputs)
         if out.shape[0] != num_tokens:
             raise ValueError(f"out has {out.shape[0]} rows for {num_tokens} tokens")
     bias_address = None
     if bias is not None:
-        require_rows("bias", bias.unsqueeze(0), matrix.num_outputs)
+        row_stride("bias", bias.unsqueeze(0), matrix.num_outputs)
         bias_address = bias.data_ptr()
     status = linear_entry()(
         matrix.handle,
         x.data_ptr(),
-        x.stride(0),
+        x_stride,
         num_tokens,
         bias_address,
         out.data_ptr(),
-        out.stride(0),
+        out_stride,
         torch.get_num_threads(),
     )
     if status != 0:
@@ -106,12 +107,13 @@ def linear_entry() -> ctypes._NamedFuncPointer:
     return native().quire_packed_linear
 
 
-def require_rows(name: str, x: Tensor, width: int) -> None:
-    """Refuses what the library would read or write wrongly."""
-    if x.dim() != 2 or x.shape[1] != width or x.dtype != torch.float32 or x.device.type != "cpu":
-        raise ValueError(
-            f"{name} must be float32 [tokens, {width}] on the CPU; "
-            f"got {x.dtype} {list(x.shape)} on {x.device}"
-        )
-    if x.stride(1) != 1 and width > 1:
-        raise ValueError(f"{name} must be contiguous in its rows; its strides are {x.stride()}")
+def row_stride(name: str, x: Tensor, width: int) -> int:
+    """Elements from one row to the next; refuses what the library would read or write wrongly."""
+    if x.dim() == 2 and x.dtype == torch.float32 and x.is_cpu and x.shape[1] == width:
+        stride, inner_stride = x.stride()
+        if inner_stride == 1 or width == 1:
+            return stride
+    raise ValueError(
+        f"{name} must be float32 [tokens, {width}] on the CPU, contiguous in its rows; "
+        f"got {x.dtype} {list(x.shape)} on {x.device} with strides {x.stride()}"
+    )

@@ -27,14 +27,15 @@ QUIRE_INLINE void round_block(const float* x, uint8_t* tile, int t, int count) {
   const bool is_finite = top < 0x7f800000, is_zero = magnitude < kSmallestActivation;
   const float scale = is_zero ? 0.0f : is_finite ? magnitude / 127.0f : __builtin_nanf("");
   const Floats inverse = splat(is_zero || !is_finite ? 0.0f : 127.0f / magnitude);
+  if (!is_finite)  // the scale says it all
+    for (int i = 0; i < kParts; ++i) values[i] = Floats{};
   int8_t numbers[kBlock];
   Ints sums[2] = {};
   QUIRE_UNROLL
   for (int i = 0; i < kParts; ++i) {
     const Ints rounded = round(values[i] * inverse);
     sums[i * 2 / kParts] += rounded;
-    const NarrowSigned narrow = __builtin_convertvector(rounded, NarrowSigned);
-    std::memcpy(numbers + i * kLanes, &narrow, sizeof narrow);
+    store_narrow(numbers + i * kLanes, rounded);
   }
   QUIRE_UNROLL
   for (int q = 0; q < kQuads; ++q) std::memcpy(tile + 4 * (q * count + t), numbers + 4 * q, 4);

@@ -10,13 +10,6 @@
 #include "half.h"
 #include "vector.h"
 
-// The loop over the vectors of a group: the generic one is too large to be unrolled.
-#if defined(__AVX2__)
-#define QUIRE_UNROLL_VECTORS QUIRE_UNROLL
-#else
-#define QUIRE_UNROLL_VECTORS
-#endif
-
 namespace quire {
 namespace {
 
@@ -24,10 +17,9 @@ namespace {
 typedef uint8_t Bytes __attribute__((vector_size(4 * kLanes)));
 typedef uint8_t UnalignedBytes __attribute__((vector_size(4 * kLanes), aligned(1), may_alias));
 // Tokens that are worked on together: their sums are in registers.
-constexpr int kTile = 8;
-// One byte for each lane.
-typedef uint8_t NarrowBytes __attribute__((vector_size(kLanes)));
-typedef int8_t NarrowSigned __attribute__((vector_size(kLanes)));
+constexpr int kTile = kLanes == 4 ? 4 : 8;
+// Vectors of rows that are worked on together.
+constexpr int kTogether = kLanes == 16 ? 2 : 1;
 
 QUIRE_INLINE Bytes load_bytes(const uint8_t* p) {
   return *reinterpret_cast<const UnalignedBytes*>(p);
@@ -47,14 +39,6 @@ QUIRE_INLINE float load_float(const uint8_t* p) {
 }
 
 QUIRE_INLINE Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
-
-// The narrow vectors are loaded by lanes that the compiler turns into one widening load.
-template <typename Narrow>
-QUIRE_INLINE Floats load_narrow(const uint8_t* p) {
-  Narrow narrow;
-  std::memcpy(&narrow, p, sizeof narrow);
-  return to_floats(__builtin_convertvector(narrow, Ints));
-}
 
 // Over the lanes.
 QUIRE_INLINE int32_t largest_lane(Ints x) {
@@ -92,12 +76,40 @@ QUIRE_INLINE Floats load_halves(const uint8_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
+// One byte for each lane.
+QUIRE_INLINE Floats load_unsigned(const uint8_t* p) {
+  return _mm512_cvtepi32_ps(
+      _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+QUIRE_INLINE Floats load_signed(const uint8_t* p) {
+  return _mm512_cvtepi32_ps(
+      _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+QUIRE_INLINE void store_narrow(int8_t* p, Ints x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)x));
+}
+
 #elif defined(__AVX2__)
 
 QUIRE_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 QUIRE_INLINE Ints round(Floats x) { return (Ints)_mm256_cvtps_epi32(x); }
 QUIRE_INLINE Floats load_halves(const uint8_t* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+// One byte for each lane.
+QUIRE_INLINE Floats load_unsigned(const uint8_t* p) {
+  return _mm256_cvtepi32_ps(
+      _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+QUIRE_INLINE Floats load_signed(const uint8_t* p) {
+  return _mm256_cvtepi32_ps(
+      _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+QUIRE_INLINE void store_narrow(int8_t* p, Ints x) {
+  const __m128i low = _mm256_castsi256_si128((__m256i)x);
+  const __m128i shorts = _mm_packs_epi32(low, _mm256_extracti128_si256((__m256i)x, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(shorts, shorts));
 }
 
 #else
@@ -119,29 +131,48 @@ QUIRE_INLINE Floats load_halves(const uint8_t* p) {
   return values;
 }
 
+// One byte for each lane.
+QUIRE_INLINE Floats load_unsigned(const uint8_t* p) {
+  return to_floats(Ints{p[0], p[1], p[2], p[3]});
+}
+QUIRE_INLINE Floats load_signed(const uint8_t* p) {
+  int8_t bytes[kLanes];
+  std::memcpy(bytes, p, sizeof bytes);
+  return to_floats(Ints{bytes[0], bytes[1], bytes[2], bytes[3]});
+}
+QUIRE_INLINE void store_narrow(int8_t* p, Ints x) {
+  for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int8_t>(x[i]);
+}
+
 #endif
 
-// dot<BITS, QUADS, T>: for each of T tokens and each lane the sum over QUADS quads of the products
-// of weights (unsigned, below 2^BITS) and inputs x (int8[QUADS][T][4]), plus `start` of the token.
+// dot<BITS, QUADS>: for each of T tokens and each lane of V vectors of rows the sum over QUADS quads of
+// the products of weights (unsigned, below 2^BITS) and inputs x (int8[QUADS][T][4]), plus `start` of
+// the token.
 // start[t] takes back the offset of the weights. With BITS of 8 they have an offset of 128.
 #if defined(__AVX512VNNI__)
 
-// Compilers load and broadcast x by an instruction of its own.
-QUIRE_INLINE void add_products(Ints& sums, Bytes weights, const uint8_t* x) {
-  asm("vpdpbusd %2%{1to16%}, %1, %0"
-      : "+v"(sums)
-      : "v"(weights), "m"(*reinterpret_cast<const uint8_t(*)[4]>(x)));
-}
-
-template <int BITS, int QUADS, int T, typename Weights>
-QUIRE_INLINE void dot(Weights weights, const uint8_t* x, const uint8_t* start, Ints (&sums)[T]) {
+// Every broadcast of an input is used for two vectors of rows: loads would be the bottleneck.
+template <int BITS, int QUADS, int V, int T, typename Weights>
+QUIRE_INLINE void dot(Weights weights, const uint8_t* x, const uint8_t* start,
+                      Ints (&sums)[V][T]) {
   QUIRE_UNROLL
-  for (int t = 0; t < T; ++t) sums[t] = start ? splat_int(load_int(start + 4 * t)) : Ints{};
+  for (int t = 0; t < T; ++t)
+    QUIRE_UNROLL
+    for (int v = 0; v < V; ++v)
+      sums[v][t] = start ? splat_int(load_int(start + 4 * t)) : Ints{};
   QUIRE_UNROLL
   for (int q = 0; q < QUADS; ++q) {
-    const Bytes w = weights(q);
+    __m512i w[V];
     QUIRE_UNROLL
-    for (int t = 0; t < T; ++t) add_products(sums[t], w, x + 4 * (q * T + t));
+    for (int v = 0; v < V; ++v) w[v] = (__m512i)weights(v, q);
+    QUIRE_UNROLL
+    for (int t = 0; t < T; ++t) {
+      const __m512i input = _mm512_set1_epi32(load_int(x + 4 * (q * T + t)));
+      QUIRE_UNROLL
+      for (int v = 0; v < V; ++v)
+        sums[v][t] = (Ints)_mm512_dpbusd_epi32((__m512i)sums[v][t], w[v], input);
+    }
   }
 }
 
@@ -155,26 +186,27 @@ QUIRE_INLINE __m256i broadcast(const uint8_t* x) { return _mm256_set1_epi32(load
 // maddubs adds pairs of products in 16 bits and saturates. With 8 bits only the magnitudes of the
 // weights (at most 128) fit, and their signs go to the inputs, so that there is no offset.
 template <int QUADS, int T, typename Weights>
-QUIRE_INLINE void dot_signed(Weights weights, const uint8_t* x, Ints (&sums)[T]) {
+QUIRE_INLINE void dot_signed(Weights weights, const uint8_t* x, Ints (&sums)[1][T]) {
   const __m256i ones = _mm256_set1_epi16(1);
   QUIRE_UNROLL
   for (int q = 0; q < QUADS; ++q) {
-    const __m256i w = _mm256_xor_si256((__m256i)weights(q), _mm256_set1_epi8(-128));
+    const __m256i w = _mm256_xor_si256((__m256i)weights(0, q), _mm256_set1_epi8(-128));
     const __m256i magnitude = _mm256_abs_epi8(w);
     QUIRE_UNROLL
     for (int t = 0; t < T; ++t) {
       const __m256i input = _mm256_sign_epi8(broadcast(x + 4 * (q * T + t)), w);
       const __m256i pairs = _mm256_maddubs_epi16(magnitude, input);
       const Ints wide = (Ints)_mm256_madd_epi16(pairs, ones);
-      sums[t] = q == 0 ? wide : sums[t] + wide;
-      QUIRE_KEEP_ORDER(sums[t]);
+      sums[0][t] = q == 0 ? wide : sums[0][t] + wide;
+      QUIRE_KEEP_ORDER(sums[0][t]);
     }
   }
 }
 
 // With fewer bits several sums of pairs fit 16 bits.
 template <int BITS, int QUADS, int T, typename Weights>
-QUIRE_INLINE void dot(Weights weights, const uint8_t* x, const uint8_t* start, Ints (&sums)[T]) {
+QUIRE_INLINE void dot(Weights weights, const uint8_t* x, const uint8_t* start,
+                      Ints (&sums)[1][T]) {
   if constexpr (BITS == 8) return dot_signed<QUADS>(weights, x, sums);
   constexpr int kStep = BITS == 6 ? 2 : QUADS;
   QUIRE_UNROLL
@@ -182,7 +214,7 @@ QUIRE_INLINE void dot(Weights weights, const uint8_t* x, const uint8_t* start, I
     __m256i pairs[T];
     QUIRE_UNROLL
     for (int q = first; q < first + kStep; ++q) {
-      const __m256i w = (__m256i)weights(q);
+      const __m256i w = (__m256i)weights(0, q);
       QUIRE_UNROLL
       for (int t = 0; t < T; ++t) {
         const __m256i products = _mm256_maddubs_epi16(w, broadcast(x + 4 * (q * T + t)));
@@ -193,13 +225,13 @@ QUIRE_INLINE void dot(Weights weights, const uint8_t* x, const uint8_t* start, I
     QUIRE_UNROLL
     for (int t = 0; t < T; ++t) {
       const Ints wide = (Ints)_mm256_madd_epi16(pairs[t], _mm256_set1_epi16(1));
-      sums[t] = first == 0 ? wide : sums[t] + wide;
-      QUIRE_KEEP_ORDER(sums[t]);
+      sums[0][t] = first == 0 ? wide : sums[0][t] + wide;
+      QUIRE_KEEP_ORDER(sums[0][t]);
     }
   }
   if (!start) return;
   QUIRE_UNROLL
-  for (int t = 0; t < T; ++t) sums[t] += splat_int(load_int(start + 4 * t));
+  for (int t = 0; t < T; ++t) sums[0][t] += splat_int(load_int(start + 4 * t));
 }
 
 #else
@@ -219,15 +251,16 @@ QUIRE_INLINE Ints add_pairs(Shorts a, Shorts b) {
 }
 
 template <int BITS, int QUADS, int T, typename Weights>
-QUIRE_INLINE void dot(Weights weights, const uint8_t* x, const uint8_t* start, Ints (&sums)[T]) {
-  for (int t = 0; t < T; ++t) sums[t] = start ? splat_int(load_int(start + 4 * t)) : Ints{};
+QUIRE_INLINE void dot(Weights weights, const uint8_t* x, const uint8_t* start,
+                      Ints (&sums)[1][T]) {
+  for (int t = 0; t < T; ++t) sums[0][t] = start ? splat_int(load_int(start + 4 * t)) : Ints{};
   for (int q = 0; q < QUADS; ++q) {
-    const Bytes w = weights(q);
+    const Bytes w = weights(0, q);
     const Shorts even = (Shorts)w & 255, odd = (Shorts)((UnsignedShorts)w >> 8);
     for (int t = 0; t < T; ++t) {
       const Ints input = splat_int(load_int(x + 4 * (q * T + t)));
       const Shorts high = (Shorts)input >> 8, low = (Shorts)((UnsignedShorts)input << 8) >> 8;
-      sums[t] += add_pairs(even, low) + add_pairs(odd, high);
+      sums[0][t] += add_pairs(even, low) + add_pairs(odd, high);
     }
   }
 }

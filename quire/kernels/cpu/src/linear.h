@@ -9,6 +9,7 @@ namespace {
 constexpr int kVectors = kRows / kLanes;  // of rows in a group
 // How far ahead of their use weights are asked for, in bytes.
 constexpr int kAhead = 1024;
+constexpr int kTilesAtOnce = 8;
 
 constexpr int bits_of(Kind kind) {
   return kind == Kind::kQ8_0 ? 8 : kind == Kind::kQ6_K ? 6 : 4;
@@ -37,16 +38,16 @@ QUIRE_INLINE Scales load_scales(const uint8_t* scales, int inner, int vector) {
   const int row = vector * kLanes;
   Scales result = {};
   result.scales[0] = load_halves(scales + 2 * row);
-  if constexpr (K == Kind::kQ4_1) result.minima = load_halves(scales + 32 + 2 * row);
+  if constexpr (K == Kind::kQ4_1) result.minima = load_halves(scales + kHalves + 2 * row);
   if constexpr (K == Kind::kQ4_K) {
-    const uint8_t* factors = scales + 64 + inner * 32 + row;
-    result.scales[0] *= load_narrow<NarrowBytes>(factors);
-    result.minima = -load_halves(scales + 32 + 2 * row) * load_narrow<NarrowBytes>(factors + 16);
+    const uint8_t* factors = scales + 2 * kHalves + inner * 2 * kRows + row;
+    result.scales[0] *= load_unsigned(factors);
+    result.minima = -load_halves(scales + kHalves + 2 * row) * load_unsigned(factors + kRows);
   }
   if constexpr (K == Kind::kQ6_K) {
-    const uint8_t* factors = scales + 32 + inner * 32 + row;
-    result.scales[1] = result.scales[0] * load_narrow<NarrowSigned>(factors + 16);
-    result.scales[0] *= load_narrow<NarrowSigned>(factors);
+    const uint8_t* factors = scales + kHalves + inner * 2 * kRows + row;
+    result.scales[1] = result.scales[0] * load_signed(factors + kRows);
+    result.scales[0] *= load_signed(factors);
   }
   return result;
 }
@@ -57,30 +58,37 @@ QUIRE_INLINE void add_block(const uint8_t* numbers, const uint8_t* scales, int i
                             const uint8_t* x, Floats (&sums)[kVectors][T]) {
   constexpr Layout kLayout = layout_of(K);
   constexpr int kPartQuads = kQuads / kLayout.parts;
-  QUIRE_UNROLL_VECTORS
-  for (int v = 0; v < kVectors; ++v) {
+  for (int first = 0; first < kVectors; first += kTogether) {
     QUIRE_KEEP_POINTER(x);
     const uint8_t* x_scales = x + kBlock * T;
     const uint8_t* corrections = x_scales + 4 * T;
-    const Scales factors = load_scales<K>(scales, inner, v);
+    Scales factors[kTogether];
+    QUIRE_UNROLL
+    for (int v = 0; v < kTogether; ++v) factors[v] = load_scales<K>(scales, inner, first + v);
     QUIRE_UNROLL
     for (int part = 0; part < kLayout.parts; ++part) {
-      Ints products[T];
+      Ints products[kTogether][T];
       dot<bits_of(K), kPartQuads>(
-          [&](int q) __attribute__((always_inline)) {
-            return load_quad<K>(numbers + v * 4 * kLanes, part * kPartQuads + q);
+          [&](int v, int q) __attribute__((always_inline)) {
+            return load_quad<K>(numbers + (first + v) * 4 * kLanes, part * kPartQuads + q);
           },
           x + part * kPartQuads * 4 * T, kLayout.has_minima ? nullptr : corrections + 4 * part * T,
           products);
       QUIRE_UNROLL
       for (int t = 0; t < T; ++t)
-        sums[v][t] = fma(to_floats(products[t]),
-                         factors.scales[part] * load_float(x_scales + 4 * t), sums[v][t]);
+        QUIRE_UNROLL
+        for (int v = 0; v < kTogether; ++v)
+          sums[first + v][t] =
+              fma(to_floats(products[v][t]),
+                  factors[v].scales[part] * load_float(x_scales + 4 * t), sums[first + v][t]);
     }
     if constexpr (kLayout.has_minima)
       QUIRE_UNROLL
       for (int t = 0; t < T; ++t)
-        sums[v][t] = fma(factors.minima, splat(load_float(corrections + 4 * t)), sums[v][t]);
+        QUIRE_UNROLL
+        for (int v = 0; v < kTogether; ++v)
+          sums[first + v][t] =
+              fma(factors[v].minima, splat(load_float(corrections + 4 * t)), sums[first + v][t]);
   }
 }
 
@@ -112,7 +120,7 @@ void multiply_tile(const LinearCall& call, int64_t group, int64_t first_token, b
     const int inner = kLayout.is_super ? block % kBlocksInSuper : 0;
     if (is_first) {
       QUIRE_UNROLL
-      for (int i = 0; i < kLayout.number_bytes; i += kLine)
+      for (int i = 0; i < kLayout.number_bytes; i += 64)
         __builtin_prefetch(numbers + kAhead + i);
     }
     add_block<K, T>(numbers, scales, inner, x, sums);
@@ -139,10 +147,14 @@ void multiply_tokens(const LinearCall& call, int64_t group, int64_t first, bool 
 template <Kind K>
 void multiply_groups(const LinearCall& call, int64_t first_group, int64_t end_group,
                      int64_t first_tile, int64_t end_tile) {
-  // A group's weights stay in the cache while the tokens go by.
-  for (int64_t group = first_group; group < end_group; ++group)
-    for (int64_t tile = first_tile; tile < end_tile; ++tile)
-      multiply_tokens<K>(call, group, tile * kTile, tile == first_tile);
+  // A group's weights stay in the cache while some tokens go by; not all at once, because their
+  // outputs lie on a page each.
+  for (int64_t start = first_tile; start < end_tile; start += kTilesAtOnce) {
+    const int64_t end = start + kTilesAtOnce < end_tile ? start + kTilesAtOnce : end_tile;
+    for (int64_t group = first_group; group < end_group; ++group)
+      for (int64_t tile = start; tile < end; ++tile)
+        multiply_tokens<K>(call, group, tile * kTile, tile == first_tile);
+  }
 }
 
 template <Kind K>

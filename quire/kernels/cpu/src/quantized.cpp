@@ -84,17 +84,18 @@ struct RowReader {
   void read_block(int block, float* out) const {
     const Layout layout = layout_of(kind);
     const uint8_t* at = scales + block / (layout.is_super ? kBlocksInSuper : 1) * layout.scale_bytes;
-    const uint8_t* factors = at + (kind == Kind::kQ4_K ? 64 : 32) + block % kBlocksInSuper * 32 + row;
+    const uint8_t* factors = at + kHalves + (kind == Kind::kQ4_K ? kHalves : 0) +
+                             block % kBlocksInSuper * 2 * kRows + row;
     const float scale = load_half(at + 2 * row);
     float scales_of[2] = {scale, scale}, minimum = 0.0f;
-    if (kind == Kind::kQ4_1) minimum = load_half(at + 32 + 2 * row);
+    if (kind == Kind::kQ4_1) minimum = load_half(at + kHalves + 2 * row);
     if (kind == Kind::kQ4_K) {
       scales_of[0] = scales_of[1] = scale * static_cast<float>(factors[0]);
-      minimum = -(load_half(at + 32 + 2 * row) * static_cast<float>(factors[16]));
+      minimum = -(load_half(at + kHalves + 2 * row) * static_cast<float>(factors[kRows]));
     }
     if (kind == Kind::kQ6_K) {
       scales_of[0] = scale * static_cast<float>(static_cast<int8_t>(factors[0]));
-      scales_of[1] = scale * static_cast<float>(static_cast<int8_t>(factors[16]));
+      scales_of[1] = scale * static_cast<float>(static_cast<int8_t>(factors[kRows]));
     }
     for (int i = 0; i < kBlock; ++i) {
       out[i] = static_cast<float>(number(block, i) - layout.offset) * scales_of[i / 16];
@@ -118,7 +119,7 @@ int quire_packed_linear(const quire::PackedMatrix* matrix, const float* x, int64
   const int64_t num_inputs = num_tokens * matrix->num_inputs;
   void* memory = nullptr;
   const int64_t bytes = num_inputs / kBlock * activation_bytes(matrix->kind);
-  if (posix_memalign(&memory, kLine, static_cast<size_t>(bytes)) != 0) return -1;
+  if (posix_memalign(&memory, 64, static_cast<size_t>(bytes)) != 0) return -1;
   const LinearCall call = {*matrix, x,          x_stride,   bias,
                            out,     out_stride, num_tokens, static_cast<uint8_t*>(memory)};
   const int64_t threads = num_threads > 1 ? num_threads : 1;

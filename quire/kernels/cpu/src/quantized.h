@@ -10,28 +10,29 @@ namespace quire {
 // The numbers are the places of the names in KINDS in ../quantized.py.
 enum class Kind : int32_t { kQ8_0, kQ4_0, kQ4_1, kQ4_K, kQ6_K };
 
-// Weights are packed in groups of 16 rows (outputs), the last one filled up with zeros. A group has
+// Weights are packed in groups of 32 rows (outputs), the last one filled up with zeros. A group has
 // its numbers, then its scales, and is padded to a whole number of cache lines.
 //
 // Numbers are unsigned: Q8_0 has 128 added, Q4_0 and Q6_K the 8 and 32 of their definition. They
-// come in blocks of 32 inputs, each a sequence of lines of 64 bytes in which 16 rows have 4 bytes
+// come in blocks of 32 inputs, each a sequence of lines of 128 bytes in which 32 rows have 4 bytes
 // each, one for each of 4 consecutive inputs (a quad):
 //   Q8_0        8 lines, a quad each
 //   4 bits      4 lines; line i has quad i in the low halves of its bytes, quad i + 4 in the high ones
 //   Q6_K        4 lines with the low 4 bits, as above, and 2 lines with the high 2 bits: line j has
 //               quads 4j to 4j + 3, the first in the lowest bits
 //
-// Scales are for 16 rows each:
+// Scales are for 32 rows each:
 //   Q8_0, Q4_0  for every block: scales (float16)
 //   Q4_1        for every block: scales, minima (float16)
 //   Q4_K        for every 8 blocks: scales, minima (float16), then for each of the blocks factors of
 //               the scales and of the minima (uint8)
 //   Q6_K        for every 8 blocks: scales (float16), then for each of the blocks factors of the first
 //               and of the second 16 inputs (int8)
-constexpr int kRows = 16;
+constexpr int kRows = 32;
+constexpr int kLine = 4 * kRows;
 constexpr int kBlock = 32;
 constexpr int kQuads = 8;  // in a block
-constexpr int kLine = 64;
+constexpr int kHalves = 2 * kRows;  // bytes of a float16 for each row
 constexpr int kBlocksInSuper = 8;
 
 struct Layout {
@@ -49,17 +50,17 @@ struct Layout {
     const int32_t count = num_inputs / kBlock / (is_super ? kBlocksInSuper : 1);
     const size_t bytes =
         scales_at(num_inputs) + static_cast<size_t>(count) * static_cast<size_t>(scale_bytes);
-    return (bytes + kLine - 1) / kLine * kLine;
+    return (bytes + 63) / 64 * 64;
   }
 };
 
 constexpr Layout layout_of(Kind kind) {
   switch (kind) {
-    case Kind::kQ8_0: return {512, 32, false, 128, false, 1};
-    case Kind::kQ4_0: return {256, 32, false, 8, false, 1};
-    case Kind::kQ4_1: return {256, 64, false, 0, true, 1};
-    case Kind::kQ4_K: return {256, 64 + 8 * 32, true, 0, true, 1};
-    default: return {384, 32 + 8 * 32, true, 32, false, 2};
+    case Kind::kQ8_0: return {8 * kLine, kHalves, false, 128, false, 1};
+    case Kind::kQ4_0: return {4 * kLine, kHalves, false, 8, false, 1};
+    case Kind::kQ4_1: return {4 * kLine, 2 * kHalves, false, 0, true, 1};
+    case Kind::kQ4_K: return {4 * kLine, 2 * kHalves + 16 * kRows, true, 0, true, 1};
+    default: return {6 * kLine, kHalves + 16 * kRows, true, 32, false, 2};
   }
 }
 
