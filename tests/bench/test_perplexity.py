@@ -11,7 +11,6 @@ import pytest
 
 from quire.config.model import load_model_config
 from quire.frontend.tokenizer import load_tokenizer
-from quire.protocol.errors import OptionError
 from tests.test_embedded_model import read_with_gguf
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -82,10 +81,7 @@ def test_fp32_is_transformers(script: ModuleType, windows: list[list[int]], fp32
 def test_reduced_precision_is_near_fp32(
     script: ModuleType, windows: list[list[int]], fp32: float, precision: str
 ) -> None:
-    try:
-        losses = script.quire_losses(windows, script.ENGINES[precision])
-    except OptionError as error:
-        pytest.skip(f"LLM does not take it: {error}")
+    losses = script.quire_losses(windows, script.ENGINES[precision])
     assert script.perplexity(losses) == pytest.approx(fp32, rel=script.AIMS[precision].share)
 
 

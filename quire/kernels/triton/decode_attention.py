@@ -20,6 +20,49 @@ MIN_ROWS = 16
 """Rows of the smallest matrix product; query heads are padded to it."""
 
 
+@triton.jit
+def attend_to_range(
+    q,
+    top,
+    total,
+    acc,
+    keys_ptr,
+    values_ptr,
+    table,
+    kv_offset,
+    stride_block,
+    begin,
+    end,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The running softmax of rows that all see the positions from `begin` to `end`."""
+    dims = tl.arange(0, PADDED_DIM)
+    in_head = dims < HEAD_DIM
+    for start in range(begin, end, TILE):
+        position = start + tl.arange(0, TILE)
+        valid = position < end
+        block = tl.load(table + position // BLOCK_SIZE, valid, 0).to(tl.int64)
+        slot = block * stride_block + kv_offset + (position % BLOCK_SIZE) * HEAD_DIM
+        kv_mask = valid[:, None] & in_head[None, :]
+        k = tl.load(keys_ptr + slot[:, None] + dims[None, :], kv_mask, 0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+        scores = tl.where(valid[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, 1)
+        v = tl.load(values_ptr + slot[:, None] + dims[None, :], kv_mask, 0.0)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+        top = new_top
+    return top, total, acc
+
+
 # Values that differ from call to call are not specialised on: each variant costs compile time.
 @triton.jit(do_not_specialize=["num_splits", "prefix_splits", "window"])
 def _decode_kernel(
@@ -98,23 +141,10 @@ def _decode_kernel(
             top = new_top
     table = tables_ptr + request * stride_table
     kv_offset = kv_head * stride_head
-    for start in range(begin, end, TILE):
-        position = start + tl.arange(0, TILE)
-        valid = position < end
-        block = tl.load(table + position // BLOCK_SIZE, valid, 0).to(tl.int64)
-        slot = block * stride_block + kv_offset + (position % BLOCK_SIZE) * HEAD_DIM
-        kv_mask = valid[:, None] & in_head[None, :]
-        k = tl.load(keys_ptr + slot[:, None] + dims[None, :], kv_mask, 0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
-        scores = tl.where(valid[None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(weights, 1)
-        v = tl.load(values_ptr + slot[:, None] + dims[None, :], kv_mask, 0.0)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
-        top = new_top
+    top, total, acc = attend_to_range(
+        q, top, total, acc, keys_ptr, values_ptr, table, kv_offset, stride_block, begin, end,
+        scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, PRECISION,
+    )  # fmt: skip
 
     if not IS_SPLIT:
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]

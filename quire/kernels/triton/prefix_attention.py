@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.decode_attention import LOG2E, DecodeWorkspace
+from quire.kernels.triton.decode_attention import LOG2E, DecodeWorkspace, attend_to_range
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -68,23 +68,10 @@ def _prefix_kernel(
     # All members have these blocks, so any member's table will do.
     table = tables_ptr + tl.load(members_ptr + tile * MEMBERS).to(tl.int64) * stride_table
     kv_offset = kv_head * stride_head
-    for start in range(begin, end, TILE):
-        position = start + tl.arange(0, TILE)
-        valid = position < end
-        block = tl.load(table + position // BLOCK_SIZE, valid, 0).to(tl.int64)
-        slot = block * stride_block + kv_offset + (position % BLOCK_SIZE) * HEAD_DIM
-        kv_mask = valid[:, None] & in_head[None, :]
-        k = tl.load(keys_ptr + slot[:, None] + dims[None, :], kv_mask, 0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
-        scores = tl.where(valid[None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(weights, 1)
-        v = tl.load(values_ptr + slot[:, None] + dims[None, :], kv_mask, 0.0)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
-        top = new_top
+    top, total, acc = attend_to_range(
+        q, top, total, acc, keys_ptr, values_ptr, table, kv_offset, stride_block, begin, end,
+        scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, PRECISION,
+    )  # fmt: skip
 
     place = (member * NUM_HEADS + head) * num_splits + split
     lse = tl.where(total > 0, top + tl.log2(total), float("-inf"))
