@@ -113,7 +113,7 @@ async def test_abort_in_mid_run(engine: AsyncLLM, expected: list[list[int]]) -> 
     others = [asyncio.ensure_future(last(engine.generate(p, params()))) for p in PROMPTS[:4]]
     output = None
     async for output in engine.generate(PROMPTS[4], LONG, request_id="mine"):
-        if len(output.outputs[0].token_ids) == 3:
+        if len(output.outputs[0].token_ids) >= 3:
             await engine.abort("mine")
     assert output is not None and output.request_id == "mine" and output.finished
     assert output.outputs[0].finish_reason == "abort"
