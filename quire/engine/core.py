@@ -53,6 +53,11 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_unfinished or bool(self._in_flight)
 
+    @property
+    def can_start_ahead(self) -> bool:
+        """Whether the next step would be launched without waiting for any result."""
+        return self.max_steps_in_flight > 1 and not self._in_flight and self.death is None
+
     def check(self, request: NewRequest) -> None:
         """Raise if the request would be refused; `add` then takes it for certain."""
         if self.death is not None:

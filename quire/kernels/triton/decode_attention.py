@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.triton.overlap import launch_options, wait_for_inputs
+
 LOG2E = 1.4426950408889634
 MIN_ROWS = 16
 """Rows of the smallest matrix product; query heads are padded to it."""
@@ -98,6 +100,7 @@ def _decode_kernel(
     HAS_PREFIX: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     request = tl.program_id(2).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -120,6 +123,9 @@ def _decode_kernel(
     in_group = rows < GROUP
     in_head = dims < HEAD_DIM
     q_mask = in_group[:, None] & in_head[None, :]
+    table = tables_ptr + request * stride_table
+    kv_offset = kv_head * stride_head
+    wait_for_inputs(OVERLAPS)
     q = tl.load(q_ptr + token * stride_q + head[:, None] * HEAD_DIM + dims[None, :], q_mask, 0.0)
 
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -139,8 +145,6 @@ def _decode_kernel(
             total = total * shrink + weight
             acc = acc * shrink[:, None] + part * weight[:, None]
             top = new_top
-    table = tables_ptr + request * stride_table
-    kv_offset = kv_head * stride_head
     top, total, acc = attend_to_range(
         q, top, total, acc, keys_ptr, values_ptr, table, kv_offset, stride_block, begin, end,
         scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, PRECISION,
@@ -176,6 +180,7 @@ def _merge_kernel(
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     request = tl.program_id(1).to(tl.int64)
     head = tl.program_id(0)
@@ -183,6 +188,7 @@ def _merge_kernel(
     dims = tl.arange(0, PADDED_DIM)
     in_head = dims < HEAD_DIM
     place = (request * NUM_HEADS + head) * num_splits + splits
+    wait_for_inputs(OVERLAPS)
     lse = tl.load(lse_ptr + place, splits < num_splits, float("-inf"))
     used = lse > float("-inf")
     top = tl.max(lse, 0)
@@ -280,6 +286,7 @@ def decode_attention(
         PRECISION="ieee" if exact else "tf32",
         num_warps=num_warps,
         num_stages=num_stages,
+        **launch_options(out),
     )
     if num_splits > 1:
         _merge_kernel[(num_heads, num_requests)](
@@ -294,4 +301,5 @@ def decode_attention(
             PADDED_DIM=padded,
             PADDED_SPLITS=padded_splits(num_splits),
             num_warps=2,
+            **launch_options(out),
         )

@@ -7,12 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.triton.overlap import launch_options, wait_for_inputs
+
 
 @triton.jit
-def _embedding_kernel(ids_ptr, table_ptr, out_ptr, dim, WIDTH: tl.constexpr):
+def _embedding_kernel(
+    ids_ptr, table_ptr, out_ptr, dim, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     mask = columns < dim
+    wait_for_inputs(OVERLAPS)
     row = tl.load(ids_ptr + token).to(tl.int64)
     tl.store(out_ptr + token * dim + columns, tl.load(table_ptr + row * dim + columns, mask), mask)
 
@@ -23,5 +28,7 @@ def embedding(ids: Tensor, table: Tensor) -> Tensor:
     dim = table.shape[1]
     out = torch.empty((len(ids), dim), dtype=table.dtype, device=table.device)
     width = min(1024, 1 << (dim - 1).bit_length())
-    _embedding_kernel[(len(ids), -(-dim // width))](ids, table, out, dim, WIDTH=width, num_warps=4)
+    _embedding_kernel[(len(ids), -(-dim // width))](
+        ids, table, out, dim, WIDTH=width, num_warps=4, **launch_options(out)
+    )
     return out

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.triton.overlap import launch_options, wait_for_inputs
+
 OUTPUTS = 2
 """Outputs of one program."""
 MAX_FUSED_INPUTS = 2048
@@ -41,11 +43,13 @@ def _gemv_kernel(
     IS_GATED: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     rows = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     columns = tl.arange(0, INPUTS)
     in_rows = rows < num_outputs
     weight_rows = weight_ptr + rows.to(tl.int64)[:, None] * stride_weight
+    wait_for_inputs(OVERLAPS)
     acc = tl.zeros([OUTPUTS, INPUTS], tl.float32)
     acc_up = tl.zeros([OUTPUTS, INPUTS], tl.float32)
     squares = tl.zeros([INPUTS], tl.float32)
@@ -134,5 +138,6 @@ def gemv(
         INPUTS=512 if small else 2048,
         num_warps=2 if small else 8,
         num_stages=4 if small else 2,
+        **launch_options(out),
     )
     return out, total

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.triton.overlap import launch_options, wait_for_inputs
+
 
 @triton.jit
 def _rms_norm_kernel(
@@ -19,10 +21,13 @@ def _rms_norm_kernel(
     dim,
     HAS_RESIDUAL: tl.constexpr,
     WIDTH: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
     mask = columns < dim
+    weight = tl.load(weight_ptr + columns, mask, 0.0)
+    wait_for_inputs(OVERLAPS)
     x = tl.load(x_ptr + row * stride_x + columns, mask, 0.0)
     if HAS_RESIDUAL:
         # The sum is rounded to the model's type, as it is kept, before it is normalised.
@@ -31,7 +36,6 @@ def _rms_norm_kernel(
         tl.store(place, x, mask)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / dim + eps)
-    weight = tl.load(weight_ptr + columns, mask, 0.0)
     normal = (wide * scale).to(x.dtype)
     tl.store(out_ptr + row * dim + columns, (normal * weight).to(x.dtype), mask)
 
@@ -55,5 +59,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         HAS_RESIDUAL=residual is not None,
         WIDTH=width,
         num_warps=min(max(width // 512, 1), 16),
+        **launch_options(out),
     )
     return out

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.decode_attention import LOG2E, DecodeWorkspace, attend_to_range
+from quire.kernels.triton.overlap import launch_options, wait_for_inputs
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -40,10 +41,12 @@ def _prefix_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     tile = tl.program_id(2)
     kv_head = tl.program_id(1)
     split = tl.program_id(0)
+    wait_for_inputs(OVERLAPS)
     length = tl.load(lens_ptr + tile)
     if length == 0:
         return
@@ -135,4 +138,5 @@ def prefix_attention(
         num_warps=num_warps,
         num_stages=num_stages,
         **limit,
+        **launch_options(q),
     )

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.triton.overlap import launch_options, wait_for_inputs
+
 
 @triton.jit
 def _normalized(first, second, weight_ptr, dims, in_half, eps, HEAD_DIM: tl.constexpr):
@@ -51,9 +53,11 @@ def _rotary_cache_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROTATES: tl.constexpr,
     NORMALIZES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
+    wait_for_inputs(OVERLAPS)
     slot = tl.load(slots_ptr + token)
     dims = tl.arange(0, PADDED_HALF)
     in_half = dims < HALF
@@ -150,5 +154,6 @@ def rotate_and_write(
         ROTATES=rotates,
         NORMALIZES=q_weight is not None,
         num_warps=4,
+        **launch_options(out),
     )
     return out
