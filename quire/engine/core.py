@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -22,6 +23,9 @@ from quire.scheduler.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 MAX_CONSECUTIVE_FAILURES = 3
+BOOKS_INTERVAL_S = 10.0
+"""An idle engine checks its books, but not so often that single requests wait for it: looking at
+all blocks takes milliseconds."""
 
 
 class EngineCore:
@@ -46,6 +50,7 @@ class EngineCore:
         """Called with each plan before it runs: the moment to look at who holds which blocks."""
         self._in_flight: deque[tuple[StepPlan, PendingResult]] = deque()
         self._num_failures = 0
+        self._books_due = -math.inf
         self._host_s: float | None = None
         """What the host did for the last step, until all of it is known."""
 
@@ -94,8 +99,9 @@ class EngineCore:
                 self.pressure.step_done(done[0])
             if plan is not None:
                 self._host_s = host_s + time.perf_counter() - started
-            if not self.has_work:
+            if not self.has_work and self.clock() >= self._books_due:
                 self.scheduler.check_books()
+                self._books_due = self.clock() + BOOKS_INTERVAL_S
         except Exception as error:
             # Planning or applying broke off half-way: the books can no longer be trusted.
             self._die(f"the engine's bookkeeping failed: {error!r}", error)

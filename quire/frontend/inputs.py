@@ -135,8 +135,10 @@ def _token_array(ids: Any) -> Int32Array:
     if isinstance(ids, str | bytes):
         raise RequestError(f"prompt_token_ids must be a list of token ids, got {ids!r}.")
     try:
-        # Quicker than numpy where there is a list of integers, and refuses all else.
-        array = np.asarray(array_of_ints("i", ids) if isinstance(ids, list) else ids)
+        # Quicker than numpy where there is a list of integers, and refuses what is none.
+        if isinstance(ids, list) and ids:
+            return np.asarray(array_of_ints("i", ids))  # those below 0 are refused later
+        array = np.asarray(ids)
     except (TypeError, ValueError, OverflowError):
         array = _any_array(ids)
     if not array.size:

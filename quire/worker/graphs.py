@@ -1,38 +1,32 @@
-"""`DecodeGraphs`: the forward pass of decode steps as CUDA graphs, one per batch size."""
+"""`StepGraphs`: forward passes as CUDA graphs, captured once at start-up."""
 
 from __future__ import annotations
 
-import numpy as np
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from quire.kernels.triton.rows import gather_decode
-from quire.layers.attention.backend import AttentionBackend, AttentionInputs
+from quire.layers.attention.backend import AttentionBackend
 from quire.layers.attention.shared_prefix import HostPrefixTiles
 from quire.models.registry import CausalLM
-from quire.protocol.plan import Int32Array, empty_ints
-from quire.worker.graph_inputs import GraphInputs
-from quire.worker.request_table import RequestTable
-
-GraphKey = tuple[int, bool]
-"""Batch size, and whether a shared prefix is read once."""
-
-PREFIX_SIZES = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-"""Batch sizes of graphs that read a shared prefix once."""
+from quire.protocol.plan import StepPlan
+from quire.worker.decode_graphs import DecodeGraphs, DecodeKey
+from quire.worker.mixed_graphs import MixedGraphs
+from quire.worker.request_table import RequestTable, StagedRows
 
 
-def graph_sizes(max_rows: int) -> list[int]:
-    """Batch sizes to capture: dense where padding would cost most, up to all rows."""
-    sizes = {1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32)}
-    sizes |= set(range(576, max_rows + 1, 64)) | {max_rows}
-    return sorted(size for size in sizes if size <= max_rows)
+class GraphKey(NamedTuple):
+    num_tokens: int
+    """What it is captured for."""
+    decode: DecodeKey | None
+    """None: a step with prompts."""
 
 
-class DecodeGraphs:
-    """Owns the static buffers, captures once at start-up, pads and replays.
+class StepGraphs:
+    """Owns the memory of all graphs, captures them, and replays the one that a step fits into.
 
-    A graph gathers the batch from the rows itself, so a replay needs the row numbers and, where
-    rows share a prefix, the tiles of those. Its output, the logits, is valid until the next replay.
+    The logits that a replay leaves are valid until the next one.
     """
 
     def __init__(
@@ -41,82 +35,57 @@ class DecodeGraphs:
         attention: AttentionBackend,
         table: RequestTable,
         max_rows: int,
+        max_tokens: int,
         shares_prefixes: bool = False,
     ) -> None:
-        self.model, self.attention, self.table = model, attention, table
-        self.sizes = graph_sizes(max_rows)
-        self.prefix_sizes: list[int] = []
-        if shares_prefixes:
-            largest = self.sizes[-1]
-            self.prefix_sizes = sorted({*(s for s in PREFIX_SIZES if s < largest), largest})
-        device = table.device
-
-        def buffer(dtype: torch.dtype) -> Tensor:
-            return torch.zeros(max_rows, dtype=dtype, device=device)
-
-        self._inputs = GraphInputs(max_rows, attention.prefix_members, shares_prefixes, device)
-        self._tokens, self._positions, self._slots = (buffer(torch.int64) for _ in range(3))
-        self._lens = buffer(torch.int32)
-        self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         # One for all graphs: each would keep logits of its own alive, gigabytes in all.
-        self._logits = model.new_logits(max_rows)
-        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
+        logits = model.new_logits(max_rows)
+        self._decode = DecodeGraphs(model, attention, table, max_rows, shares_prefixes, logits)
+        self._mixed = MixedGraphs(model, attention, table, max_rows, max_tokens, logits)
         self._pool = torch.cuda.graph_pool_handle()
 
     @property
     def keys(self) -> list[GraphKey]:
         """All graphs, the largest first so that the others fit into its memory."""
-        keys = [(s, False) for s in self.sizes] + [(s, True) for s in self.prefix_sizes]
-        return sorted(keys, reverse=True)
+        keys = [GraphKey(size, (size, shares)) for size, shares in self._decode.keys]
+        keys += [GraphKey(size, None) for size in self._mixed.sizes]
+        return sorted(keys, key=lambda key: key.num_tokens, reverse=True)
 
     def capture(self, keys: list[GraphKey]) -> None:
         for key in keys:
-            size, shares_prefixes = key
-            self._inputs.send(size, empty_ints(), shares_prefixes)
-            self._forward(*key)  # compiles kernels and sets up libraries outside of the graph
+            self._prepare(key)
+            self._forward(key)  # compiles kernels and sets up libraries outside of the graph
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
-                self._forward(*key)
-            self._graphs[key] = graph
+                self._forward(key)
+            if key.decode is not None:
+                self._decode.add(key.decode, graph)
+            else:
+                self._mixed.add(key.num_tokens, graph)
         torch.cuda.synchronize()
 
-    def _forward(self, size: int, shares_prefixes: bool) -> None:
-        table = self.table
-        rows, lens = self._inputs.rows(size), self._lens[:size]
-        gather_decode(
-            rows,
-            table.token_ids,
-            table.num_computed,
-            table.block_tables[0],
-            table.block_size,
-            self._tokens[:size],
-            self._positions[:size],
-            self._slots[:size],
-            lens,
-        )
-        step = self.attention.plan(
-            AttentionInputs(
-                query_start=self._query_start[:size],
-                context_lens=lens,
-                block_tables=table.block_tables[0].index_select(0, rows.clamp(min=0)),
-                slots=self._slots[:size],
-                query_lens=np.ones(size, np.int32),
-                send=table.staging.send,
-                prefixes=self._inputs.prefixes(size) if shares_prefixes else None,
-            )
-        )
-        hidden = self.model(self._tokens[:size], self._positions[:size], step)
-        self.model.logits(hidden, out=self._logits[:size])
+    def _prepare(self, key: GraphKey) -> None:
+        if key.decode is not None:
+            self._decode.prepare(key.decode)
+        else:
+            self._mixed.prepare(key.num_tokens)
 
-    def fits(self, num_rows: int) -> bool:
-        return num_rows <= self.sizes[-1]
+    def _forward(self, key: GraphKey) -> None:
+        if key.decode is not None:
+            self._decode.forward(key.decode)
+        else:
+            self._mixed.forward(key.num_tokens)
 
-    def run(self, rows: Int32Array, prefixes: HostPrefixTiles | None) -> Tensor:
-        """Logits of the next token for each row."""
-        sizes = self.sizes if prefixes is None else self.prefix_sizes
-        size = next(size for size in sizes if size >= len(rows))
-        shares_prefixes = prefixes is not None
-        self._inputs.send(size, rows, shares_prefixes, prefixes)
-        self._graphs[size, shares_prefixes].replay()
-        return self._logits[: len(rows)]
+    def run(
+        self, plan: StepPlan, staged: StagedRows, prefixes: HostPrefixTiles | None
+    ) -> Tensor | None:
+        """Logits of the rows that sample, or None where no graph fits."""
+        if plan.num_tokens == len(plan.rows):
+            key = self._decode.find(len(plan.rows), prefixes is not None)
+            if key is None:
+                return None
+            logits = self._decode.run(key, plan.rows, prefixes)
+            return logits if plan.samples.all() else logits[staged.samples]
+        size = self._mixed.find(plan) if prefixes is None else None
+        return None if size is None else self._mixed.run(size, plan)

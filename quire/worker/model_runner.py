@@ -21,7 +21,7 @@ from quire.worker.pending import PendingStep
 from quire.worker.request_table import RequestTable, StagedRows
 
 if TYPE_CHECKING:
-    from quire.worker.graphs import DecodeGraphs
+    from quire.worker.graphs import StepGraphs
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class ModelRunner:
         self.kv = kv
         self.table = table
         self.sampler = sampler
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
         self._prompt_logprob_rows: dict[int, _PromptLogprobRow] = {}
         self._executed: _Executed | None = None
 
@@ -69,13 +69,11 @@ class ModelRunner:
         if len(plan.copy_sources):
             self.kv.copy_blocks(staged.copy_sources, staged.copy_targets)
         prefixes = self._shared_prefixes(plan)
-        if self._has_graph(plan):
-            assert self.graphs is not None
-            logits = self.graphs.run(plan.rows, prefixes)
-            if not plan.samples.all():
-                logits = logits[staged.samples]
-            self._executed = _Executed(plan, staged, logits, None)
-            return
+        if self.graphs is not None and not self._prompt_logprob_rows:
+            replayed = self.graphs.run(plan, staged, prefixes)
+            if replayed is not None:
+                self._executed = _Executed(plan, staged, replayed, None)
+                return
         batch = gather_batch(self.table, plan, staged, prefixes)
         step = self.attention.plan(batch.attention)
         hidden = self.model(batch.token_ids, batch.positions, step)
@@ -92,14 +90,6 @@ class ModelRunner:
             self.attention.prefix_members,
         )
         return tiles if len(tiles.lens) else None
-
-    def _has_graph(self, plan: StepPlan) -> bool:
-        return (
-            self.graphs is not None
-            and plan.num_tokens == len(plan.rows)
-            and self.graphs.fits(len(plan.rows))
-            and not self._prompt_logprob_rows
-        )
 
     def update_rows(self, plan: StepPlan) -> StagedRows:
         """Bring the rows up to the plan: all that a step sends to the device."""

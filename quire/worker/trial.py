@@ -58,7 +58,8 @@ def run_trial(
     # What torch has cached shows how far the memory was filled.
     free, total = torch.cuda.mem_get_info()
     step = total - free - used
-    graphs = _graph_bytes(runner, num_rows, shares_prefixes) if with_graphs else 0
+    sizes = (num_rows, num_tokens, shares_prefixes)
+    graphs = _graph_bytes(runner, *sizes) if with_graphs else 0
     del runner
     used_bytes()
     return TrialBytes(total, used, step, graphs)
@@ -92,12 +93,13 @@ def largest_step(num_rows: int, num_tokens: int, max_len: int) -> StepPlan:
     )
 
 
-def _graph_bytes(runner: ModelRunner, num_rows: int, shares_prefixes: bool) -> int:
+def _graph_bytes(runner: ModelRunner, num_rows: int, num_tokens: int, shares_prefixes: bool) -> int:
     """Graphs share a pool of memory, which the largest one fills; the driver adds some for each."""
-    from quire.worker.graphs import DecodeGraphs
+    from quire.worker.graphs import StepGraphs
 
     before = used_bytes()
-    graphs = DecodeGraphs(runner.model, runner.attention, runner.table, num_rows, shares_prefixes)
+    model, attention, table = runner.model, runner.attention, runner.table
+    graphs = StepGraphs(model, attention, table, num_rows, num_tokens, shares_prefixes)
     first, *others = graphs.keys[:GRAPHS_TRIED]
     with torch.inference_mode():
         graphs.capture([first])

@@ -22,7 +22,7 @@ PARAMS = (
 def compile_kernels(runner: ModelRunner, shares_prefixes: bool, num_threads: int) -> None:
     """Compile most kernels side by side, which a cold start would otherwise do one by one.
 
-    Forward passes of each kind are launched and compute nothing. Nothing is sampled from them:
+    Forward passes of each kind are gone through and compute nothing. Nothing is sampled from them:
     tokens that nobody chose must not be looked up.
     """
     from quire.kernels.triton.compile import CompilingTogether

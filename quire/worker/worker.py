@@ -109,12 +109,17 @@ class Worker:
         return self._backend.support.cuda_graphs and not self._options.device.enforce_eager
 
     def _capture_graphs(self) -> None:
-        from quire.worker.graphs import DecodeGraphs
+        from quire.worker.graphs import StepGraphs
 
-        runner, max_rows = self.runner, self._options.scheduler.max_num_seqs
-        assert max_rows is not None
-        graphs = DecodeGraphs(
-            runner.model, runner.attention, runner.table, max_rows, self.groups_prefixes
+        runner, limits = self.runner, self._options.scheduler
+        assert limits.max_num_seqs is not None and limits.max_num_batched_tokens is not None
+        graphs = StepGraphs(
+            runner.model,
+            runner.attention,
+            runner.table,
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            self.groups_prefixes,
         )
         started, before = time.perf_counter(), used_bytes()
         with torch.inference_mode():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,7 @@ CONFIG = {
 def clean() -> Iterator[None]:
     return_free_memory()
     yield
+    gc.collect()  # what a test filled the memory with may hang on an engine that is shut down
     return_free_memory()
 
 

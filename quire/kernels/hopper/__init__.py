@@ -1,1 +1,2 @@
-"""Kernels that only NVIDIA Hopper GPUs can run, in Triton's lower level, Gluon."""
+"""What NVIDIA GPUs can do from Hopper on: kernels in Triton's lower level, Gluon, and launches
+that overlap."""

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.overlap import launch_options, wait_for_inputs
+from quire.kernels.hopper.overlap import launch_options, wait_for_inputs
 
 LOG2E = 1.4426950408889634
 MIN_ROWS = 16

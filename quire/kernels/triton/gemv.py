@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.overlap import launch_options, wait_for_inputs
+from quire.kernels.hopper.overlap import launch_options, wait_for_inputs
 
 OUTPUTS = 2
 """Outputs of one program."""

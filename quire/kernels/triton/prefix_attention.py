@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.hopper.overlap import launch_options, wait_for_inputs
 from quire.kernels.triton.decode_attention import LOG2E, DecodeWorkspace, attend_to_range
-from quire.kernels.triton.overlap import launch_options, wait_for_inputs
 
 
 @triton.jit(do_not_specialize=["num_splits"])

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.overlap import launch_options, wait_for_inputs
+from quire.kernels.hopper.overlap import launch_options, wait_for_inputs
 
 
 @triton.jit

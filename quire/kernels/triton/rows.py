@@ -1,4 +1,4 @@
-"""Row bookkeeping on the device: the batch of a decode step, and sampled tokens into their rows."""
+"""Row bookkeeping on the device: the batch of a step, and sampled tokens into their rows."""
 
 from __future__ import annotations
 
@@ -72,6 +72,122 @@ def gather_decode(
         BLOCK_SIZE=block_size,
         WIDTH=WIDTH,
         num_warps=1,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+def _gather_tokens_kernel(
+    rows_ptr,
+    starts_ptr,
+    token_ids_ptr,
+    num_computed_ptr,
+    tables_ptr,
+    out_tokens_ptr,
+    out_positions_ptr,
+    out_slots_ptr,
+    num_rows,
+    num_tokens,
+    stride_tokens,
+    stride_table,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    token = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    lane = tl.arange(0, ROWS)
+    ends = tl.load(starts_ptr + 1 + lane, lane < num_rows, 1 << 30)
+    index = tl.sum((ends[None, :] <= token[:, None]).to(tl.int32), 1)
+    used = index < num_rows
+    row = tl.load(rows_ptr + index, used, 0).to(tl.int64)
+    start = tl.load(starts_ptr + index, used, 0)
+    position = tl.where(used, tl.load(num_computed_ptr + row, used, 0) + token - start, 0)
+    value = tl.load(token_ids_ptr + row * stride_tokens + position, used, 0)
+    block = tl.load(tables_ptr + row * stride_table + position // BLOCK_SIZE, used, 0)
+    slot = tl.where(used, block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    inside = token < num_tokens
+    tl.store(out_tokens_ptr + token, value.to(tl.int64), inside)
+    tl.store(out_positions_ptr + token, position.to(tl.int64), inside)
+    tl.store(out_slots_ptr + token, slot, inside)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+def _divide_rows_kernel(
+    rows_ptr,
+    starts_ptr,
+    num_computed_ptr,
+    out_lens_ptr,
+    out_single_tokens_ptr,
+    out_single_lens_ptr,
+    num_rows,
+    num_tokens,
+    ROWS: tl.constexpr,
+):
+    lane = tl.arange(0, ROWS)
+    inside = lane < num_rows
+    row = tl.load(rows_ptr + lane, inside, -1).to(tl.int64)
+    used = row >= 0
+    start = tl.load(starts_ptr + lane, inside, 0)
+    count = tl.load(starts_ptr + 1 + lane, inside, 0) - start
+    context = tl.load(num_computed_ptr + row, used, 0) + count
+    is_single = used & (count == 1)
+    tl.store(out_lens_ptr + lane, tl.where(used, context, 1), lane <= num_rows)
+    tl.store(out_single_tokens_ptr + lane, tl.where(is_single, start, num_tokens - 1), inside)
+    tl.store(out_single_lens_ptr + lane, tl.where(is_single, context, 0), inside)
+    tl.store(num_computed_ptr + row, context, used)
+
+
+def gather_mixed(
+    rows: Tensor,
+    starts: Tensor,
+    token_ids: Tensor,
+    num_computed: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+    out_tokens: Tensor,
+    out_positions: Tensor,
+    out_slots: Tensor,
+    out_lens: Tensor,
+    out_single_tokens: Tensor,
+    out_single_lens: Tensor,
+) -> None:
+    """Inputs of a step in which row `rows[i]` computes the tokens `starts[i]` to `starts[i + 1]`.
+
+    Rows of -1 are padding behind the others, as are the tokens behind the last row's, of which
+    there is at least one: they get slot -1. `out_lens` holds the contexts and a 1 behind them.
+    Rows with one new token are named again by `out_single_tokens`, with their contexts; others
+    name the last token there, with a context of 0. The rows count as computed afterwards.
+    """
+    num_rows, num_tokens = len(rows), len(out_tokens)
+    width = triton.next_power_of_2(max(num_rows + 1, 512))  # few sizes: each is compiled
+    _gather_tokens_kernel[(triton.cdiv(num_tokens, 32),)](
+        rows,
+        starts,
+        token_ids,
+        num_computed,
+        block_tables,
+        out_tokens,
+        out_positions,
+        out_slots,
+        num_rows,
+        num_tokens,
+        token_ids.stride(0),
+        block_tables.stride(0),
+        BLOCK_SIZE=block_size,
+        ROWS=width,
+        WIDTH=32,
+        num_warps=4,
+    )
+    _divide_rows_kernel[(1,)](
+        rows,
+        starts,
+        num_computed,
+        out_lens,
+        out_single_tokens,
+        out_single_lens,
+        num_rows,
+        num_tokens,
+        ROWS=width,
+        num_warps=4,
     )
 
 

@@ -18,6 +18,16 @@ BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
+class DividedRows:
+    """Requests with one new token and tiles of the others, as a captured step has them."""
+
+    single_tokens: Tensor  # int32 [requests]: the token, or any for requests with several
+    single_lens: Tensor  # int32 [requests]: the context, 0 for requests with several new tokens
+    tile_requests: Tensor  # int32 [tiles]
+    tile_indices: Tensor  # int32 [tiles]
+
+
+@dataclass(frozen=True)
 class AttentionInputs:
     """Where the tokens of a step belong. Request r owns the tokens query_start[r]:query_start[r+1].
 
@@ -31,6 +41,7 @@ class AttentionInputs:
     query_lens: Int32Array  # new tokens of each request, on the host
     send: Callable[..., list[Tensor]]  # host integers to the device, in one copy
     prefixes: PrefixTiles | None = None  # what requests with one new token share, if used
+    divided: DividedRows | None = None  # in place of what follows from `query_lens`
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,8 @@ class AttentionBackend(Protocol):
     """Largest batch in which a shared prefix can be read once; 0: never."""
     prefix_members: int
     """Requests whose queries of a shared prefix go into one tile."""
+    tile_queries: int
+    """Queries of a request that go into one tile, where it has several; 0: there are no tiles."""
 
     def __init__(
         self, kv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int

@@ -50,6 +50,7 @@ class TritonBackend:
         row_bytes = head_dim * kv.element_size()
         self.tile = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
         self.prefill = choose_prefill(kv, num_heads, num_kv_heads)
+        self.tile_queries = self.prefill.queries
         self.stages = 3 if row_bytes <= 256 else 2
         # Requests times splits never exceeds this.
         pieces = max(MAX_SPLITS, MIN_SPLITS * PROGRAMS_UNSPLIT // num_kv_heads)
@@ -99,7 +100,12 @@ class TritonStep:
         self.inputs = inputs
         self.decode: tuple[Tensor, Tensor, Tensor] | None = None
         self.tiles: tuple[Tensor, Tensor] | None = None
-        if int(inputs.query_lens.max()) == 1:
+        if inputs.divided is not None:
+            rows = inputs.divided
+            tables = inputs.block_tables[: len(rows.single_lens)]
+            self.decode = (rows.single_tokens, rows.single_lens, tables)
+            self.tiles = (rows.tile_requests, rows.tile_indices)
+        elif int(inputs.query_lens.max()) == 1:
             tokens = inputs.query_start[: len(inputs.context_lens)]
             self.decode = (tokens, inputs.context_lens, inputs.block_tables)
         else:
@@ -109,7 +115,7 @@ class TritonStep:
         """Send rows with one new token to the decode kernel and cut the others into tiles."""
         lens = inputs.query_lens
         single = np.flatnonzero(lens == 1).astype(np.int32)
-        requests, indices = query_tiles(lens, self.backend.prefill.queries)
+        requests, indices = query_tiles(lens, self.backend.tile_queries)
         sent = inputs.send(single, requests, indices)
         self.tiles = (sent[1], sent[2])
         if len(single):

@@ -24,7 +24,7 @@ from quire.kernels.triton.norm import rms_norm  # noqa: E402
 from quire.kernels.triton.prefill_attention import PrefillTiles, prefill_attention  # noqa: E402
 from quire.kernels.triton.prefix_attention import prefix_attention  # noqa: E402
 from quire.kernels.triton.rotary_cache import rotate_and_write  # noqa: E402
-from quire.kernels.triton.rows import append_tokens, gather_decode  # noqa: E402
+from quire.kernels.triton.rows import append_tokens, gather_decode, gather_mixed  # noqa: E402
 from quire.layers.attention.shared_prefix import prefix_tiles  # noqa: E402
 from quire.layers.attention.triton import query_tiles  # noqa: E402
 
@@ -299,6 +299,36 @@ def test_gather_decode_and_append() -> None:
     assert lengths.tolist() == [5, 1, 8, 6, 4]
     assert int(token_ids[0, 4]) == 8 and int(token_ids[4, 3]) == 9
     assert int(token_ids[2, 8]) == 2 * 12 + 8, "the host chooses for this row"
+
+
+def test_gather_mixed() -> None:
+    """Rows with one and with several new tokens; padding touches nothing."""
+    size = 4
+    token_ids = torch.arange(200, dtype=torch.int32, device=DEVICE).view(5, 40).contiguous()
+    computed = torch.tensor([3, 0, 7, 5, 2], dtype=torch.int32, device=DEVICE)
+    tables = torch.arange(50, dtype=torch.int32, device=DEVICE).view(5, 10).contiguous() + 40
+    rows = torch.tensor([2, 0, 4, -1], dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([0, 1, 31, 34, 34, 34], dtype=torch.int32, device=DEVICE)
+    tokens, positions, slots = (torch.full((40,), 99, device=DEVICE) for _ in range(3))
+    lens, single_tokens, single_lens = (
+        torch.full((8,), 99, dtype=torch.int32, device=DEVICE) for _ in range(3)
+    )
+    before = computed.clone()
+    gather_mixed(
+        rows, starts, token_ids, computed, tables, size, tokens, positions, slots, lens,
+        single_tokens, single_lens,
+    )  # fmt: skip
+    expected = [(2, 7), *((0, 3 + i) for i in range(30)), *((4, 2 + i) for i in range(3))]
+    for i, (row, position) in enumerate(expected):
+        assert int(positions[i]) == position
+        assert int(tokens[i]) == int(token_ids[row, position])
+        assert int(slots[i]) == int(tables[row, position // size]) * size + position % size
+    assert tokens[34:].tolist() == positions[34:].tolist() == [0] * 6
+    assert slots[34:].tolist() == [-1] * 6
+    assert lens.tolist() == [8, 33, 5, 1, 1, 99, 99, 99]
+    assert single_tokens.tolist() == [0, 39, 39, 39, 99, 99, 99, 99]
+    assert single_lens.tolist() == [8, 0, 0, 0, 99, 99, 99, 99]
+    assert (computed - before).tolist() == [30, 0, 1, 0, 3]
 
 
 @pytest.mark.parametrize("with_bias", [False, True])

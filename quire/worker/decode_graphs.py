@@ -1,0 +1,115 @@
+"""`DecodeGraphs`: the forward pass of decode steps as CUDA graphs, one per batch size."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels.triton.rows import gather_decode
+from quire.layers.attention.backend import AttentionBackend, AttentionInputs
+from quire.layers.attention.shared_prefix import HostPrefixTiles
+from quire.models.registry import CausalLM
+from quire.protocol.plan import Int32Array, empty_ints
+from quire.worker.graph_inputs import GraphInputs
+from quire.worker.request_table import RequestTable
+
+DecodeKey = tuple[int, bool]
+"""Batch size, and whether a shared prefix is read once."""
+
+PREFIX_SIZES = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+"""Batch sizes of graphs that read a shared prefix once."""
+
+
+def graph_sizes(max_rows: int) -> list[int]:
+    """Batch sizes to capture: dense where padding would cost most, up to all rows."""
+    sizes = {1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32)}
+    sizes |= set(range(576, max_rows + 1, 64)) | {max_rows}
+    return sorted(size for size in sizes if size <= max_rows)
+
+
+class DecodeGraphs:
+    """A graph gathers the batch from the rows itself, so a replay needs the row numbers and, where
+    rows share a prefix, the tiles of those. Its output, the logits, is valid until the next replay.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        attention: AttentionBackend,
+        table: RequestTable,
+        max_rows: int,
+        shares_prefixes: bool,
+        logits: Tensor,
+    ) -> None:
+        self.model, self.attention, self.table = model, attention, table
+        self.sizes = graph_sizes(max_rows)
+        self.prefix_sizes: list[int] = []
+        if shares_prefixes:
+            largest = self.sizes[-1]
+            self.prefix_sizes = sorted({*(s for s in PREFIX_SIZES if s < largest), largest})
+        device = table.device
+
+        def buffer(dtype: torch.dtype) -> Tensor:
+            return torch.zeros(max_rows, dtype=dtype, device=device)
+
+        self._inputs = GraphInputs(max_rows, attention.prefix_members, shares_prefixes, device)
+        self._tokens, self._positions, self._slots = (buffer(torch.int64) for _ in range(3))
+        self._lens = buffer(torch.int32)
+        self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        self._logits = logits
+        self._graphs: dict[DecodeKey, torch.cuda.CUDAGraph] = {}
+
+    @property
+    def keys(self) -> list[DecodeKey]:
+        return [(s, False) for s in self.sizes] + [(s, True) for s in self.prefix_sizes]
+
+    def prepare(self, key: DecodeKey) -> None:
+        """Inputs for the capture: nothing but padding."""
+        size, shares_prefixes = key
+        self._inputs.send(size, empty_ints(), shares_prefixes)
+
+    def forward(self, key: DecodeKey) -> None:
+        size, shares_prefixes = key
+        table = self.table
+        rows, lens = self._inputs.rows(size), self._lens[:size]
+        gather_decode(
+            rows,
+            table.token_ids,
+            table.num_computed,
+            table.block_tables[0],
+            table.block_size,
+            self._tokens[:size],
+            self._positions[:size],
+            self._slots[:size],
+            lens,
+        )
+        step = self.attention.plan(
+            AttentionInputs(
+                query_start=self._query_start[:size],
+                context_lens=lens,
+                block_tables=table.block_tables[0].index_select(0, rows.clamp(min=0)),
+                slots=self._slots[:size],
+                query_lens=np.ones(size, np.int32),
+                send=table.staging.send,
+                prefixes=self._inputs.prefixes(size) if shares_prefixes else None,
+            )
+        )
+        hidden = self.model(self._tokens[:size], self._positions[:size], step)
+        self.model.logits(hidden, out=self._logits[:size])
+
+    def add(self, key: DecodeKey, graph: torch.cuda.CUDAGraph) -> None:
+        self._graphs[key] = graph
+
+    def find(self, num_rows: int, shares_prefixes: bool) -> DecodeKey | None:
+        """The graph that a batch fits into, if any."""
+        sizes = self.prefix_sizes if shares_prefixes else self.sizes
+        size = next((size for size in sizes if size >= num_rows), None)
+        return None if size is None else (size, shares_prefixes)
+
+    def run(self, key: DecodeKey, rows: Int32Array, prefixes: HostPrefixTiles | None) -> Tensor:
+        """Logits of the next token for each row."""
+        size, shares_prefixes = key
+        self._inputs.send(size, rows, shares_prefixes, prefixes)
+        self._graphs[key].replay()
+        return self._logits[: len(rows)]
