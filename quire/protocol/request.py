@@ -21,6 +21,8 @@ class NewRequest:
     eos_token_ids: tuple[int, ...] = ()
     priority: int = 0
     """Lower runs first; used by the priority policy only."""
+    tenant: str = ""
+    """On whose behalf; tenants share the engine fairly, whoever queues how many requests."""
     cache_salt: str | None = None
     adapter: str | None = None
     """Digest of the adapter's content; prefix blocks are shared only between equal ones."""

@@ -16,17 +16,19 @@ from quire.protocol.output import FinishedSequence, StepOutput
 from quire.protocol.plan import Int32Array, StepPlan, StepResult
 from quire.protocol.request import NewRequest
 from quire.protocol.seeds import random_seed
+from quire.scheduler.admission import admit_waiting
 from quire.scheduler.beams import BeamGroup, report_candidates
 from quire.scheduler.books import check_books
 from quire.scheduler.draft import PlanDraft
 from quire.scheduler.kv_blocks import KVBlocks
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy import rank_function
-from quire.scheduler.prefix_cache import PrefixMatch, chain_root
+from quire.scheduler.prefix_cache import chain_root
 from quire.scheduler.prefix_groups import PrefixGroups
 from quire.scheduler.queue import WaitingQueue
 from quire.scheduler.request import Columns, Request, Status, make_sequences
 from quire.scheduler.results import collect_output
+from quire.scheduler.tenants import Tenants
 
 
 class Scheduler:
@@ -40,7 +42,8 @@ class Scheduler:
         self.prefix_groups = (
             PrefixGroups(self.columns, limits.block_size) if limits.groups_prefixes else None
         )
-        self.waiting = WaitingQueue()
+        self.tenants = Tenants()
+        self.waiting = WaitingQueue(self.tenants)
         self.requests: dict[str, list[Request]] = {}
         """Sequences without a terminal output, by request id."""
         self.by_row: list[Request | None] = [None] * limits.max_num_seqs
@@ -55,6 +58,7 @@ class Scheduler:
         self._appends: list[tuple[int, int]] = []
         self._next_step = 0
         self._num_arrivals = 0
+        self._num_admissions = 0
 
     @property
     def has_unfinished(self) -> bool:
@@ -62,7 +66,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._ranked_rows())
+        return len(self.ranked_rows())
 
     # --- requests come and go -------------------------------------------------------------------
 
@@ -87,6 +91,7 @@ class Scheduler:
         if new.beam_width:
             leader.group = BeamGroup(leader, new.beam_width, new.length_penalty)
         self.requests[new.request_id] = sequences
+        self.tenants.join(new.tenant)
         self.waiting.push(leader)
         self.metrics.prompt_tokens.add(leader.num_prompt)
 
@@ -122,18 +127,18 @@ class Scheduler:
         draft = PlanDraft(self._next_step, self.max_step_tokens)
         while True:
             self._continue_running(draft)
-            self._admit_waiting(draft, now)
+            admit_waiting(self, draft, now)
             if not draft.empty or not self.waiting or self.num_steps_in_flight:
                 break
             # What the queue needs is held by rows that cannot go on (beams awaiting a sibling).
-            self._preempt(int(self._ranked_rows()[-1]), draft)
+            self._preempt(int(self.ranked_rows()[-1]), draft)
             draft.preempted = False
         if draft.empty:
             return None
         plan = draft.finish(self._freed_rows, self._appends)
         plan.epochs = self.columns.epoch[plan.rows]
         if self.prefix_groups is not None:
-            self.prefix_groups.mark(plan, self._ranked_rows())
+            self.prefix_groups.mark(plan, self.ranked_rows())
         self._freed_rows, self._appends = [], []
         self.kv.pool.free(draft.held_blocks)
         self._release_followers(plan.rows)
@@ -148,7 +153,7 @@ class Scheduler:
         """Let running requests catch up, preempting the last in rank while blocks are short."""
         c = self.columns
         while True:
-            rows = self._ranked_rows()
+            rows = self.ranked_rows()
             if not len(rows):
                 return
             want = np.minimum(c.num_tokens[rows], c.max_total[rows] - 1) - c.num_computed[rows]
@@ -165,13 +170,21 @@ class Scheduler:
         if computing.any():
             self._compute(draft, rows[computing], grant[computing])
 
-    def _ranked_rows(self) -> Int32Array:
+    def ranked_rows(self) -> Int32Array:
         """Running rows in the policy's order, kept until somebody joins or leaves."""
         if self._ranked is None:
             rows = np.flatnonzero(self.columns.running).astype(np.int32)
             priority, arrival = self.columns.rank[:, rows]
             self._ranked = rows[np.lexsort((arrival, priority))]
         return self._ranked
+
+    def forget_order(self) -> None:
+        """Somebody has joined or left."""
+        self._ranked = None
+
+    def count_admission(self) -> int:
+        self._num_admissions += 1
+        return self._num_admissions
 
     def _compute(self, draft: PlanDraft, rows: Int32Array, counts: Int32Array) -> None:
         """Book `counts` tokens for `rows`; rows that reach their last token sample the next."""
@@ -181,6 +194,7 @@ class Scheduler:
         samples = c.num_computed[rows] == c.num_tokens[rows]
         c.num_tokens[rows[samples & ~c.host_chooses[rows]]] += 1
         c.in_flight[rows] += 1
+        self.tenants.charge(c.tenant[rows], counts)
         c.last_step[rows] = draft.step
         self.kv.publish_prompts(rows, self.by_row)
         draft.compute(rows, counts, samples)
@@ -205,56 +219,6 @@ class Scheduler:
             self._drain(request)
         else:
             self.requeue(request)
-
-    # --- admission ------------------------------------------------------------------------------
-
-    def _admit_waiting(self, draft: PlanDraft, now: float) -> None:
-        """Give rows to waiting requests in order, as long as rows, blocks and budget allow."""
-        if draft.preempted or not self.waiting or not self.free_rows:
-            return
-        limits, promised = self.limits, self.kv.num_promised(self._ranked_rows())
-        while draft.budget > 0 and self.free_rows and self.waiting:
-            request = self.waiting.first()
-            num_known = len(request.held_token_ids)
-            match, fork_of = self.kv.match(request, draft.step)
-            if not self.kv.room_for(match, num_known, promised):
-                # Without the copy of a partly matching block one block less is needed.
-                match, fork_of = match.without_partial(limits.block_size), -1
-                if not self.kv.room_for(match, num_known, promised):
-                    return
-            want = num_known - match.num_tokens
-            if want > draft.budget and not self._may_divide_prompts:
-                return
-            self.waiting.pop()
-            grant = min(want, draft.budget, limits.long_prefill_token_threshold or want)
-            promised += self._admit(request, match, fork_of, grant, draft)
-            self._note_admission(request, match.num_tokens, now)
-
-    @property
-    def _may_divide_prompts(self) -> bool:
-        """Where memory is short, prompts that should stay whole may fit in no step."""
-        full = self.max_step_tokens == self.limits.max_num_batched_tokens
-        return self.limits.enable_chunked_prefill or not full
-
-    def _admit(
-        self, request: Request, match: PrefixMatch, fork_of: int, grant: int, draft: PlanDraft
-    ) -> int:
-        """Start a request on a row; returns how many blocks more its tokens will need."""
-        row = self.free_rows.pop()
-        samples = match.num_tokens + grant == len(request.held_token_ids)
-        draft.admit(request.added_row(row, match.num_tokens, fork_of), grant, samples)
-        self.by_row[row] = request
-        request.row, request.status = row, Status.RUNNING
-        num_tokens = self.columns.fill(request, draft.step, match.num_tokens, grant)
-        num_blocks = self.kv.admit(request, match, fork_of, grant, draft)
-        self._ranked = None
-        return max(self.limits.blocks_for(num_tokens) - num_blocks, 0)
-
-    def _note_admission(self, request: Request, num_cached: int, now: float) -> None:
-        if request.num_cached < 0:
-            request.num_cached = min(num_cached, request.num_prompt)
-            request.first_scheduled_time = now
-            self.metrics.admitted(request.num_prompt, request.num_cached)
 
     # --- taking results in ----------------------------------------------------------------------
 
@@ -291,7 +255,7 @@ class Scheduler:
         for row in rows[at == c.num_prompt[rows]]:
             request = self._at(row)
             request.first_token_time = now
-            self.metrics.time_to_first_token.observe(now - request.arrival_time)
+            self.metrics.time_to_first_token.observe(now - request.new.arrival_time)
         stops = (c.stop_ids[rows] == tokens[:, None]).any(axis=1) & (at + 1 >= c.min_total[rows])
         ends = stops | (at + 1 >= c.max_total[rows])
         for row, by_stop in zip(rows[ends], stops[ends], strict=True):
@@ -372,6 +336,7 @@ class Scheduler:
         siblings.remove(request)
         if not siblings:
             del self.requests[request.request_id]
+            self.tenants.leave(request.new.tenant)
         ended = request.finished(tokens, reason, now, error)
         self.ended.append(ended)
         self.metrics.finished(ended)
