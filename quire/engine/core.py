@@ -59,7 +59,7 @@ class EngineCore:
         return self.max_steps_in_flight > 1 and not self._in_flight and self.death is None
 
     def check(self, request: NewRequest) -> None:
-        """Raise if the request would be refused; `add` then takes it for certain."""
+        """Raise if the request would be refused; `add` takes it if nothing comes between."""
         if self.death is not None:
             raise EngineDeadError(f"the engine has stopped: {self.death}")
         self.scheduler.check(request)

@@ -11,7 +11,7 @@ from quire.protocol.plan import Int32Array, StepPlan
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 STEP_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
+FINISH_REASONS = ("stop", "length", "abort", "timeout", "error", "repetition")
 
 
 @dataclass(frozen=True)

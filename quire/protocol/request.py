@@ -23,6 +23,9 @@ class NewRequest:
     """Lower runs first; used by the priority policy only."""
     tenant: str = ""
     """On whose behalf; tenants share the engine fairly, whoever queues how many requests."""
+    deadline: float | None = None
+    """When it ends by itself, on the engine's clock (CLOCK_MONOTONIC, the same in all processes of
+    a host): with finish_reason "timeout" before its first token, else with "abort"."""
     cache_salt: str | None = None
     adapter: str | None = None
     """Digest of the adapter's content; prefix blocks are shared only between equal ones."""

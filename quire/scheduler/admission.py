@@ -51,6 +51,7 @@ def _begin(scheduler: Scheduler, request: Request, num_cached: int, now: float) 
         request.rank = (request.rank[0], scheduler.count_admission())
         for follower in request.followers:
             follower.rank = request.rank
+        scheduler.pace.admitted(request.num_prompt)
     request.num_cached = min(num_cached, request.num_prompt)
     request.first_scheduled_time = now
     scheduler.metrics.admitted(request.num_prompt, request.num_cached)

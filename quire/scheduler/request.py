@@ -175,6 +175,12 @@ class Request:
         return int(self.columns.num_known[self.row]) if self.row >= 0 else len(self.held_token_ids)
 
     @property
+    def num_generated(self) -> int:
+        """Tokens beyond the prompt, those in flight included."""
+        num_tokens = self.columns.num_tokens[self.row] if self.row >= 0 else self.num_known
+        return int(num_tokens) - self.num_prompt
+
+    @property
     def blocks(self) -> Int32Array:
         """Its block table, shallowest first."""
         return self.columns.block_tables[0, self.row, : self.columns.num_blocks[self.row]]

@@ -19,9 +19,12 @@ from quire.protocol.seeds import random_seed
 from quire.scheduler.admission import admit_waiting
 from quire.scheduler.beams import BeamGroup, report_candidates
 from quire.scheduler.books import check_books
+from quire.scheduler.deadlines import Deadlines
 from quire.scheduler.draft import PlanDraft
 from quire.scheduler.kv_blocks import KVBlocks
 from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.overload import check_room_in_queue
+from quire.scheduler.pace import Pace
 from quire.scheduler.policy import rank_function
 from quire.scheduler.prefix_cache import chain_root
 from quire.scheduler.prefix_groups import PrefixGroups
@@ -42,6 +45,8 @@ class Scheduler:
         self.prefix_groups = (
             PrefixGroups(self.columns, limits.block_size) if limits.groups_prefixes else None
         )
+        self.pace = Pace()
+        self.deadlines = Deadlines()
         self.tenants = Tenants()
         self.waiting = WaitingQueue(self.tenants)
         self.requests: dict[str, list[Request]] = {}
@@ -71,10 +76,11 @@ class Scheduler:
     # --- requests come and go -------------------------------------------------------------------
 
     def check(self, new: NewRequest) -> None:
-        """Refuse a request that could never run."""
+        """Refuse a request that could never run, or that finds the queue full."""
         if new.request_id in self.requests:
             raise RequestError(f"request_id {new.request_id!r} is already in use.")
         self.limits.check_fits(new)
+        check_room_in_queue(self, new)
 
     def add(self, new: NewRequest) -> None:
         """Queue a request that has passed `check`."""
@@ -92,6 +98,8 @@ class Scheduler:
             leader.group = BeamGroup(leader, new.beam_width, new.length_penalty)
         self.requests[new.request_id] = sequences
         self.tenants.join(new.tenant)
+        if new.deadline is not None:
+            self.deadlines.add(new.request_id, new.deadline)
         self.waiting.push(leader)
         self.metrics.prompt_tokens.add(leader.num_prompt)
 
@@ -124,6 +132,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step, or return None if nothing can be computed before an `apply`."""
+        self.deadlines.expire(self, now)
         draft = PlanDraft(self._next_step, self.max_step_tokens)
         while True:
             self._continue_running(draft)
@@ -144,6 +153,7 @@ class Scheduler:
         self._release_followers(plan.rows)
         self._next_step += 1
         self.num_steps_in_flight += 1
+        self.pace.planned(now, self.max_step_tokens - draft.budget)
         self.metrics.planned(
             plan, self.kv.pool.num_used, self.columns.num_blocks, self.columns.num_computed
         )
@@ -242,6 +252,8 @@ class Scheduler:
                 self.end(request, request.finish_reason, now)
             else:
                 self.requeue(request)
+        if not self.requests:
+            self.pace.rested()
         output.finished = self.take_ended()
         return output
 
@@ -337,6 +349,7 @@ class Scheduler:
         if not siblings:
             del self.requests[request.request_id]
             self.tenants.leave(request.new.tenant)
+            self.deadlines.remove(request.request_id)
         ended = request.finished(tokens, reason, now, error)
         self.ended.append(ended)
         self.metrics.finished(ended)

@@ -27,7 +27,8 @@ class Engine:
         self.toy = ToyExecutor(num_blocks, block_size, VOCAB)
         wanted = {"max_model_len": MAX_LEN, "max_num_seqs": 16, "max_num_batched_tokens": 256}
         self.limits = SchedulerLimits(num_blocks, block_size, **{**wanted, **limits})
-        self.core = EngineCore(self.toy, self.limits, steps_in_flight, clock=lambda: 0.0)
+        self.core = EngineCore(self.toy, self.limits, steps_in_flight, clock=lambda: self.now)
+        self.now = 0.0
         self.core.on_plan = self._note
         self.plans: list[StepPlan] = []
         self.requests: dict[int, NewRequest] = {}
