@@ -92,6 +92,7 @@ class EngineCore:
                 output = self.scheduler.apply(*done, self.clock())
                 self._num_failures = 0
                 self.pressure.step_done(done[0])
+            output.progress = self.scheduler.progress.collect(self.scheduler, self.clock())
             if plan is not None:
                 self._host_s = host_s + time.perf_counter() - started
             if not self.has_work:

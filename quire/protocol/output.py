@@ -44,6 +44,19 @@ class SequencePromptLogprobs:
 
 
 @dataclass(slots=True)
+class RequestProgress:
+    """How far a prompt has come whose first token is not there yet."""
+
+    key: int
+    prompt_tokens: int
+    processed_tokens: int
+    """Those computed or found in the cache."""
+    cached_tokens: int
+    eta_s: float | None
+    """Estimated time until the first token, queue included; None while there is no telling."""
+
+
+@dataclass(slots=True)
 class StepOutput:
     """New tokens of streaming sequences, and every sequence that ended."""
 
@@ -53,7 +66,8 @@ class StepOutput:
     """`index` points into `keys`."""
     prompt_logprobs: list[SequencePromptLogprobs] = field(default_factory=list)
     finished: list[FinishedSequence] = field(default_factory=list)
+    progress: list[RequestProgress] = field(default_factory=list)
 
     @property
     def empty(self) -> bool:
-        return not (len(self.keys) or self.finished or self.prompt_logprobs)
+        return not (len(self.keys) or self.finished or self.prompt_logprobs or self.progress)

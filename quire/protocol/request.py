@@ -31,6 +31,8 @@ class NewRequest:
     """Digest of the adapter's content; prefix blocks are shared only between equal ones."""
     streams: bool = False
     """Whether the client reads tokens as they come; otherwise they arrive with the end."""
+    wants_progress: bool = False
+    """Whether the client hears how its prompt gets on until the first token."""
     beam_width: int = 0
     """Above 0: beam search, driven by `params.max_tokens` and `length_penalty`."""
     length_penalty: float = 1.0

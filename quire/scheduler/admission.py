@@ -52,6 +52,7 @@ def _begin(scheduler: Scheduler, request: Request, num_cached: int, now: float) 
         for follower in request.followers:
             follower.rank = request.rank
         scheduler.pace.admitted(request.num_prompt)
+        scheduler.progress.begin(request)
     request.num_cached = min(num_cached, request.num_prompt)
     request.first_scheduled_time = now
     scheduler.metrics.admitted(request.num_prompt, request.num_cached)

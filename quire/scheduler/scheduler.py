@@ -28,6 +28,7 @@ from quire.scheduler.pace import Pace
 from quire.scheduler.policy import rank_function
 from quire.scheduler.prefix_cache import chain_root
 from quire.scheduler.prefix_groups import PrefixGroups
+from quire.scheduler.progress import ProgressReports
 from quire.scheduler.queue import WaitingQueue
 from quire.scheduler.request import Columns, Request, Status, make_sequences
 from quire.scheduler.results import collect_output
@@ -47,6 +48,7 @@ class Scheduler:
         )
         self.pace = Pace()
         self.deadlines = Deadlines()
+        self.progress = ProgressReports()
         self.tenants = Tenants()
         self.waiting = WaitingQueue(self.tenants)
         self.requests: dict[str, list[Request]] = {}
@@ -101,6 +103,8 @@ class Scheduler:
         if new.deadline is not None:
             self.deadlines.add(new.request_id, new.deadline)
         self.waiting.push(leader)
+        if new.wants_progress:
+            self.progress.add(leader, self.waiting.lane_of(leader))
         self.metrics.prompt_tokens.add(leader.num_prompt)
 
     def abort(
@@ -267,6 +271,7 @@ class Scheduler:
         for row in rows[at == c.num_prompt[rows]]:
             request = self._at(row)
             request.first_token_time = now
+            self.progress.remove(request)
             self.metrics.time_to_first_token.observe(now - request.new.arrival_time)
         stops = (c.stop_ids[rows] == tokens[:, None]).any(axis=1) & (at + 1 >= c.min_total[rows])
         ends = stops | (at + 1 >= c.max_total[rows])
@@ -344,6 +349,7 @@ class Scheduler:
     ) -> FinishedSequence:
         """Record the terminal output of a sequence (or of a beam group, through its leader)."""
         request.status, request.finish_reason = Status.FINISHED, reason
+        self.progress.remove(request)
         siblings = self.requests[request.request_id]
         siblings.remove(request)
         if not siblings:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from quire.engine.core import EngineCore
-from quire.protocol.output import FinishedSequence
+from quire.protocol.output import FinishedSequence, RequestProgress
 from quire.protocol.plan import StepPlan
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams
@@ -52,13 +52,16 @@ class Engine:
         self.core.add(self.requests[key])
         return key
 
-    def step(self, count: int = 1) -> None:
+    def step(self, count: int = 1) -> list[RequestProgress]:
+        """Returns the progress reports of the last step."""
         for _ in range(count):
-            for sequence in self.core.step().finished:
+            output = self.core.step()
+            for sequence in output.finished:
                 assert sequence.key not in self.ended
                 self.ended[sequence.key] = sequence
                 self.order.append(sequence.key)
             self.core.scheduler.check_books()
+        return output.progress
 
     def finish(self) -> None:
         """Run to the end and compare all outputs with what each request would get alone."""
