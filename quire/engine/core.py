@@ -9,12 +9,14 @@ from collections.abc import Callable
 
 from quire.engine.executors.base import Executor, PendingResult
 from quire.engine.memory_pressure import MemoryPressure
+from quire.engine.snapshot import set_gauges, take_snapshot
 from quire.metrics.engine import EngineMetrics, EngineStatistics
 from quire.metrics.instruments import Metric
 from quire.protocol.errors import EngineDeadError, StepMemoryError
 from quire.protocol.output import StepOutput
 from quire.protocol.plan import StepPlan, StepResult
 from quire.protocol.request import NewRequest
+from quire.protocol.snapshot import EngineSnapshot
 from quire.scheduler.failure import fail_all, recover
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
@@ -167,11 +169,12 @@ class EngineCore:
 
     def read_metrics(self) -> list[Metric]:
         self._keep_host_time()
-        scheduler, metrics = self.scheduler, self.metrics
-        metrics.running.set(scheduler.num_running)
-        metrics.waiting.set(len(scheduler.waiting))
-        metrics.cache_usage.set(scheduler.kv.pool.num_used / scheduler.limits.num_blocks)
-        return metrics.read()
+        set_gauges(self)
+        return self.metrics.read()
+
+    def snapshot(self, max_waiting: int = 256) -> EngineSnapshot:
+        """The engine at this moment; of the waiting requests no more than `max_waiting`."""
+        return take_snapshot(self, max_waiting)
 
     def statistics(self) -> EngineStatistics:
         limits = self.scheduler.limits

@@ -74,6 +74,7 @@ class Columns:
         self.streams = flags()
         self.tenant = ints()
         self.keys: Int64Array = np.zeros(max_rows, np.int64)
+        self.last_token_time = np.zeros(max_rows, np.float64)
         self.rank: Int64Array = np.zeros((2, max_rows), np.int64)
         self.stop_ids: Int32Array = np.full((max_rows, 4), -1, np.int32)
 
@@ -102,6 +103,7 @@ class Columns:
         self.streams[row] = request.new.streams and not by_host
         self.keys[row] = request.key
         self.tenant[row] = tenant
+        self.last_token_time[row] = request.last_token_time
         self.rank[:, row] = request.rank
         self._set_stop_ids(row, request.stop_ids)
         return num_tokens
@@ -149,6 +151,8 @@ class Request:
     group: BeamGroup | None = None
     first_scheduled_time: float = 0.0
     first_token_time: float = 0.0
+    last_token_time: float = 0.0
+    """While it has no row."""
 
     @property
     def request_id(self) -> str:
@@ -231,6 +235,7 @@ class Request:
     def hold(self) -> None:
         """Keep the tokens outside the row, which is about to be given up."""
         self.held_token_ids = self.token_ids.copy()
+        self.last_token_time = float(self.columns.last_token_time[self.row])
         self.row = -1
 
 

@@ -267,8 +267,10 @@ class Scheduler:
         at = c.num_known[rows]
         c.token_ids[rows, at] = tokens
         c.num_known[rows] = at + 1
-        self.metrics.generation_tokens.add(len(rows))
-        for row in rows[at == c.num_prompt[rows]]:
+        is_first = at == c.num_prompt[rows]
+        self.metrics.generated(len(rows), now - c.last_token_time[rows[~is_first]], now)
+        c.last_token_time[rows] = now
+        for row in rows[is_first]:
             request = self._at(row)
             request.first_token_time = now
             self.progress.remove(request)
@@ -352,13 +354,14 @@ class Scheduler:
         self.progress.remove(request)
         siblings = self.requests[request.request_id]
         siblings.remove(request)
-        if not siblings:
+        is_last = not siblings
+        if is_last:
             del self.requests[request.request_id]
             self.tenants.leave(request.new.tenant)
             self.deadlines.remove(request.request_id)
         ended = request.finished(tokens, reason, now, error)
         self.ended.append(ended)
-        self.metrics.finished(ended)
+        self.metrics.finished(ended, request.new, is_last)
         return ended
 
     # --- maintenance ----------------------------------------------------------------------------
