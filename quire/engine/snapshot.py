@@ -17,6 +17,7 @@ from quire.protocol.snapshot import (
     SequenceSnapshot,
 )
 from quire.scheduler.block_pool import BlockPool
+from quire.scheduler.pause import Pause
 from quire.scheduler.request import Request, Status
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def take_snapshot(core: EngineCore, max_waiting: int) -> EngineSnapshot:
         prompt_tokens_per_s=core.metrics.recent_prompt_tokens.per_second(now),
         generation_tokens_per_s=core.metrics.recent_generation_tokens.per_second(now),
         memory=split_memory(_device_memory(core), blocks),
+        paused=scheduler.pause is not Pause.NONE,
+        advice=[a.message for a in core.advisor.current] if core.advisor is not None else [],
     )
 
 

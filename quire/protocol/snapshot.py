@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
@@ -83,3 +83,5 @@ class EngineSnapshot:
     generation_tokens_per_s: float
     memory: MemorySplit
     paused: bool = False
+    advice: list[str] = field(default_factory=list)
+    """What is amiss with the settings for the load of late, with remedies."""

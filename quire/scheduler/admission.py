@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quire.scheduler.draft import PlanDraft
+from quire.scheduler.pause import Pause
 from quire.scheduler.prefix_cache import PrefixMatch
 from quire.scheduler.request import Request, Status
 
@@ -19,7 +20,9 @@ def admit_waiting(scheduler: Scheduler, draft: PlanDraft, now: float) -> None:
         return
     limits, promised = scheduler.limits, kv.num_promised(scheduler.ranked_rows())
     while draft.budget > 0 and free_rows and waiting:
-        request = waiting.first()
+        request = waiting.first_begun() if scheduler.pause is Pause.DRAIN else waiting.first()
+        if request is None:
+            return
         num_known = len(request.held_token_ids)
         match, fork_of = kv.match(request, draft.step)
         if not kv.room_for(match, num_known, promised):

@@ -71,6 +71,13 @@ class WaitingQueue:
                 continue
             return lane.requests.first()[1]
 
+    def first_begun(self) -> Request | None:
+        """Who is next among those that have begun."""
+        lanes = [lane for lane in self._lanes.values() if lane.slot == RETURNING]
+        if not lanes:
+            return None
+        return min(lanes, key=lambda lane: lane.priority).requests.first()[1]
+
     def remove(self, request: Request) -> None:
         """Forget a request, if it is here."""
         lane = self._lane_of.pop(request, None)

@@ -25,6 +25,7 @@ from quire.scheduler.kv_blocks import KVBlocks
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.overload import check_room_in_queue
 from quire.scheduler.pace import Pace
+from quire.scheduler.pause import Pause
 from quire.scheduler.policy import rank_function
 from quire.scheduler.prefix_cache import chain_root
 from quire.scheduler.prefix_groups import PrefixGroups
@@ -49,6 +50,7 @@ class Scheduler:
         self.pace = Pace()
         self.deadlines = Deadlines()
         self.progress = ProgressReports()
+        self.pause = Pause.NONE
         self.tenants = Tenants()
         self.waiting = WaitingQueue(self.tenants)
         self.requests: dict[str, list[Request]] = {}
@@ -65,11 +67,26 @@ class Scheduler:
         self._appends: list[tuple[int, int]] = []
         self._next_step = 0
         self._num_arrivals = 0
-        self._num_admissions = 0
+        self.num_admissions = 0
 
     @property
     def has_unfinished(self) -> bool:
         return bool(self.requests)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is anything to compute, now or after results have come."""
+        if self.pause is Pause.NONE:
+            return bool(self.requests)
+        if self.pause is Pause.HOLD:
+            return False
+        return self.num_running > 0 or self.waiting.first_begun() is not None
+
+    @property
+    def next_event(self) -> float | None:
+        """When something is due that waits for no step: a deadline or a progress report."""
+        times = [t for t in (self.deadlines.next, self.progress.next_time) if t is not None]
+        return min(times, default=None)
 
     @property
     def num_running(self) -> int:
@@ -137,6 +154,8 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step, or return None if nothing can be computed before an `apply`."""
         self.deadlines.expire(self, now)
+        if not self.has_work:
+            return None
         draft = PlanDraft(self._next_step, self.max_step_tokens)
         while True:
             self._continue_running(draft)
@@ -197,8 +216,8 @@ class Scheduler:
         self._ranked = None
 
     def count_admission(self) -> int:
-        self._num_admissions += 1
-        return self._num_admissions
+        self.num_admissions += 1
+        return self.num_admissions
 
     def _compute(self, draft: PlanDraft, rows: Int32Array, counts: Int32Array) -> None:
         """Book `counts` tokens for `rows`; rows that reach their last token sample the next."""
