@@ -61,18 +61,14 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything. Where it would not, a loop may sleep for `wait_s`."""
-        return self.scheduler.has_work or bool(self._in_flight) or self._is_event_due
+        return self.scheduler.has_work or bool(self._in_flight) or self.wait_s == 0.0
 
     @property
     def wait_s(self) -> float | None:
         """How long a loop without work may sleep; None: until somebody calls."""
-        event = self.scheduler.next_event
-        return None if event is None else max(event - self.clock(), 0.0)
-
-    @property
-    def _is_event_due(self) -> bool:
-        event = self.scheduler.next_event
-        return event is not None and event <= self.clock()
+        events = (self.scheduler.deadlines.next, self.scheduler.progress.next_time)
+        times = [event for event in events if event is not None]
+        return max(min(times) - self.clock(), 0.0) if times else None
 
     @property
     def can_start_ahead(self) -> bool:

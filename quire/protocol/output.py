@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.protocol.plan import Int32Array, Int64Array, LogprobArrays
+from quire.protocol.plan import Float32Array, Int32Array, Int64Array, LogprobArrays
 
 
 @dataclass(slots=True)
@@ -23,6 +23,8 @@ class FinishedSequence:
     error: str | None = None
     beams: list[Beam] | None = None
     """For beam search, the best hypotheses, best first."""
+    embedding: Float32Array | None = None
+    """For pooling requests, the pooled hidden states, not normalised."""
     arrival_time: float = 0.0
     first_scheduled_time: float = 0.0
     first_token_time: float = 0.0

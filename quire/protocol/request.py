@@ -33,6 +33,8 @@ class NewRequest:
     """Whether the client reads tokens as they come; otherwise they arrive with the end."""
     wants_progress: bool = False
     """Whether the client hears how its prompt gets on until the first token."""
+    pooling: str | None = None
+    """"last" or "mean": the request wants the pooled hidden states of its prompt and no text."""
     beam_width: int = 0
     """Above 0: beam search, driven by `params.max_tokens` and `length_penalty`."""
     length_penalty: float = 1.0

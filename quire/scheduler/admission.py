@@ -51,7 +51,8 @@ def _begin(scheduler: Scheduler, request: Request, num_cached: int, now: float) 
     if request.parent is None:
         # From now on it ranks by admission: those of a tenant that came late but went ahead of
         # others' queues must not be the first to be preempted for ever.
-        request.rank = (request.rank[0], scheduler.count_admission())
+        scheduler.num_admissions += 1
+        request.rank = (request.rank[0], scheduler.num_admissions)
         for follower in request.followers:
             follower.rank = request.rank
         scheduler.pace.admitted(request.num_prompt)

@@ -206,6 +206,7 @@ class Request:
             num_forked_tokens=num_forked,
             num_logprobs=self.group.num_candidates if self.group else num_logprobs,
             num_prompt_logprobs=self._num_prompt_logprobs,
+            pooling=self.new.pooling,
             appends_sampled=self.group is None,
         )
 

@@ -13,7 +13,7 @@ import numpy as np
 from quire.metrics.engine import EngineMetrics
 from quire.protocol.errors import RequestError
 from quire.protocol.output import FinishedSequence, StepOutput
-from quire.protocol.plan import Int32Array, StepPlan, StepResult
+from quire.protocol.plan import Float32Array, Int32Array, StepPlan, StepResult
 from quire.protocol.request import NewRequest
 from quire.protocol.seeds import random_seed
 from quire.scheduler.admission import admit_waiting
@@ -64,6 +64,7 @@ class Scheduler:
         self.ended: list[FinishedSequence] = []
         # Changes since the last plan that the next one will carry:
         self._freed_rows: list[int] = []
+        self._pooled: dict[int, Float32Array] = {}
         self._appends: list[tuple[int, int]] = []
         self._next_step = 0
         self._num_arrivals = 0
@@ -81,12 +82,6 @@ class Scheduler:
         if self.pause is Pause.HOLD:
             return False
         return self.num_running > 0 or self.waiting.first_begun() is not None
-
-    @property
-    def next_event(self) -> float | None:
-        """When something is due that waits for no step: a deadline or a progress report."""
-        times = [t for t in (self.deadlines.next, self.progress.next_time) if t is not None]
-        return min(times, default=None)
 
     @property
     def num_running(self) -> int:
@@ -215,10 +210,6 @@ class Scheduler:
         """Somebody has joined or left."""
         self._ranked = None
 
-    def count_admission(self) -> int:
-        self.num_admissions += 1
-        return self.num_admissions
-
     def _compute(self, draft: PlanDraft, rows: Int32Array, counts: Int32Array) -> None:
         """Book `counts` tokens for `rows`; rows that reach their last token sample the next."""
         c = self.columns
@@ -269,12 +260,17 @@ class Scheduler:
             members = [self._at(row) for row in rows[~by_sampler]]
             for group in report_candidates(members, samples[~by_sampler], result.logprobs):
                 group.advance(self)
+        if result.pooled is not None:  # rows that changed hands meanwhile come to nobody's end
+            self._pooled = dict(
+                zip(result.pooled.rows.tolist(), result.pooled.vectors, strict=True)
+            )
         self._append(rows[by_sampler], result.tokens[samples[by_sampler]], now)
         for request in [r for r in self._draining if c.in_flight[r.row] == 0]:
             if request.finish_reason is not None:
                 self.end(request, request.finish_reason, now)
             else:
                 self.requeue(request)
+        self._pooled.clear()
         if not self.requests:
             self.pace.rested()
         output.finished = self.take_ended()
@@ -354,10 +350,17 @@ class Scheduler:
         if request.group is not None:
             request.group.end(self, reason, error)
             return
-        if request.row >= 0:
+        row = request.row
+        if row >= 0:
             self._release_row(request)
         tokens = request.held_token_ids[request.num_prompt :]
-        self.finish(request, tokens, reason, now=now, error=error)
+        if request.new.pooling is None:
+            self.finish(request, tokens, reason, now=now, error=error)
+            return
+        # The token that was sampled after the prompt only says that the prompt is complete.
+        reason = "stop" if reason == "length" else reason
+        ended = self.finish(request, tokens[:0], reason, now=now, error=error)
+        ended.embedding = self._pooled.pop(row, None)
 
     def finish(
         self,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from quire.engine.core import EngineCore
-from quire.protocol.output import FinishedSequence, RequestProgress
+from quire.protocol.output import FinishedSequence, RequestProgress, StepOutput
 from quire.protocol.plan import StepPlan
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams
@@ -54,6 +54,7 @@ class Engine:
 
     def step(self, count: int = 1) -> list[RequestProgress]:
         """Returns the progress reports of the last step."""
+        output = StepOutput()
         for _ in range(count):
             output = self.core.step()
             for sequence in output.finished:
