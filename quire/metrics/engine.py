@@ -113,25 +113,30 @@ class EngineMetrics:
         )
         self.requests = RequestHistograms()
         self.recent_prompt_tokens = RecentRate()
+        self._num_queries_seen = 0
         self.recent_generation_tokens = RecentRate()
 
     def planned(
-        self, plan: StepPlan, num_used: int, num_blocks: Int32Array, num_computed: Int32Array
+        self,
+        plan: StepPlan,
+        num_used: int,
+        num_blocks: Int32Array,
+        num_computed: Int32Array,
+        now: float,
     ) -> None:
         """A step is planned; `num_used` blocks are in use, the arrays are per row."""
         self.steps.add(1)
+        if plan.added_rows:
+            self.recent_prompt_tokens.add(now, self.queries.value - self._num_queries_seen)
+            self._num_queries_seen = self.queries.value
         self.peak_blocks.set(max(self.peak_blocks.value, num_used))
         self.step_tokens.observe(plan.num_tokens)
         self.held_blocks.add(int(num_blocks.sum()))
         self.held_tokens.add(int(num_computed.sum()))
 
-    def admitted(self, num_prompt: int, num_cached: int, now: float) -> None:
-        self.recent_prompt_tokens.add(now, num_prompt)
+    def admitted(self, num_prompt: int, num_cached: int) -> None:
         self.queries.add(num_prompt)
         self.hits.add(num_cached)
-        self.prompt_tokens_cached.add(num_cached)
-        self.by_source["local_compute"].add(num_prompt - num_cached)
-        self.by_source["local_cache_hit"].add(num_cached)
 
     def generated(self, num_tokens: int, gaps: NDArray[np.float64], now: float) -> None:
         """A step's tokens; `gaps` are the times since their sequences' tokens before them."""
@@ -161,6 +166,9 @@ class EngineMetrics:
 
     def read(self) -> list[Metric]:
         self.requests.flush()
+        hits = self.prompt_tokens_cached.value = self.hits.value
+        self.by_source["local_cache_hit"].value = hits
+        self.by_source["local_compute"].value = self.queries.value - hits
         found: list[Metric] = []
         for value in (*vars(self).values(), *vars(self.requests).values()):
             several = value.values() if isinstance(value, dict) else (value,)

@@ -13,7 +13,7 @@ SECONDS = (
     *(7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0),
 )
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
-MOST_PENDING = 512
+MOST_PENDING = 512 * 7
 
 
 class RequestHistograms:
@@ -44,34 +44,31 @@ class RequestHistograms:
             "quire:request_params_n", "Sequences asked for.", (1, 2, 5, 10, 20)
         )
         self.params_max_tokens = tokens("request_params_max_tokens", "max_tokens asked for.")
-        self._sequences: list[tuple[float, ...]] = []
-        self._requests: list[tuple[float, ...]] = []
+        self._sequences: list[float] = []
+        """Seven numbers for each, and three for each request; a time of 0 was not."""
+        self._requests: list[float] = []
         self._longest: dict[str, int] = {}
         """Of requests that have sequences left."""
 
     def ended(self, sequence: FinishedSequence, new: NewRequest, is_last: bool) -> None:
         """A sequence has ended, and with it its request if it `is_last`."""
-        num_out, num_prompt = len(sequence.token_ids), len(new.prompt_token_ids)
-        self._sequences.append(
-            (
-                sequence.arrival_time,
-                sequence.first_scheduled_time or np.nan,
-                sequence.first_token_time or np.nan,
-                sequence.finished_time or np.nan,
-                num_prompt,
-                num_out,
-                num_prompt - sequence.num_cached_tokens,
-            )
+        params = new.params
+        longest = num_out = len(sequence.token_ids)
+        self._sequences += (
+            sequence.arrival_time,
+            sequence.first_scheduled_time,
+            sequence.first_token_time,
+            sequence.finished_time,
+            len(new.prompt_token_ids),
+            num_out,
+            sequence.num_cached_tokens,
         )
-        longest = num_out
-        if new.params.n > 1:
+        if params.n > 1:
             longest = max(num_out, self._longest.pop(new.request_id, 0))
             if not is_last:
                 self._longest[new.request_id] = longest
         if is_last:
-            max_tokens = new.params.max_tokens
-            asked = np.nan if max_tokens is None else max_tokens
-            self._requests.append((longest, new.params.n, asked))
+            self._requests += (longest, params.n, params.max_tokens or 0)
         if len(self._sequences) >= MOST_PENDING:
             self.flush()
 
@@ -80,15 +77,17 @@ class RequestHistograms:
         if self._sequences:
             self._sort_sequences()
         if self._requests:
-            longest, n, max_tokens = np.array(self._requests, np.float64).T
+            longest, n, max_tokens = np.array(self._requests, np.float64).reshape(-1, 3).T
             self.longest.observe_many(longest)
             self.params_n.observe_many(n)
-            self.params_max_tokens.observe_many(max_tokens[~np.isnan(max_tokens)])
+            self.params_max_tokens.observe_many(max_tokens[max_tokens > 0])
         self._sequences, self._requests = [], []
 
     def _sort_sequences(self) -> None:
-        columns = np.array(self._sequences, np.float64).T
-        arrival, scheduled, first, end, num_prompt, num_out, num_computed = columns
+        columns = np.array(self._sequences, np.float64).reshape(-1, 7).T
+        arrival, scheduled, first, end, num_prompt, num_out, num_cached = columns
+        for times in (scheduled, first, end):
+            times[times == 0] = np.nan
         for histogram, values in (
             (self.latency, end - arrival),
             (self.queue, scheduled - arrival),
@@ -98,7 +97,7 @@ class RequestHistograms:
             (self.per_token, (end - first) / np.where(num_out > 1, num_out - 1, np.nan)),
             (self.prompt_tokens, num_prompt),
             (self.generation_tokens, num_out),
-            (self.prefill_tokens, np.where(np.isnan(scheduled), np.nan, num_computed)),
+            (self.prefill_tokens, np.where(np.isnan(scheduled), np.nan, num_prompt - num_cached)),
         ):
             # Whoever never ran, or had no token, has no such time.
             histogram.observe_many(values[~np.isnan(values)])

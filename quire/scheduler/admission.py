@@ -59,7 +59,7 @@ def _begin(scheduler: Scheduler, request: Request, num_cached: int, now: float) 
         scheduler.progress.begin(request)
     request.num_cached = min(num_cached, request.num_prompt)
     request.first_scheduled_time = now
-    scheduler.metrics.admitted(request.num_prompt, request.num_cached, now)
+    scheduler.metrics.admitted(request.num_prompt, request.num_cached)
 
 
 def _admit(

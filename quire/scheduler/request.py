@@ -103,7 +103,8 @@ class Columns:
         self.streams[row] = request.new.streams and not by_host
         self.keys[row] = request.key
         self.tenant[row] = tenant
-        self.last_token_time[row] = request.last_token_time
+        if request.last_token_time:
+            self.last_token_time[row] = request.last_token_time
         self.rank[:, row] = request.rank
         self._set_stop_ids(row, request.stop_ids)
         return num_tokens
@@ -177,6 +178,10 @@ class Request:
     @property
     def num_known(self) -> int:
         return int(self.columns.num_known[self.row]) if self.row >= 0 else len(self.held_token_ids)
+
+    @property
+    def has_tokens_in_flight(self) -> bool:
+        return self.row >= 0 and bool(self.columns.in_flight[self.row])
 
     @property
     def num_generated(self) -> int:

@@ -77,11 +77,9 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether there is anything to compute, now or after results have come."""
-        if self.pause is Pause.NONE:
-            return bool(self.requests)
-        if self.pause is Pause.HOLD:
-            return False
-        return self.num_running > 0 or self.waiting.first_begun() is not None
+        if self.pause is Pause.DRAIN:
+            return self.num_running > 0 or self.waiting.first_begun() is not None
+        return bool(self.requests) and self.pause is Pause.NONE
 
     @property
     def num_running(self) -> int:
@@ -129,15 +127,12 @@ class Scheduler:
                 continue
             self.waiting.remove(request)
             draining = request.status is Status.DRAINING
-            if request.group is None and (draining or self._has_tokens_in_flight(request)):
+            if request.group is None and (draining or request.has_tokens_in_flight):
                 request.finish_reason = reason
                 if not draining:
                     self._drain(request)
             else:
                 self.end(request, reason, now)
-
-    def _has_tokens_in_flight(self, request: Request) -> bool:
-        return request.row >= 0 and bool(self.columns.in_flight[request.row])
 
     def take_ended(self) -> list[FinishedSequence]:
         """Terminal outputs that no `apply` has reported yet (aborts, failures)."""
@@ -172,9 +167,8 @@ class Scheduler:
         self._next_step += 1
         self.num_steps_in_flight += 1
         self.pace.planned(now, self.max_step_tokens - draft.budget)
-        self.metrics.planned(
-            plan, self.kv.pool.num_used, self.columns.num_blocks, self.columns.num_computed
-        )
+        c = self.columns
+        self.metrics.planned(plan, self.kv.pool.num_used, c.num_blocks, c.num_computed, now)
         return plan
 
     def _continue_running(self, draft: PlanDraft) -> None:
@@ -218,7 +212,8 @@ class Scheduler:
         samples = c.num_computed[rows] == c.num_tokens[rows]
         c.num_tokens[rows[samples & ~c.host_chooses[rows]]] += 1
         c.in_flight[rows] += 1
-        self.tenants.charge(c.tenant[rows], counts)
+        if len(self.tenants) > 1:
+            self.tenants.charge(c.tenant[rows], counts)
         c.last_step[rows] = draft.step
         self.kv.publish_prompts(rows, self.by_row)
         draft.compute(rows, counts, samples)
@@ -288,7 +283,8 @@ class Scheduler:
         for row in rows[is_first]:
             request = self._at(row)
             request.first_token_time = now
-            self.progress.remove(request)
+            if request.new.wants_progress:
+                self.progress.remove(request)
             self.metrics.time_to_first_token.observe(now - request.new.arrival_time)
         stops = (c.stop_ids[rows] == tokens[:, None]).any(axis=1) & (at + 1 >= c.min_total[rows])
         ends = stops | (at + 1 >= c.max_total[rows])
@@ -373,17 +369,20 @@ class Scheduler:
     ) -> FinishedSequence:
         """Record the terminal output of a sequence (or of a beam group, through its leader)."""
         request.status, request.finish_reason = Status.FINISHED, reason
-        self.progress.remove(request)
-        siblings = self.requests[request.request_id]
+        new = request.new
+        siblings = self.requests[new.request_id]
         siblings.remove(request)
         is_last = not siblings
+        if new.wants_progress:
+            self.progress.remove(request)
         if is_last:
-            del self.requests[request.request_id]
-            self.tenants.leave(request.new.tenant)
-            self.deadlines.remove(request.request_id)
+            del self.requests[new.request_id]
+            self.tenants.leave(new.tenant)
+            if new.deadline is not None:
+                self.deadlines.remove(new.request_id)
         ended = request.finished(tokens, reason, now, error)
         self.ended.append(ended)
-        self.metrics.finished(ended, request.new, is_last)
+        self.metrics.finished(ended, new, is_last)
         return ended
 
     # --- maintenance ----------------------------------------------------------------------------

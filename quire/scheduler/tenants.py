@@ -68,12 +68,12 @@ class Tenants:
         """A request of the tenant got a row and computes its first tokens."""
         self._num_turns += 1
         self._turns[slot] = self._num_turns
-        self._service[slot] += num_tokens
+        if len(self._slots) > 1:  # who is alone is compared with nobody
+            self._service[slot] += num_tokens
 
     def charge(self, slots: Int32Array, num_tokens: Int32Array) -> None:
         """Rows of these tenants compute tokens."""
-        if len(self._slots) > 1:
-            np.add.at(self._service, slots, num_tokens)
+        np.add.at(self._service, slots, num_tokens)
 
     def _least_service(self) -> int:
         active = list(self._slots.values())
