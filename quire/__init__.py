@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quire.config.options import EngineOptions
     from quire.frontend.async_llm import AsyncLLM
+    from quire.frontend.embedding import PoolingParams
     from quire.frontend.llm import LLM
-    from quire.frontend.outputs import CompletionOutput, Logprob, RequestOutput
+    from quire.frontend.outputs import (
+        CompletionOutput,
+        EmbeddingRequestOutput,
+        Logprob,
+        RequestOutput,
+    )
     from quire.protocol.errors import (
         EngineDeadError,
         ModelError,
@@ -32,12 +38,14 @@ __all__ = [
     "AsyncLLM",
     "BeamSearchParams",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "EngineDeadError",
     "EngineOptions",
     "Logprob",
     "ModelError",
     "OptionError",
     "OverloadedError",
+    "PoolingParams",
     "QuireError",
     "RepetitionDetectionParams",
     "RequestError",
@@ -52,12 +60,14 @@ _HOMES = {
     "AsyncLLM": "quire.frontend.async_llm",
     "BeamSearchParams": "quire.protocol.sampling",
     "CompletionOutput": "quire.frontend.outputs",
+    "EmbeddingRequestOutput": "quire.frontend.outputs",
     "EngineDeadError": "quire.protocol.errors",
     "EngineOptions": "quire.config.options",
     "Logprob": "quire.frontend.outputs",
     "ModelError": "quire.protocol.errors",
     "OptionError": "quire.protocol.errors",
     "OverloadedError": "quire.protocol.errors",
+    "PoolingParams": "quire.frontend.embedding",
     "QuireError": "quire.protocol.errors",
     "RepetitionDetectionParams": "quire.protocol.sampling",
     "RequestError": "quire.protocol.errors",

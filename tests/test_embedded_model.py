@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import gguf
@@ -16,7 +17,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quire import LLM, SamplingParams
+from quire import LLM, PoolingParams, SamplingParams
 from quire.config.embedded import embedded_model_path
 
 SYSTEM = "You are a helpful assistant. Always be concise."
@@ -81,6 +82,7 @@ def test_the_system_prompt_is_computed_once(llm: LLM) -> None:
     assert all(count is not None and count >= shared - 1 for count in cached[1:])
 
 
+@cache
 def read_with_gguf() -> LlamaForCausalLM:
     """transformers' model with the file's weights, dequantised by the gguf package."""
     config = LlamaConfig(
@@ -166,3 +168,25 @@ def test_greedy_tokens_are_those_of_transformers() -> None:
             assert entry[token].logprob == pytest.approx(float(line[token]), abs=1e-3)
             assert float(line.max() - line[token]) <= 1e-3
     assert num_equal >= 18, "ties are rare"
+
+
+@pytest.mark.slow
+def test_embeddings_are_those_of_transformers() -> None:
+    """20 prompts in one batch, some of them in chunks, by the last token and by the mean."""
+    model = read_with_gguf()
+    with LLM(
+        max_model_len=1024,
+        kv_cache_memory_bytes="256MiB",
+        dtype="float32",
+        max_num_batched_tokens=64,
+    ) as llm:
+        last, mean = (
+            llm.embed(PROMPTS, pooling_params=PoolingParams(pooling), use_tqdm=False)
+            for pooling in ("last", "mean")
+        )
+    for by_last, by_mean in zip(last, mean, strict=True):
+        with torch.no_grad():
+            states = model.model(torch.tensor([by_last.prompt_token_ids])).last_hidden_state[0]
+        for output, vector in ((by_last, states[-1]), (by_mean, states.mean(0))):
+            expected = torch.nn.functional.normalize(vector, dim=0).numpy()
+            np.testing.assert_allclose(output.outputs.embedding, expected, atol=1e-4)

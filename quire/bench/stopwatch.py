@@ -13,6 +13,7 @@ from quire.bench.runs import inputs
 from quire.bench.workload import BenchRequest
 from quire.protocol.output import StepOutput
 from quire.protocol.plan import StepPlan, StepResult
+from quire.protocol.snapshot import DeviceMemory
 
 if TYPE_CHECKING:
     from quire import LLM
@@ -68,6 +69,10 @@ class InstantExecutor:
 
     def sample(self, step: int, masks: Any = None) -> Ready:
         return Ready(StepResult(step, self._tokens[: self._num_samples]))
+
+    def memory(self) -> DeviceMemory:
+        memory: DeviceMemory = self._local.memory()
+        return memory
 
     def shutdown(self) -> None:
         self._local.shutdown()

@@ -210,7 +210,6 @@ REFUSED: dict[str, Refusal] = _refused(
             "enable_trace_replay": (False,),
         },
         "use skip_tokenizer_init instead": {"tokens_only": (False,)},
-        "the queue has no limit": {"max_num_queued_reqs": (), "max_num_queued_tokens": ()},
     }
 )
 

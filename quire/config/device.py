@@ -52,6 +52,14 @@ def cpu_memory(root: Path = ROOT) -> tuple[int, int]:
     return total, min(available, total)
 
 
+def resident_bytes(root: Path = ROOT) -> int:
+    """Memory that this process occupies now; 0 where the system does not tell."""
+    try:
+        return int((root / "proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
 def cpu_threads(root: Path = ROOT) -> int:
     """Threads to run: cores of the affinity mask, within the CPU quota and OMP_NUM_THREADS."""
     try:

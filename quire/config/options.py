@@ -12,6 +12,7 @@ from quire.config.arguments import accepted_arguments
 from quire.config.fields import check, option
 
 AUTO_LENGTH = -1
+SERVED_MAX_QUEUED_REQS = 2048
 BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
@@ -203,6 +204,18 @@ class SchedulerOptions(_Checked):
     long_prefill_token_threshold: int = option(
         0, "Most prompt tokens that one request may compute in a step; 0: no limit.", minimum=0
     )
+    max_num_queued_reqs: int | None = option(
+        None,
+        "Most requests that may wait; more are refused with an OverloadedError. 0: no limit.",
+        default_text=f"{SERVED_MAX_QUEUED_REQS} for a server, else no limit",
+        minimum=0,
+    )
+    max_num_queued_tokens: int | None = option(
+        None,
+        "Most prompt tokens that may wait; more are refused with an OverloadedError. 0: no limit.",
+        default_text="no limit",
+        minimum=0,
+    )
     reservation: str = option(
         "paged",
         "paged takes blocks as they are needed. max_length reserves each request's longest "
@@ -268,6 +281,12 @@ class EngineOptions:
         # Warnings point at the line that calls LLM or AsyncLLM.
         accepted = accepted_arguments(arguments, option_groups(), stacklevel=5)
         return cls().replace(**{k: v for k, v in accepted.items() if v is not None})
+
+    def for_server(self) -> EngineOptions:
+        """With a server's defaults: its clients can come back later, a program's prompts cannot."""
+        if self.scheduler.max_num_queued_reqs is not None:
+            return self
+        return self.replace(max_num_queued_reqs=SERVED_MAX_QUEUED_REQS)
 
     def replace(self, **values: Any) -> EngineOptions:
         """A copy with some options changed, given by their flat names."""

@@ -8,16 +8,20 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from quire.engine.advice import Advisor
 from quire.engine.executors.base import Executor, PendingResult
 from quire.engine.memory_pressure import MemoryPressure
+from quire.engine.snapshot import set_gauges, take_snapshot
 from quire.metrics.engine import EngineMetrics, EngineStatistics
 from quire.metrics.instruments import Metric
-from quire.protocol.errors import EngineDeadError, StepMemoryError
+from quire.protocol.errors import EngineDeadError, OverloadedError, StepMemoryError
 from quire.protocol.output import StepOutput
 from quire.protocol.plan import StepPlan, StepResult
 from quire.protocol.request import NewRequest
+from quire.protocol.snapshot import EngineSnapshot
 from quire.scheduler.failure import fail_all, recover
 from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.pause import Pause
 from quire.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -26,6 +30,7 @@ MAX_CONSECUTIVE_FAILURES = 3
 BOOKS_INTERVAL_S = 10.0
 """An idle engine checks its books, but not so often that single requests wait for it: looking at
 all blocks takes milliseconds."""
+DRAIN_RETRY_S = 30.0
 
 
 class EngineCore:
@@ -48,6 +53,10 @@ class EngineCore:
         """Why the engine stopped, once it has."""
         self.on_plan: Callable[[StepPlan], None] | None = None
         """Called with each plan before it runs: the moment to look at who holds which blocks."""
+        self.draining = False
+        """Whether no further request is taken, for the engine is to stop."""
+        self.advisor: Advisor | None = None
+        """Warns of settings that do not suit the load, if there is one."""
         self._in_flight: deque[tuple[StepPlan, PendingResult]] = deque()
         self._num_failures = 0
         self._books_due = -math.inf
@@ -56,7 +65,15 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_unfinished or bool(self._in_flight)
+        """Whether `step` would do anything. Where it would not, a loop may sleep for `wait_s`."""
+        return self.scheduler.has_work or bool(self._in_flight) or self.wait_s == 0.0
+
+    @property
+    def wait_s(self) -> float | None:
+        """How long a loop without work may sleep; None: until somebody calls."""
+        events = (self.scheduler.deadlines.next, self.scheduler.progress.next_time)
+        times = [event for event in events if event is not None]
+        return max(min(times) - self.clock(), 0.0) if times else None
 
     @property
     def can_start_ahead(self) -> bool:
@@ -64,18 +81,62 @@ class EngineCore:
         return self.max_steps_in_flight > 1 and not self._in_flight and self.death is None
 
     def check(self, request: NewRequest) -> None:
-        """Raise if the request would be refused; `add` then takes it for certain."""
+        """Raise if the request would be refused; `add` takes it if nothing comes between."""
         if self.death is not None:
             raise EngineDeadError(f"the engine has stopped: {self.death}")
+        if self.draining:
+            raise OverloadedError(
+                "the engine takes no more requests: it finishes those it has and then stops. "
+                "Try again once it has been restarted.",
+                retry_after_s=DRAIN_RETRY_S,
+            )
         self.scheduler.check(request)
 
     def add(self, request: NewRequest) -> None:
         self.check(request)
         self.scheduler.add(request)
+        if self.advisor is not None:
+            self.advisor.arrived(request)
 
     def abort(self, request_id: str, reason: str = "abort", key: int | None = None) -> None:
         """End a request, or one sequence of it. Unknown ones are ignored: ends and aborts cross."""
         self.scheduler.abort(request_id, reason, key, now=self.clock())
+
+    def abort_all(self, tenant: str | None = None) -> int:
+        """End all requests, or those of a tenant; returns how many."""
+        found = [
+            request_id
+            for request_id, (first, *_) in self.scheduler.requests.items()
+            if tenant is None or first.new.tenant == tenant
+        ]
+        for request_id in found:
+            self.abort(request_id)
+        return len(found)
+
+    # --- operating --------------------------------------------------------------------------------
+
+    def pause(self, pause: Pause = Pause.DRAIN) -> None:
+        """Begin no further request; `Pause.HOLD` stops the running ones too, where they are.
+
+        Requests are still taken in, and wait. Deadlines and aborts count as ever.
+        """
+        self.scheduler.pause = pause
+        self.scheduler.pace.rested()
+
+    def resume(self) -> None:
+        """Undo `pause` and `drain`."""
+        self.scheduler.pause, self.draining = Pause.NONE, False
+
+    def drain(self) -> None:
+        """Take no further request; the queued and running ones go on to their end, also where
+        they were paused."""
+        self.scheduler.pause, self.draining = Pause.NONE, True
+
+    @property
+    def is_drained(self) -> bool:
+        return self.draining and not self.has_work
+
+    # --- the loop ---------------------------------------------------------------------------------
 
     def take_ended(self) -> StepOutput:
         """Terminal outputs that wait for no step (aborts without tokens in flight)."""
@@ -97,6 +158,9 @@ class EngineCore:
                 output = self.scheduler.apply(*done, self.clock())
                 self._num_failures = 0
                 self.pressure.step_done(done[0])
+            output.progress = self.scheduler.progress.collect(self.scheduler, self.clock())
+            if self.advisor is not None:
+                self.advisor.look(self.clock())
             if plan is not None:
                 self._host_s = host_s + time.perf_counter() - started
             if not self.has_work and self.clock() >= self._books_due:
@@ -172,11 +236,12 @@ class EngineCore:
 
     def read_metrics(self) -> list[Metric]:
         self._keep_host_time()
-        scheduler, metrics = self.scheduler, self.metrics
-        metrics.running.set(scheduler.num_running)
-        metrics.waiting.set(len(scheduler.waiting))
-        metrics.cache_usage.set(scheduler.kv.pool.num_used / scheduler.limits.num_blocks)
-        return metrics.read()
+        set_gauges(self)
+        return self.metrics.read()
+
+    def snapshot(self, max_waiting: int = 256) -> EngineSnapshot:
+        """The engine at this moment; of the waiting requests no more than `max_waiting`."""
+        return take_snapshot(self, max_waiting)
 
     def statistics(self) -> EngineStatistics:
         limits = self.scheduler.limits

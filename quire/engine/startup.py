@@ -79,6 +79,8 @@ def scheduler_limits(
         enable_prefix_caching=options.cache.enable_prefix_caching,
         enable_chunked_prefill=wanted.enable_chunked_prefill,
         long_prefill_token_threshold=wanted.long_prefill_token_threshold,
+        max_num_queued_reqs=wanted.max_num_queued_reqs or 0,
+        max_num_queued_tokens=wanted.max_num_queued_tokens or 0,
         reserves_max_length=wanted.reservation == "max_length",
         groups_prefixes=groups_prefixes,
         seed=options.model.seed,

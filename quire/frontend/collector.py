@@ -17,7 +17,7 @@ from quire.frontend.outputs import (
 from quire.frontend.repetition import repeats
 from quire.frontend.tokenizer import Tokenizer
 from quire.protocol.output import FinishedSequence, StepOutput
-from quire.protocol.plan import LogprobArrays
+from quire.protocol.plan import Float32Array, LogprobArrays
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import RequestOutputKind, SamplingParams
 
@@ -37,6 +37,8 @@ class OpenSequence:
     stop_reason: int | str | None = None
     ended: bool = False
     """The engine has confirmed the end. A stop string is found here before it is."""
+    embedding: Float32Array | None = None
+    """Of a pooling request, as the engine gave it."""
     num_decoded: int = 0
     """Tokens whose text is made."""
     num_read: int = 0
@@ -62,6 +64,7 @@ class OpenSequence:
         self.ended = True
         if self.finish_reason is not None:
             return  # what came after the stop is not part of the output
+        self.embedding = ended.embedding
         self.token_ids += ended.token_ids[len(self.token_ids) :].tolist()
         self.finish_reason = ended.finish_reason
         self.stop_reason = ended.error or ended.stop_reason

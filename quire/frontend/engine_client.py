@@ -73,7 +73,7 @@ class ThreadEngineClient:
         while True:
             with self._wake:
                 while not (self._calls or self._core.has_work or self._stopping):
-                    self._wake.wait()
+                    self._wake.wait(self._core.wait_s)
                 calls, self._calls = self._calls, deque()
                 stopping = self._stopping
             for run in calls:

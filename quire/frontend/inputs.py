@@ -351,6 +351,24 @@ class InputProcessor:
             streams=streams or watches_tokens(params),
         )
 
+    def new_pooling(
+        self,
+        key: int,
+        request_id: str,
+        prompt: Prompt,
+        pooling: str,
+        *,
+        arrival_time: float,
+        priority: int = 0,
+    ) -> NewRequest:
+        """A request for the pooled hidden states of a checked prompt."""
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+        new = self.new_request(
+            key, request_id, prompt, params, arrival_time=arrival_time, priority=priority
+        )
+        new.pooling = pooling
+        return new
+
     def new_beam_search(
         self,
         key: int,

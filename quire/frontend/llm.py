@@ -7,7 +7,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from quire.frontend.beam_outputs import beam_output
 from quire.frontend.collector import OpenRequest
+from quire.frontend.embedding import embed
 from quire.frontend.garbage import no_full_collections
 from quire.frontend.inputs import (
     Params,
@@ -18,7 +20,7 @@ from quire.frontend.inputs import (
     parse_prompts,
 )
 from quire.frontend.interrupts import deferred_interrupts
-from quire.frontend.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from quire.frontend.outputs import BeamSearchOutput, RequestOutput
 from quire.frontend.progress import ProgressBar
 from quire.frontend.session import Session
 from quire.frontend.tokenizer import Tokenizer
@@ -220,7 +222,7 @@ class LLM:
         self.shutdown()
 
     encode = _refused("encode", "pooling models are not served")
-    embed = _refused("embed", "pooling models are not served")
+    embed = embed
     classify = _refused("classify", "pooling models are not served")
     score = _refused("score", "pooling models are not served")
     reward = _refused("reward", "pooling models are not served")
@@ -358,6 +360,14 @@ class LLM:
             self._collector.close(request)
 
     def _search_beams(self, news: list[NewRequest], bar: ProgressBar) -> Iterator[BeamSearchOutput]:
+        ended = self._run_apart(news, bar)
+        for new in news:
+            if (error := ended[new.key].error) is not None:
+                raise self._session.failure(error)
+            yield beam_output(ended[new.key], new, self._inputs.tokenizer)
+
+    def _run_apart(self, news: list[NewRequest], bar: ProgressBar) -> dict[int, FinishedSequence]:
+        """Run requests whose outputs are no texts; returns their ends by key."""
         ended: dict[int, FinishedSequence] = {}
         open_ids = {new.key: new.request_id for new in news}
         try:
@@ -374,27 +384,7 @@ class LLM:
         finally:
             for request_id in open_ids.values():
                 self._core.abort(request_id)
-        for new in news:
-            yield self._beam_output(ended[new.key], new)
-
-    def _beam_output(self, ended: FinishedSequence, new: NewRequest) -> BeamSearchOutput:
-        if ended.error is not None:
-            raise self._session.failure(ended.error)
-        assert ended.beams is not None
-        tokenizer, prompt = self._inputs.tokenizer, new.prompt_token_ids.tolist()
-        sequences = []
-        for beam in ended.beams:
-            drops_eos = beam.finished_by_eos and not new.params.include_stop_str_in_output
-            tokens = prompt + (beam.token_ids[:-1] if drops_eos else beam.token_ids)
-            sequences.append(
-                BeamSearchSequence(
-                    tokens=tokens,
-                    cum_logprob=beam.cumulative_logprob,
-                    text=tokenizer.decode(tokens) if tokenizer else None,
-                    finish_reason="stop" if beam.finished_by_eos else "length",
-                )
-            )
-        return BeamSearchOutput(sequences)
+        return ended
 
 
 def _refuse_extras(**extras: Any) -> None:

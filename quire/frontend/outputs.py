@@ -143,3 +143,25 @@ class BeamSearchOutput:
     """The best hypotheses for one prompt, best first."""
 
     sequences: list[BeamSearchSequence]
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """The vector of one prompt."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """A prompt and its vector."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True

@@ -98,6 +98,15 @@ def count_weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
+def held_weight_bytes(model: CausalLM) -> int:
+    """What the weights of a loaded model take, in whatever form they are kept."""
+    tensors = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    layers = [layer for layer in model.modules() if isinstance(layer, WeightedLayer)]
+    # A tied head has the very matrices of the embedding.
+    matrices = {id(matrix): matrix for layer in layers for matrix in layer.matrices}
+    return tensors + sum(matrix.nbytes for matrix in matrices.values())
+
+
 def weight_targets(model: CausalLM) -> dict[str, Target]:
     """Every tensor that a checkpoint of `model` must hold, by its name there."""
     weight_map = model.weight_map

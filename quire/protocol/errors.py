@@ -22,6 +22,10 @@ class RequestError(QuireError):
 class OverloadedError(QuireError):
     """The engine cannot take more requests now (HTTP 503 with Retry-After)."""
 
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
 
 class StepMemoryError(QuireError):
     """A step needed more memory than there was. The engine lives on and tries a smaller step,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.protocol.plan import Int32Array, Int64Array, LogprobArrays
+from quire.protocol.plan import Float32Array, Int32Array, Int64Array, LogprobArrays
 
 
 @dataclass(slots=True)
@@ -17,12 +17,14 @@ class FinishedSequence:
     token_ids: Int32Array
     """All generated tokens."""
     finish_reason: str
-    """stop, length, abort, error or repetition."""
+    """stop, length, abort, timeout, error or repetition."""
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     error: str | None = None
     beams: list[Beam] | None = None
     """For beam search, the best hypotheses, best first."""
+    embedding: Float32Array | None = None
+    """For pooling requests, the pooled hidden states, not normalised."""
     arrival_time: float = 0.0
     first_scheduled_time: float = 0.0
     first_token_time: float = 0.0
@@ -44,6 +46,19 @@ class SequencePromptLogprobs:
 
 
 @dataclass(slots=True)
+class RequestProgress:
+    """How far a prompt has come whose first token is not there yet."""
+
+    key: int
+    prompt_tokens: int
+    processed_tokens: int
+    """Those computed or found in the cache."""
+    cached_tokens: int
+    eta_s: float | None
+    """Estimated time until the first token, queue included; None while there is no telling."""
+
+
+@dataclass(slots=True)
 class StepOutput:
     """New tokens of streaming sequences, and every sequence that ended."""
 
@@ -53,7 +68,8 @@ class StepOutput:
     """`index` points into `keys`."""
     prompt_logprobs: list[SequencePromptLogprobs] = field(default_factory=list)
     finished: list[FinishedSequence] = field(default_factory=list)
+    progress: list[RequestProgress] = field(default_factory=list)
 
     @property
     def empty(self) -> bool:
-        return not (len(self.keys) or self.finished or self.prompt_logprobs)
+        return not (len(self.keys) or self.finished or self.prompt_logprobs or self.progress)

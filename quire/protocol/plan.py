@@ -51,6 +51,8 @@ class AddedRow:
     num_logprobs: int = -1
     """Top logprobs wanted per sampled token; -1 means none, 0 the sampled token's alone."""
     num_prompt_logprobs: int = -1
+    pooling: str | None = None
+    """"last" or "mean": the hidden states of the prompt are wanted as one vector."""
     appends_sampled: bool = True
     """False where the host chooses the token itself (beam search) and sends it by `append_*`."""
 
@@ -112,6 +114,15 @@ class PromptLogprobs:
 
 
 @dataclass(slots=True)
+class PooledRows:
+    """Pooled hidden states of prompts that are complete."""
+
+    rows: Int32Array
+    vectors: Float32Array
+    """[rows, hidden], not normalised."""
+
+
+@dataclass(slots=True)
 class StepResult:
     """What a step produced. `tokens` lines up with `plan.rows[plan.samples]`."""
 
@@ -119,3 +130,4 @@ class StepResult:
     tokens: Int32Array
     logprobs: LogprobArrays | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    pooled: PooledRows | None = None

@@ -21,11 +21,20 @@ class NewRequest:
     eos_token_ids: tuple[int, ...] = ()
     priority: int = 0
     """Lower runs first; used by the priority policy only."""
+    tenant: str = ""
+    """On whose behalf; tenants share the engine fairly, whoever queues how many requests."""
+    deadline: float | None = None
+    """When it ends by itself, on the engine's clock (CLOCK_MONOTONIC, the same in all processes of
+    a host): with finish_reason "timeout" before its first token, else with "abort"."""
     cache_salt: str | None = None
     adapter: str | None = None
     """Digest of the adapter's content; prefix blocks are shared only between equal ones."""
     streams: bool = False
     """Whether the client reads tokens as they come; otherwise they arrive with the end."""
+    wants_progress: bool = False
+    """Whether the client hears how its prompt gets on until the first token."""
+    pooling: str | None = None
+    """"last" or "mean": the request wants the pooled hidden states of its prompt and no text."""
     beam_width: int = 0
     """Above 0: beam search, driven by `params.max_tokens` and `length_penalty`."""
     length_penalty: float = 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
@@ -20,9 +21,10 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        # Lists, not arrays: they are read and written one block at a time.
-        self.ref_counts = [0] * num_blocks
-        self.cached = [False] * num_blocks
+        # As quick as lists where they are read and written one block at a time, unlike numpy's
+        # arrays, and numpy can look at all of them at once.
+        self.ref_counts = array("i", bytes(4 * num_blocks))
+        self.cached = bytearray(num_blocks)
         """Whether the prefix cache can find the block; kept by the cache."""
         self.on_evict: Callable[[list[int]], None] = lambda blocks: None
         """Called with cached blocks that are about to be reused."""

@@ -19,7 +19,7 @@ def check_books(scheduler: Scheduler) -> None:
             blocks = request.blocks
             assert len(np.unique(blocks)) == len(blocks), f"{request.request_id} owns a block twice"
             np.add.at(references, blocks, 1)
-    wrong = np.flatnonzero(references != pool.ref_counts)
+    wrong = np.flatnonzero(references != np.asarray(pool.ref_counts))
     assert not len(wrong), f"reference counts of blocks {wrong[:8].tolist()} do not add up"
     free = pool.free_blocks()
     assert len(free) == (references == 0).sum(), "a block is neither free nor owned"

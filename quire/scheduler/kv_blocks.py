@@ -50,10 +50,12 @@ class KVBlocks:
         return match, -1
 
     def _skips_cache(self, request: Request) -> bool:
-        """Prompt logprobs need every prompt token computed, by the first sequence of a prompt."""
+        """Prompt logprobs need every prompt token computed, by the first sequence of a prompt; so
+        does the mean of all hidden states, of which the cache keeps keys and values alone."""
         params = request.params
         scores_prompt = params.wants_prompt_logprobs and request.parent is None
-        return scores_prompt or bool(params.skip_reading_prefix_cache)
+        wants_all = scores_prompt or request.new.pooling == "mean"
+        return wants_all or bool(params.skip_reading_prefix_cache)
 
     def num_promised(self, running: Int32Array) -> int:
         """Blocks that running requests still need for the tokens they have."""

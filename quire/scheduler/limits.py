@@ -24,6 +24,10 @@ class SchedulerLimits:
     """Most tokens of one prompt per step; 0 leaves it to the budget."""
     reserves_max_length: bool = False
     """Reserve `max_model_len` tokens on admission, as engines without paging do (benchmarks)."""
+    max_num_queued_reqs: int = 0
+    """Most requests that wait and have never run; 0 for no limit."""
+    max_num_queued_tokens: int = 0
+    """Most prompt tokens of these; 0 for no limit."""
     groups_prefixes: bool = False
     """Tell the workers which running requests share leading blocks."""
     seed: int = 0

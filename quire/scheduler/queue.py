@@ -1,42 +1,114 @@
-"""`WaitingQueue`: requests without a row, in the policy's order."""
+"""`WaitingQueue`: requests without a row, in the order in which they get one."""
 
 from __future__ import annotations
 
-import heapq
-from itertools import count
+from collections.abc import Iterator
+from itertools import chain, count
 
+from quire.scheduler.lazy_heap import LazyHeap
 from quire.scheduler.request import Request
+from quire.scheduler.tenants import Tenants
+
+RETURNING = -1
+
+
+class Lane:
+    """Waiting requests of one priority and one tenant, or of all tenants that return."""
+
+    def __init__(self, priority: int, slot: int, number: int) -> None:
+        self.priority = priority
+        self.slot = slot
+        self.number = number
+        self.requests: LazyHeap[Request] = LazyHeap()
+        self.num_tokens_in = 0
+        """Tokens of all requests that ever came, and of those that left again."""
+        self.num_tokens_out = 0
 
 
 class WaitingQueue:
-    """A heap by rank. A preempted request has an old rank and so returns to the front."""
+    """Lowest priority value first. Within a priority, requests that have begun and wait again (or
+    belong to one that has begun) return in the order in which they were admitted; then tenants
+    take turns, the least served first; each tenant's requests come in the order of arrival.
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int], int, Request]] = []
-        self._members: set[Request] = set()
-        self._ticket = count()
+    Lanes lie in a heap by their tenants' standing. A standing only rises, so a lane whose place is
+    out of date is put right when it comes up: O(log n) for each tenant served since the last time.
+    """
+
+    def __init__(self, tenants: Tenants) -> None:
+        self._tenants = tenants
+        self._lanes: dict[tuple[int, int], Lane] = {}
+        self._order: LazyHeap[Lane] = LazyHeap()
+        self._lane_of: dict[Request, Lane] = {}
+        self._numbers = count()
+        self.num_new = 0
+        """Requests that have never run, and their prompt tokens."""
+        self.num_new_tokens = 0
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self._lane_of)
 
     def __contains__(self, request: Request) -> bool:
-        return request in self._members
+        return request in self._lane_of
+
+    def __iter__(self) -> Iterator[Request]:
+        return chain.from_iterable(lane.requests for lane in self._lanes.values())
 
     def push(self, request: Request) -> None:
-        heapq.heappush(self._heap, (request.rank, next(self._ticket), request))
-        self._members.add(request)
+        lane = self._lane(request)
+        lane.requests.push(request.rank[1], request)
+        self._lane_of[request] = lane
+        lane.num_tokens_in += request.num_prompt
+        if lane.slot != RETURNING:
+            self.num_new += 1
+            self.num_new_tokens += request.num_prompt
 
     def first(self) -> Request:
-        while self._heap[0][2] not in self._members:
-            heapq.heappop(self._heap)
-        return self._heap[0][2]
+        """Whose turn it is."""
+        while True:
+            key, lane = self._order.first()
+            if len(self._order) > 1 and key != self._key(lane):
+                self._order.push(self._key(lane), lane)
+                continue
+            return lane.requests.first()[1]
 
-    def pop(self) -> Request:
-        request = self.first()
-        heapq.heappop(self._heap)
-        self._members.remove(request)
-        return request
+    def first_begun(self) -> Request | None:
+        """Who is next among those that have begun."""
+        lanes = [lane for lane in self._lanes.values() if lane.slot == RETURNING]
+        if not lanes:
+            return None
+        return min(lanes, key=lambda lane: lane.priority).requests.first()[1]
 
     def remove(self, request: Request) -> None:
-        """Forget a request; its heap entry is skipped when it comes up."""
-        self._members.discard(request)
+        """Forget a request, if it is here."""
+        lane = self._lane_of.pop(request, None)
+        if lane is None:
+            return
+        lane.requests.remove(request)
+        if not lane.requests:
+            del self._lanes[lane.priority, lane.slot]
+            self._order.remove(lane)
+        lane.num_tokens_out += request.num_prompt
+        if lane.slot != RETURNING:
+            self.num_new -= 1
+            self.num_new_tokens -= request.num_prompt
+
+    def lane_of(self, request: Request) -> Lane:
+        return self._lane_of[request]
+
+    @property
+    def num_lanes(self) -> int:
+        return len(self._lanes)
+
+    def _lane(self, request: Request) -> Lane:
+        priority = request.rank[0]
+        slot = RETURNING if request.has_begun else self._tenants.slot(request.new.tenant)
+        lane = self._lanes.get((priority, slot))
+        if lane is None:
+            lane = self._lanes[priority, slot] = Lane(priority, slot, next(self._numbers))
+            self._order.push(self._key(lane), lane)
+        return lane
+
+    def _key(self, lane: Lane) -> tuple[int, bool, tuple[int, int], int]:
+        if lane.slot == RETURNING:
+            return lane.priority, False, (0, 0), lane.number
+        return lane.priority, True, self._tenants.standing(lane.slot), lane.number

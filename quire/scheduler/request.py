@@ -72,11 +72,13 @@ class Columns:
         """The host decides on the next token (beam search), not the sampler."""
         self.has_followers = flags()
         self.streams = flags()
+        self.tenant = ints()
         self.keys: Int64Array = np.zeros(max_rows, np.int64)
+        self.last_token_time = np.zeros(max_rows, np.float64)
         self.rank: Int64Array = np.zeros((2, max_rows), np.int64)
         self.stop_ids: Int32Array = np.full((max_rows, 4), -1, np.int32)
 
-    def fill(self, request: Request, step: int, num_cached: int, num_new: int) -> int:
+    def fill(self, request: Request, step: int, num_cached: int, num_new: int, tenant: int) -> int:
         """Write a request that `step` admits to its row, where it computes `num_new` tokens after
         those whose KV is there already; its blocks come after. Returns its `num_tokens`."""
         row, known, by_host = request.row, request.held_token_ids, request.group is not None
@@ -98,8 +100,11 @@ class Columns:
         self.in_flight[row] = 1
         self.synchronous[row] = self.host_chooses[row] = by_host
         self.has_followers[row] = bool(request.followers)
-        self.streams[row] = request.streams and not by_host
+        self.streams[row] = request.new.streams and not by_host
         self.keys[row] = request.key
+        self.tenant[row] = tenant
+        if request.last_token_time:
+            self.last_token_time[row] = request.last_token_time
         self.rank[:, row] = request.rank
         self._set_stop_ids(row, request.stop_ids)
         return num_tokens
@@ -118,8 +123,8 @@ class Request:
     """One sequence. With `n > 1` the first is the leader and the others follow it."""
 
     key: int
-    request_id: str
-    params: SamplingParams
+    new: NewRequest
+    """As it came; its other sequences have the same."""
     seed: int
     num_prompt: int
     max_total: int
@@ -128,14 +133,13 @@ class Request:
     stop_ids: tuple[int, ...]
     """All token ids that end it."""
     rank: tuple[int, int]
-    """(priority, arrival): the policy's order, smallest first."""
-    arrival_time: float
+    """(priority, number): the policy's order, smallest first. The number is that of its arrival
+    and, once it has a row, that of its admission."""
     root: bytes
     """Root of its hash chain."""
     columns: Columns
     held_token_ids: Int32Array
     """Its known tokens while it has no row."""
-    streams: bool = False
     row: int = -1
     status: Status = Status.WAITING
     finish_reason: str | None = None
@@ -148,6 +152,21 @@ class Request:
     group: BeamGroup | None = None
     first_scheduled_time: float = 0.0
     first_token_time: float = 0.0
+    last_token_time: float = 0.0
+    """While it has no row."""
+
+    @property
+    def request_id(self) -> str:
+        return self.new.request_id
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.new.params
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it, or the sequence it goes on from, has ever had a row."""
+        return self.num_cached >= 0 or self.parent is not None
 
     @property
     def token_ids(self) -> Int32Array:
@@ -159,6 +178,16 @@ class Request:
     @property
     def num_known(self) -> int:
         return int(self.columns.num_known[self.row]) if self.row >= 0 else len(self.held_token_ids)
+
+    @property
+    def has_tokens_in_flight(self) -> bool:
+        return self.row >= 0 and bool(self.columns.in_flight[self.row])
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens beyond the prompt, those in flight included."""
+        num_tokens = self.columns.num_tokens[self.row] if self.row >= 0 else self.num_known
+        return int(num_tokens) - self.num_prompt
 
     @property
     def blocks(self) -> Int32Array:
@@ -182,6 +211,7 @@ class Request:
             num_forked_tokens=num_forked,
             num_logprobs=self.group.num_candidates if self.group else num_logprobs,
             num_prompt_logprobs=self._num_prompt_logprobs,
+            pooling=self.new.pooling,
             appends_sampled=self.group is None,
         )
 
@@ -202,7 +232,7 @@ class Request:
             stop_reason=int(tokens[-1]) if by_id else None,
             num_cached_tokens=max(self.num_cached, 0),
             error=error or None,
-            arrival_time=self.arrival_time,
+            arrival_time=self.new.arrival_time,
             first_scheduled_time=self.first_scheduled_time,
             first_token_time=self.first_token_time,
             finished_time=now,
@@ -211,6 +241,7 @@ class Request:
     def hold(self) -> None:
         """Keep the tokens outside the row, which is about to be given up."""
         self.held_token_ids = self.token_ids.copy()
+        self.last_token_time = float(self.columns.last_token_time[self.row])
         self.row = -1
 
 
@@ -229,19 +260,16 @@ def make_sequences(
     sequences = [
         Request(
             key=new.key + i,
-            request_id=new.request_id,
-            params=new.params,
+            new=new,
             seed=derive_seed(seed, i),
             num_prompt=len(new.prompt_token_ids),
             max_total=max_total,
             eos_token_ids=eos,
             stop_ids=(*eos, *(new.params.stop_token_ids or ())),
             rank=rank,
-            arrival_time=new.arrival_time,
             root=root,
             columns=columns,
             held_token_ids=new.prompt_token_ids,
-            streams=new.streams,
         )
         for i in range(new.params.n)
     ]

@@ -13,20 +13,27 @@ import numpy as np
 from quire.metrics.engine import EngineMetrics
 from quire.protocol.errors import RequestError
 from quire.protocol.output import FinishedSequence, StepOutput
-from quire.protocol.plan import Int32Array, StepPlan, StepResult
+from quire.protocol.plan import Float32Array, Int32Array, StepPlan, StepResult
 from quire.protocol.request import NewRequest
 from quire.protocol.seeds import random_seed
+from quire.scheduler.admission import admit_waiting
 from quire.scheduler.beams import BeamGroup, report_candidates
 from quire.scheduler.books import check_books
+from quire.scheduler.deadlines import Deadlines
 from quire.scheduler.draft import PlanDraft
 from quire.scheduler.kv_blocks import KVBlocks
 from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.overload import check_room_in_queue
+from quire.scheduler.pace import Pace
+from quire.scheduler.pause import Pause
 from quire.scheduler.policy import rank_function
-from quire.scheduler.prefix_cache import PrefixMatch, chain_root
+from quire.scheduler.prefix_cache import chain_root
 from quire.scheduler.prefix_groups import PrefixGroups
+from quire.scheduler.progress import ProgressReports
 from quire.scheduler.queue import WaitingQueue
 from quire.scheduler.request import Columns, Request, Status, make_sequences
 from quire.scheduler.results import collect_output
+from quire.scheduler.tenants import Tenants
 
 
 class Scheduler:
@@ -40,7 +47,12 @@ class Scheduler:
         self.prefix_groups = (
             PrefixGroups(self.columns, limits.block_size) if limits.groups_prefixes else None
         )
-        self.waiting = WaitingQueue()
+        self.pace = Pace()
+        self.deadlines = Deadlines()
+        self.progress = ProgressReports()
+        self.pause = Pause.NONE
+        self.tenants = Tenants()
+        self.waiting = WaitingQueue(self.tenants)
         self.requests: dict[str, list[Request]] = {}
         """Sequences without a terminal output, by request id."""
         self.by_row: list[Request | None] = [None] * limits.max_num_seqs
@@ -52,25 +64,35 @@ class Scheduler:
         self.ended: list[FinishedSequence] = []
         # Changes since the last plan that the next one will carry:
         self._freed_rows: list[int] = []
+        self._pooled: dict[int, Float32Array] = {}
         self._appends: list[tuple[int, int]] = []
         self._next_step = 0
         self._num_arrivals = 0
+        self.num_admissions = 0
 
     @property
     def has_unfinished(self) -> bool:
         return bool(self.requests)
 
     @property
+    def has_work(self) -> bool:
+        """Whether there is anything to compute, now or after results have come."""
+        if self.pause is Pause.DRAIN:
+            return self.num_running > 0 or self.waiting.first_begun() is not None
+        return bool(self.requests) and self.pause is Pause.NONE
+
+    @property
     def num_running(self) -> int:
-        return len(self._ranked_rows())
+        return len(self.ranked_rows())
 
     # --- requests come and go -------------------------------------------------------------------
 
     def check(self, new: NewRequest) -> None:
-        """Refuse a request that could never run."""
+        """Refuse a request that could never run, or that finds the queue full."""
         if new.request_id in self.requests:
             raise RequestError(f"request_id {new.request_id!r} is already in use.")
         self.limits.check_fits(new)
+        check_room_in_queue(self, new)
 
     def add(self, new: NewRequest) -> None:
         """Queue a request that has passed `check`."""
@@ -87,7 +109,12 @@ class Scheduler:
         if new.beam_width:
             leader.group = BeamGroup(leader, new.beam_width, new.length_penalty)
         self.requests[new.request_id] = sequences
+        self.tenants.join(new.tenant)
+        if new.deadline is not None:
+            self.deadlines.add(new.request_id, new.deadline)
         self.waiting.push(leader)
+        if new.wants_progress:
+            self.progress.add(leader, self.waiting.lane_of(leader))
         self.metrics.prompt_tokens.add(leader.num_prompt)
 
     def abort(
@@ -100,15 +127,12 @@ class Scheduler:
                 continue
             self.waiting.remove(request)
             draining = request.status is Status.DRAINING
-            if request.group is None and (draining or self._has_tokens_in_flight(request)):
+            if request.group is None and (draining or request.has_tokens_in_flight):
                 request.finish_reason = reason
                 if not draining:
                     self._drain(request)
             else:
                 self.end(request, reason, now)
-
-    def _has_tokens_in_flight(self, request: Request) -> bool:
-        return request.row >= 0 and bool(self.columns.in_flight[request.row])
 
     def take_ended(self) -> list[FinishedSequence]:
         """Terminal outputs that no `apply` has reported yet (aborts, failures)."""
@@ -119,36 +143,39 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step, or return None if nothing can be computed before an `apply`."""
+        self.deadlines.expire(self, now)
+        if not self.has_work:
+            return None
         draft = PlanDraft(self._next_step, self.max_step_tokens)
         while True:
             self._continue_running(draft)
-            self._admit_waiting(draft, now)
+            admit_waiting(self, draft, now)
             if not draft.empty or not self.waiting or self.num_steps_in_flight:
                 break
             # What the queue needs is held by rows that cannot go on (beams awaiting a sibling).
-            self._preempt(int(self._ranked_rows()[-1]), draft)
+            self._preempt(int(self.ranked_rows()[-1]), draft)
             draft.preempted = False
         if draft.empty:
             return None
         plan = draft.finish(self._freed_rows, self._appends)
         plan.epochs = self.columns.epoch[plan.rows]
         if self.prefix_groups is not None:
-            self.prefix_groups.mark(plan, self._ranked_rows())
+            self.prefix_groups.mark(plan, self.ranked_rows())
         self._freed_rows, self._appends = [], []
         self.kv.pool.free(draft.held_blocks)
         self._release_followers(plan.rows)
         self._next_step += 1
         self.num_steps_in_flight += 1
-        self.metrics.planned(
-            plan, self.kv.pool.num_used, self.columns.num_blocks, self.columns.num_computed
-        )
+        self.pace.planned(now, self.max_step_tokens - draft.budget)
+        c = self.columns
+        self.metrics.planned(plan, self.kv.pool.num_used, c.num_blocks, c.num_computed, now)
         return plan
 
     def _continue_running(self, draft: PlanDraft) -> None:
         """Let running requests catch up, preempting the last in rank while blocks are short."""
         c = self.columns
         while True:
-            rows = self._ranked_rows()
+            rows = self.ranked_rows()
             if not len(rows):
                 return
             want = np.minimum(c.num_tokens[rows], c.max_total[rows] - 1) - c.num_computed[rows]
@@ -165,13 +192,17 @@ class Scheduler:
         if computing.any():
             self._compute(draft, rows[computing], grant[computing])
 
-    def _ranked_rows(self) -> Int32Array:
+    def ranked_rows(self) -> Int32Array:
         """Running rows in the policy's order, kept until somebody joins or leaves."""
         if self._ranked is None:
             rows = np.flatnonzero(self.columns.running).astype(np.int32)
             priority, arrival = self.columns.rank[:, rows]
             self._ranked = rows[np.lexsort((arrival, priority))]
         return self._ranked
+
+    def forget_order(self) -> None:
+        """Somebody has joined or left."""
+        self._ranked = None
 
     def _compute(self, draft: PlanDraft, rows: Int32Array, counts: Int32Array) -> None:
         """Book `counts` tokens for `rows`; rows that reach their last token sample the next."""
@@ -181,6 +212,8 @@ class Scheduler:
         samples = c.num_computed[rows] == c.num_tokens[rows]
         c.num_tokens[rows[samples & ~c.host_chooses[rows]]] += 1
         c.in_flight[rows] += 1
+        if len(self.tenants) > 1:
+            self.tenants.charge(c.tenant[rows], counts)
         c.last_step[rows] = draft.step
         self.kv.publish_prompts(rows, self.by_row)
         draft.compute(rows, counts, samples)
@@ -206,56 +239,6 @@ class Scheduler:
         else:
             self.requeue(request)
 
-    # --- admission ------------------------------------------------------------------------------
-
-    def _admit_waiting(self, draft: PlanDraft, now: float) -> None:
-        """Give rows to waiting requests in order, as long as rows, blocks and budget allow."""
-        if draft.preempted or not self.waiting or not self.free_rows:
-            return
-        limits, promised = self.limits, self.kv.num_promised(self._ranked_rows())
-        while draft.budget > 0 and self.free_rows and self.waiting:
-            request = self.waiting.first()
-            num_known = len(request.held_token_ids)
-            match, fork_of = self.kv.match(request, draft.step)
-            if not self.kv.room_for(match, num_known, promised):
-                # Without the copy of a partly matching block one block less is needed.
-                match, fork_of = match.without_partial(limits.block_size), -1
-                if not self.kv.room_for(match, num_known, promised):
-                    return
-            want = num_known - match.num_tokens
-            if want > draft.budget and not self._may_divide_prompts:
-                return
-            self.waiting.pop()
-            grant = min(want, draft.budget, limits.long_prefill_token_threshold or want)
-            promised += self._admit(request, match, fork_of, grant, draft)
-            self._note_admission(request, match.num_tokens, now)
-
-    @property
-    def _may_divide_prompts(self) -> bool:
-        """Where memory is short, prompts that should stay whole may fit in no step."""
-        full = self.max_step_tokens == self.limits.max_num_batched_tokens
-        return self.limits.enable_chunked_prefill or not full
-
-    def _admit(
-        self, request: Request, match: PrefixMatch, fork_of: int, grant: int, draft: PlanDraft
-    ) -> int:
-        """Start a request on a row; returns how many blocks more its tokens will need."""
-        row = self.free_rows.pop()
-        samples = match.num_tokens + grant == len(request.held_token_ids)
-        draft.admit(request.added_row(row, match.num_tokens, fork_of), grant, samples)
-        self.by_row[row] = request
-        request.row, request.status = row, Status.RUNNING
-        num_tokens = self.columns.fill(request, draft.step, match.num_tokens, grant)
-        num_blocks = self.kv.admit(request, match, fork_of, grant, draft)
-        self._ranked = None
-        return max(self.limits.blocks_for(num_tokens) - num_blocks, 0)
-
-    def _note_admission(self, request: Request, num_cached: int, now: float) -> None:
-        if request.num_cached < 0:
-            request.num_cached = min(num_cached, request.num_prompt)
-            request.first_scheduled_time = now
-            self.metrics.admitted(request.num_prompt, request.num_cached)
-
     # --- taking results in ----------------------------------------------------------------------
 
     def apply(self, plan: StepPlan, result: StepResult, now: float) -> StepOutput:
@@ -272,12 +255,19 @@ class Scheduler:
             members = [self._at(row) for row in rows[~by_sampler]]
             for group in report_candidates(members, samples[~by_sampler], result.logprobs):
                 group.advance(self)
+        if result.pooled is not None:  # rows that changed hands meanwhile come to nobody's end
+            self._pooled = dict(
+                zip(result.pooled.rows.tolist(), result.pooled.vectors, strict=True)
+            )
         self._append(rows[by_sampler], result.tokens[samples[by_sampler]], now)
         for request in [r for r in self._draining if c.in_flight[r.row] == 0]:
             if request.finish_reason is not None:
                 self.end(request, request.finish_reason, now)
             else:
                 self.requeue(request)
+        self._pooled.clear()
+        if not self.requests:
+            self.pace.rested()
         output.finished = self.take_ended()
         return output
 
@@ -287,11 +277,15 @@ class Scheduler:
         at = c.num_known[rows]
         c.token_ids[rows, at] = tokens
         c.num_known[rows] = at + 1
-        self.metrics.generation_tokens.add(len(rows))
-        for row in rows[at == c.num_prompt[rows]]:
+        is_first = at == c.num_prompt[rows]
+        self.metrics.generated(len(rows), now - c.last_token_time[rows[~is_first]], now)
+        c.last_token_time[rows] = now
+        for row in rows[is_first]:
             request = self._at(row)
             request.first_token_time = now
-            self.metrics.time_to_first_token.observe(now - request.arrival_time)
+            if request.new.wants_progress:
+                self.progress.remove(request)
+            self.metrics.time_to_first_token.observe(now - request.new.arrival_time)
         stops = (c.stop_ids[rows] == tokens[:, None]).any(axis=1) & (at + 1 >= c.min_total[rows])
         ends = stops | (at + 1 >= c.max_total[rows])
         for row, by_stop in zip(rows[ends], stops[ends], strict=True):
@@ -352,10 +346,17 @@ class Scheduler:
         if request.group is not None:
             request.group.end(self, reason, error)
             return
-        if request.row >= 0:
+        row = request.row
+        if row >= 0:
             self._release_row(request)
         tokens = request.held_token_ids[request.num_prompt :]
-        self.finish(request, tokens, reason, now=now, error=error)
+        if request.new.pooling is None:
+            self.finish(request, tokens, reason, now=now, error=error)
+            return
+        # The token that was sampled after the prompt only says that the prompt is complete.
+        reason = "stop" if reason == "length" else reason
+        ended = self.finish(request, tokens[:0], reason, now=now, error=error)
+        ended.embedding = self._pooled.pop(row, None)
 
     def finish(
         self,
@@ -368,13 +369,20 @@ class Scheduler:
     ) -> FinishedSequence:
         """Record the terminal output of a sequence (or of a beam group, through its leader)."""
         request.status, request.finish_reason = Status.FINISHED, reason
-        siblings = self.requests[request.request_id]
+        new = request.new
+        siblings = self.requests[new.request_id]
         siblings.remove(request)
-        if not siblings:
-            del self.requests[request.request_id]
+        is_last = not siblings
+        if new.wants_progress:
+            self.progress.remove(request)
+        if is_last:
+            del self.requests[new.request_id]
+            self.tenants.leave(new.tenant)
+            if new.deadline is not None:
+                self.deadlines.remove(new.request_id)
         ended = request.finished(tokens, reason, now, error)
         self.ended.append(ended)
-        self.metrics.finished(ended)
+        self.metrics.finished(ended, new, is_last)
         return ended
 
     # --- maintenance ----------------------------------------------------------------------------

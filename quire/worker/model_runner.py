@@ -18,6 +18,7 @@ from quire.protocol.plan import AddedRow, PromptLogprobs, StepPlan
 from quire.worker.batch import gather_batch
 from quire.worker.kv_tensors import KVTensors
 from quire.worker.pending import PendingStep
+from quire.worker.pooling import Pooler
 from quire.worker.request_table import RequestTable, StagedRows
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class ModelRunner:
         self.table = table
         self.sampler = sampler
         self.graphs: StepGraphs | None = None
+        self.pooler = Pooler()
         self._prompt_logprob_rows: dict[int, _PromptLogprobRow] = {}
         self._executed: _Executed | None = None
 
@@ -69,7 +71,7 @@ class ModelRunner:
         if len(plan.copy_sources):
             self.kv.copy_blocks(staged.copy_sources, staged.copy_targets)
         prefixes = self._shared_prefixes(plan)
-        if self.graphs is not None and not self._prompt_logprob_rows:
+        if self.graphs is not None and not self._prompt_logprob_rows and not self.pooler:
             replayed = self.graphs.run(plan, staged, prefixes)
             if replayed is not None:
                 self._executed = _Executed(plan, staged, replayed, None)
@@ -96,11 +98,13 @@ class ModelRunner:
         for row in plan.freed_rows.tolist():
             self.sampler.remove(row)
             self._prompt_logprob_rows.pop(row, None)
+            self.pooler.remove(row)
         staged = self.table.update(plan)
         for added in plan.added_rows:
             # A plan that failed may have been the one to free the row.
             self._prompt_logprob_rows.pop(added.row, None)
             self.sampler.add(added, added.token_ids)
+            self.pooler.add(added)
             if added.num_prompt_logprobs >= 0:
                 entry = _PromptLogprobRow(added, added.num_computed_tokens)
                 self._prompt_logprob_rows[added.row] = entry
@@ -113,13 +117,14 @@ class ModelRunner:
         executed, self._executed = self._executed, None
         plan, rows = executed.plan, executed.staged.sample_rows
         prompt_logprobs = self._score_prompts(plan, executed.hidden)
+        pooled = self.pooler.pool(plan, executed.hidden)
         host_rows = plan.rows[plan.samples]
         if not len(host_rows):
             return PendingStep(plan.step, rows, None, prompt_logprobs)
         sampled = self.sampler.sample(executed.logits, rows, host_rows)
         self.table.append_sampled(rows, sampled.tokens)
         self.sampler.appended(rows, sampled.tokens)
-        return PendingStep(plan.step, sampled.tokens, sampled.logprobs, prompt_logprobs)
+        return PendingStep(plan.step, sampled.tokens, sampled.logprobs, prompt_logprobs, pooled)
 
     def _score_prompts(self, plan: StepPlan, hidden: Tensor | None) -> list[PromptLogprobs]:
         """Logprobs of prompt tokens: position p is scored by the hidden state at p - 1."""

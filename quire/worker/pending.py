@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from quire.decoding.logprobs import LogprobTensors
-from quire.protocol.plan import PromptLogprobs, StepResult
+from quire.protocol.plan import PooledRows, PromptLogprobs, StepResult
+from quire.worker.pooling import PooledTensors
 
 
 class PendingStep:
@@ -18,6 +19,7 @@ class PendingStep:
         tokens: Tensor,
         logprobs: LogprobTensors | None,
         prompt_logprobs: list[PromptLogprobs],
+        pooled: PooledTensors | None = None,
     ) -> None:
         self._step = step
         self._prompt_logprobs = prompt_logprobs
@@ -30,6 +32,9 @@ class PendingStep:
                 _to_host(logprobs.logprobs),
                 _to_host(logprobs.ranks),
             )
+        self._pooled = pooled
+        if pooled is not None:
+            self._pooled = PooledTensors(pooled.rows, _to_host(pooled.vectors))
         self._done: torch.cuda.Event | None = None
         if tokens.is_cuda:
             self._done = torch.cuda.Event()
@@ -39,7 +44,14 @@ class PendingStep:
         if self._done is not None:
             self._done.synchronize()
         logprobs = self._logprobs.to_host() if self._logprobs is not None else None
-        return StepResult(self._step, self._tokens.numpy(), logprobs, self._prompt_logprobs)
+        pooled = self._pooled
+        return StepResult(
+            self._step,
+            self._tokens.numpy(),
+            logprobs,
+            self._prompt_logprobs,
+            None if pooled is None else PooledRows(pooled.rows, pooled.vectors.numpy()),
+        )
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -7,13 +7,14 @@ import time
 
 import torch
 
-from quire.config.device import DeviceInfo
+from quire.config.device import DeviceInfo, resident_bytes
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.decoding.sampler import Sampler
 from quire.layers.attention.backend import select_backend
-from quire.models.loader import count_weight_bytes, load_model
+from quire.models.loader import count_weight_bytes, held_weight_bytes, load_model
 from quire.models.registry import CausalLM
+from quire.protocol.snapshot import DeviceMemory
 from quire.worker.kv_tensors import KVSpec, KVTensors
 from quire.worker.memory import (
     MIB,
@@ -21,6 +22,7 @@ from quire.worker.memory import (
     check_weights_fit,
     count_blocks,
     describe_cache,
+    device_memory,
     explaining,
 )
 from quire.worker.model_runner import ModelRunner
@@ -83,6 +85,7 @@ class Worker:
             )
         torch.set_num_threads(options.device.num_threads)
         self._options, self._config, self._backend = options, model_config, backend
+        self._device_info, self._weight_bytes = device, held_weight_bytes(model)
         self.groups_prefixes = (
             backend.max_prefix_rows >= (options.scheduler.max_num_seqs or 0)
             and model_config.sliding_window is None
@@ -103,6 +106,17 @@ class Worker:
         if self.device.type == "cuda":
             with explaining("warming up", f"Lower {lower} or max_num_seqs.", device):
                 warm_up(self.runner, self.groups_prefixes)
+
+    def memory(self) -> DeviceMemory:
+        kind = self.device.type
+        total, free = device_memory(self._device_info)
+        return DeviceMemory(
+            total=total,
+            used=resident_bytes() if kind == "cpu" else total - free,
+            weights=self._weight_bytes,
+            kv_block=self.runner.kv.spec.bytes_per_block,
+            is_host=kind == "cpu",
+        )
 
     @property
     def _has_graphs(self) -> bool:

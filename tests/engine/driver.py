@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from quire.engine.core import EngineCore
-from quire.protocol.output import FinishedSequence
+from quire.protocol.output import FinishedSequence, RequestProgress, StepOutput
 from quire.protocol.plan import StepPlan
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams
@@ -27,7 +27,8 @@ class Engine:
         self.toy = ToyExecutor(num_blocks, block_size, VOCAB)
         wanted = {"max_model_len": MAX_LEN, "max_num_seqs": 16, "max_num_batched_tokens": 256}
         self.limits = SchedulerLimits(num_blocks, block_size, **{**wanted, **limits})
-        self.core = EngineCore(self.toy, self.limits, steps_in_flight, clock=lambda: 0.0)
+        self.core = EngineCore(self.toy, self.limits, steps_in_flight, clock=lambda: self.now)
+        self.now = 0.0
         self.core.on_plan = self._note
         self.plans: list[StepPlan] = []
         self.requests: dict[int, NewRequest] = {}
@@ -51,13 +52,17 @@ class Engine:
         self.core.add(self.requests[key])
         return key
 
-    def step(self, count: int = 1) -> None:
+    def step(self, count: int = 1) -> list[RequestProgress]:
+        """Returns the progress reports of the last step."""
+        output = StepOutput()
         for _ in range(count):
-            for sequence in self.core.step().finished:
+            output = self.core.step()
+            for sequence in output.finished:
                 assert sequence.key not in self.ended
                 self.ended[sequence.key] = sequence
                 self.order.append(sequence.key)
             self.core.scheduler.check_books()
+        return output.progress
 
     def finish(self) -> None:
         """Run to the end and compare all outputs with what each request would get alone."""

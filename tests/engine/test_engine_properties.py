@@ -37,6 +37,7 @@ class Job:
     aborts: int | None
     beam_width: int
     streams: bool
+    tenant: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ def jobs(draw: st.DrawFn) -> Job:
         aborts=draw(st.one_of(st.none(), st.none(), st.integers(0, 25))),
         beam_width=draw(st.integers(1, 3)) if kind == "beams" else 0,
         streams=draw(st.booleans()),
+        tenant=draw(st.sampled_from(["", "a", "b"])),
     )
 
 
@@ -123,6 +125,7 @@ def new_request(index: int, job: Job) -> NewRequest:
         eos_token_ids=(EOS,),
         priority=job.priority,
         streams=job.streams,
+        tenant=job.tenant,
         beam_width=job.beam_width,
     )
 
@@ -315,6 +318,7 @@ def crowd(random: Random) -> tuple[Setting, list[Job]]:
                 aborts=random.choice([None, None, None, random.randint(0, 25)]),
                 beam_width=random.randint(2, 3) if kind == "beams" else 0,
                 streams=random.random() < 0.5,
+                tenant=random.choice("ab"),
             )
         )
     return setting, work

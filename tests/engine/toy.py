@@ -13,7 +13,8 @@ from hashlib import blake2b
 import numpy as np
 
 from quire.engine.executors.base import PendingResult, TokenMasks
-from quire.protocol.plan import AddedRow, LogprobArrays, StepPlan, StepResult
+from quire.protocol.plan import AddedRow, LogprobArrays, PooledRows, StepPlan, StepResult
+from quire.protocol.snapshot import DeviceMemory
 
 UNWRITTEN = -7
 
@@ -63,6 +64,8 @@ class ToyRow:
     tokens: list[int]
     num_computed: int
     table: list[int] = field(default_factory=list)
+    states: list[int] = field(default_factory=list)
+    """What was computed since the row was added: a hidden state is its entry's last digits."""
 
 
 class ToyPending:
@@ -148,7 +151,9 @@ class ToyExecutor:
         for position in range(row.num_computed, row.num_computed + count):
             before = self._entry(row, position - 1) if position else 0
             block = row.table[position // self.block_size]
-            self.kv[block, position % self.block_size] = mix(before, row.tokens[position])
+            entry = mix(before, row.tokens[position])
+            self.kv[block, position % self.block_size] = entry
+            row.states.append(entry % 1000)
         row.num_computed += count
         self.num_tokens_computed += count
 
@@ -170,7 +175,29 @@ class ToyExecutor:
                 lines.append(
                     (i, token, *ranked_tokens(entries, self.vocab, row.added.num_logprobs))
                 )
-        return ToyPending(StepResult(step, np.array(tokens, np.int32), _logprobs(lines)))
+        result = StepResult(step, np.array(tokens, np.int32), _logprobs(lines))
+        result.pooled = self._pool(plan)
+        return ToyPending(result)
+
+    def _pool(self, plan: StepPlan) -> PooledRows | None:
+        """The last state, or the mean of those that the row itself computed."""
+        rows = [r for r in plan.rows[plan.samples].tolist() if self.rows[r].added.pooling]
+        if not rows:
+            return None
+        vectors = [
+            [
+                self.rows[r].states[-1]
+                if self.rows[r].added.pooling == "last"
+                else float(np.mean(self.rows[r].states))
+            ]
+            for r in rows
+        ]
+        return PooledRows(np.array(rows, np.int32), np.array(vectors, np.float32))
+
+    def memory(self) -> DeviceMemory:
+        """A device of 1000 bytes per block, a quarter of it taken by this and that."""
+        kv = 1000 * self.num_blocks
+        return DeviceMemory(total=4 * kv, used=3 * kv, weights=kv, kv_block=1000)
 
     def shutdown(self) -> None:
         self.rows.clear()

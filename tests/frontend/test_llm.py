@@ -324,7 +324,7 @@ def test_shutdown_frees_the_weights_and_ends_open_streams(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["encode", "embed", "classify", "score", "reward", "sleep", "wake_up", "collective_rpc"]
+    "name", ["encode", "classify", "score", "reward", "sleep", "wake_up", "collective_rpc"]
 )
 def test_methods_that_are_not_there_yet_say_so(llm: LLM, name: str) -> None:
     with pytest.raises(QuireError, match=rf"LLM\.{name} is not supported yet: \w+"):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from quire.protocol.plan import BoolArray, StepPlan, StepResult
+from quire.protocol.snapshot import DeviceMemory
 
 
 class PendingResult(Protocol):
@@ -36,5 +37,8 @@ class Executor(Protocol):
 
     def sample(self, step: int, masks: TokenMasks | None = None) -> PendingResult:
         """Start sampling for the executed step."""
+
+    def memory(self) -> DeviceMemory:
+        """What the device's memory holds now."""
 
     def shutdown(self) -> None: ...

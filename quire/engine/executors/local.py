@@ -12,6 +12,7 @@ from quire.config.options import EngineOptions
 from quire.engine.executors.base import PendingResult, TokenMasks
 from quire.protocol.errors import StepMemoryError
 from quire.protocol.plan import StepPlan
+from quire.protocol.snapshot import DeviceMemory
 from quire.worker.device import detect_device
 from quire.worker.memory import is_exhausted, is_out_of_memory, return_free_memory
 from quire.worker.model_runner import ModelRunner
@@ -62,6 +63,10 @@ class LocalExecutor:
             pending = self.runner.sample()
             self._was_short = False
             return pending
+
+    def memory(self) -> DeviceMemory:
+        assert self._worker is not None, "the executor was shut down"
+        return self._worker.memory()
 
     def shutdown(self) -> None:
         """Free weights and KV cache."""

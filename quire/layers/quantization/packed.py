@@ -28,6 +28,9 @@ class Matrix(Protocol):
     @property
     def num_outputs(self) -> int: ...
 
+    @property
+    def nbytes(self) -> int: ...
+
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
         """x W^T + bias, into `out` if given."""
         ...
@@ -43,6 +46,10 @@ class FloatMatrix:
 
     packed: Tensor
     num_outputs: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes
 
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
         return packed_linear(x, self.packed, self.num_outputs, bias, out)
@@ -61,6 +68,10 @@ class BlockMatrix:
     @property
     def num_outputs(self) -> int:
         return self.blocks.num_outputs
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks.data.nbytes
 
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
         result: Tensor = self.kernels.packed_linear(x, self.blocks, bias, out)

@@ -1,0 +1,180 @@
+"""`Advisor`: says when the engine is set up badly for the load it sees, and what to change."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from quire.protocol.request import NewRequest
+from quire.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+HEAD_LENGTHS = (512, 64)
+"""Prompts that agree in so many leading tokens could share their KV, longest first."""
+MAX_HEADS = 4096
+MIN_REQUESTS = 20
+MIN_REPEATED_SHARE = 0.2
+MIN_HIT_SHARE = 0.1
+MAX_WASTE = 0.1
+MIN_STEPS = 50
+MAX_PREEMPTION_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Advice:
+    kind: str
+    message: str
+
+
+@dataclass
+class _Counts:
+    """Counters at one time, or what was added between two."""
+
+    queries: int
+    hits: int
+    admitted: int
+    steps: int
+    held_blocks: int
+    held_tokens: int
+    preemptions: int
+    arrived: int
+    """Prompt tokens, and those of them that repeat the head of an earlier prompt."""
+    repeated: int
+
+    def __sub__(self, other: _Counts) -> _Counts:
+        return _Counts(
+            *(a - b for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
+        )
+
+
+class Advisor:
+    """Looks at what happened since it looked last, every `interval_s`; says the same thing again
+    only after `repeat_s`."""
+
+    def __init__(
+        self, scheduler: Scheduler, interval_s: float = 30.0, repeat_s: float = 600.0
+    ) -> None:
+        self._scheduler = scheduler
+        self._interval_s = interval_s
+        self._repeat_s = repeat_s
+        self._heads: OrderedDict[tuple[int, str | None, int], None] = OrderedDict()
+        self._num_arrived = self._num_repeated = 0
+        self._next_look: float | None = None
+        self._said: dict[str, float] = {}
+        self._before = self._counts()
+        self.current: list[Advice] = []
+        """What holds since the last look, said or not."""
+
+    def arrived(self, new: NewRequest) -> None:
+        """A request has come: do its first tokens repeat?"""
+        found = 0
+        for length in HEAD_LENGTHS:
+            if len(new.prompt_token_ids) <= length:
+                continue
+            key = (hash(new.prompt_token_ids[:length].tobytes()), new.cache_salt, length)
+            if key in self._heads:
+                found = found or length
+                self._heads.move_to_end(key)
+            else:
+                self._heads[key] = None
+        self._num_arrived += len(new.prompt_token_ids)
+        self._num_repeated += found
+        while len(self._heads) > MAX_HEADS:
+            self._heads.popitem(last=False)
+
+    def look(self, now: float) -> None:
+        """Log what is amiss, if it is time to look."""
+        if self._next_look is None or now < self._next_look:
+            self._next_look = self._next_look or now + self._interval_s
+            return
+        self._next_look = now + self._interval_s
+        counts = self._counts()
+        self.current = list(self._judge(counts - self._before))
+        self._before = counts
+        for advice in self.current:
+            if now - self._said.get(advice.kind, -self._repeat_s) >= self._repeat_s:
+                self._said[advice.kind] = now
+                logger.warning("advice: %s", advice.message)
+
+    def _counts(self) -> _Counts:
+        metrics = self._scheduler.metrics
+        return _Counts(
+            queries=metrics.queries.value,
+            hits=metrics.hits.value,
+            admitted=self._scheduler.num_admissions,
+            steps=metrics.steps.value,
+            held_blocks=metrics.held_blocks.value,
+            held_tokens=metrics.held_tokens.value,
+            preemptions=metrics.preemptions.value,
+            arrived=self._num_arrived,
+            repeated=self._num_repeated,
+        )
+
+    def _judge(self, new: _Counts) -> Iterator[Advice]:
+        limits = self._scheduler.limits
+        # Shares, not counts: those who arrived and those who were admitted are not the same.
+        repeated = new.repeated / new.arrived if new.arrived else 0.0
+        hits = new.hits / new.queries if new.queries else 0.0
+        if (
+            new.admitted >= MIN_REQUESTS
+            and repeated >= MIN_REPEATED_SHARE
+            and hits < MIN_HIT_SHARE * repeated
+        ):
+            yield Advice("prefix_hits", self._about_hits(repeated, hits))
+        slots = new.held_blocks * limits.block_size
+        waste = 1 - new.held_tokens / slots if slots else 0.0
+        if new.steps >= MIN_STEPS and waste > MAX_WASTE:
+            yield Advice("waste", self._about_waste(waste))
+        if new.preemptions >= max(MAX_PREEMPTION_SHARE * new.admitted, MIN_REQUESTS / 2):
+            yield Advice(
+                "preemptions",
+                f"{new.preemptions} times in {self._interval_s:g} s a request lost its KV blocks "
+                f"and is computed again ({new.admitted} were begun). Lower max_num_seqs "
+                f"({limits.max_num_seqs}), or give the KV cache more memory "
+                "(gpu_memory_utilization, kv_cache_memory_bytes).",
+            )
+        yield from self._about_pool()
+
+    def _about_hits(self, repeated: float, hits: float) -> str:
+        seen = (
+            f"at least {repeated:.0%} of all prompt tokens repeat the beginning of an earlier "
+            f"prompt, but {hits:.1%} were found in the prefix cache. "
+        )
+        if not self._scheduler.limits.enable_prefix_caching:
+            return seen + "Set enable_prefix_caching=True."
+        return seen + (
+            "They are evicted before they are asked for again: give the KV cache more memory "
+            "(gpu_memory_utilization, kv_cache_memory_bytes) or lower max_num_seqs "
+            f"({self._scheduler.limits.max_num_seqs})."
+        )
+
+    def _about_waste(self, waste: float) -> str:
+        limits = self._scheduler.limits
+        seen = f"{waste:.0%} of the KV slots that requests hold are empty. "
+        if limits.reserves_max_length:
+            return seen + "Set reservation='paged'."
+        return seen + (
+            f"Sequences are short for blocks of {limits.block_size} tokens: lower block_size."
+        )
+
+    def _about_pool(self) -> Iterator[Advice]:
+        """Whether requests wait for blocks while rows are free."""
+        scheduler, limits = self._scheduler, self._scheduler.limits
+        rows = scheduler.ranked_rows()
+        if not scheduler.waiting or not scheduler.free_rows or not len(rows):
+            return
+        wanted = limits.blocks_for(len(scheduler.waiting.first().held_token_ids))
+        room = scheduler.kv.pool.num_free - scheduler.kv.num_promised(rows)
+        blocks_each = float(scheduler.columns.num_blocks[rows].mean())
+        if wanted > room and blocks_each * limits.max_num_seqs > limits.num_blocks:
+            yield Advice(
+                "pool",
+                f"{len(scheduler.waiting)} requests wait although {len(scheduler.free_rows)} of "
+                f"max_num_seqs={limits.max_num_seqs} rows are free: at {blocks_each:.0f} blocks "
+                f"each, the KV cache of {limits.num_blocks} blocks holds {len(rows)} sequences. "
+                "Give it more memory (gpu_memory_utilization, kv_cache_memory_bytes), or lower "
+                "max_num_seqs to what fits.",
+            )

@@ -1,0 +1,108 @@
+"""Embeddings: prompts in, one vector each out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quire.frontend.inputs import TokenizationOptions, naming_index, parse_prompts
+from quire.frontend.outputs import EmbeddingOutput, EmbeddingRequestOutput
+from quire.frontend.progress import ProgressBar
+from quire.protocol.errors import RequestError
+from quire.protocol.plan import Float32Array
+
+if TYPE_CHECKING:
+    from quire.frontend.llm import LLM
+
+POOLINGS = ("last", "mean")
+
+
+@dataclass(frozen=True)
+class PoolingParams:
+    """How the hidden states of a prompt become a vector."""
+
+    pooling: str = "last"
+    """last: of the last token, which has seen all others, as vLLM has it for causal models;
+    mean: over all tokens."""
+    normalize: bool = True
+    """Scale vectors to length 1."""
+    dimensions: int | None = None
+    """Keep the first so many numbers only, for models trained for that."""
+
+    def __post_init__(self) -> None:
+        if self.pooling not in POOLINGS:
+            raise RequestError(
+                f"pooling must be one of {', '.join(POOLINGS)}, got {self.pooling!r}."
+            )
+        if self.dimensions is not None and self.dimensions < 1:
+            raise RequestError(f"dimensions must be at least 1, got {self.dimensions}.")
+
+    def check_dimensions(self, hidden_size: int) -> None:
+        if self.dimensions is not None and self.dimensions > hidden_size:
+            raise RequestError(
+                f"dimensions={self.dimensions} is more than the model's {hidden_size}; lower it."
+            )
+
+    def finish(self, vector: Float32Array) -> Float32Array:
+        """A pooled vector as the caller wants it: cut first, then scaled, as vLLM does."""
+        vector = vector[: self.dimensions]
+        if not self.normalize:
+            return vector
+        return vector / np.maximum(np.linalg.norm(vector), np.float32(1e-12))
+
+
+def embed(
+    llm: LLM,
+    prompts: Any,
+    *,
+    pooling_params: PoolingParams | None = None,
+    use_tqdm: bool = True,
+    priority: Sequence[int] | None = None,
+    tokenization_kwargs: Mapping[str, Any] | None = None,
+) -> list[EmbeddingRequestOutput]:
+    """One vector for each prompt, from the model's last hidden states."""
+    params = pooling_params or PoolingParams()
+    if not isinstance(params, PoolingParams):
+        raise RequestError(f"pooling_params must be PoolingParams, got {params!r}.")
+    params.check_dimensions(llm.model_config.hidden_size)
+    parsed = parse_prompts(prompts)
+    if priority is not None and len(priority) != len(parsed):
+        raise RequestError(
+            f"priority has {len(priority)} entries for {len(parsed)} prompts; give one each."
+        )
+    inputs, core = llm._session.inputs, llm._session.core
+    inputs.tokenize(parsed, TokenizationOptions.from_kwargs(tokenization_kwargs))
+    news = []
+    for i, prompt in enumerate(parsed):
+        with naming_index(i):
+            key = llm._session.take_keys(1)
+            new = inputs.new_pooling(
+                key,
+                str(key),
+                prompt,
+                params.pooling,
+                arrival_time=core.clock(),
+                priority=priority[i] if priority is not None else 0,
+            )
+            core.check(new)
+        news.append(new)
+    with ProgressBar(len(news), use_tqdm) as bar:
+        ended = llm._run_apart(news, bar)
+    outputs = []
+    for new in news:
+        sequence = ended[new.key]
+        if sequence.embedding is None:
+            raise llm._session.failure(sequence.error or f"it ended by {sequence.finish_reason}")
+        outputs.append(
+            EmbeddingRequestOutput(
+                request_id=new.request_id,
+                outputs=EmbeddingOutput(params.finish(sequence.embedding).tolist()),
+                prompt_token_ids=new.prompt_token_ids.tolist(),
+                num_cached_tokens=sequence.num_cached_tokens,
+                finished=True,
+            )
+        )
+    return outputs

@@ -1,0 +1,86 @@
+"""Snapshots and gauges: blocks, requests and memory as they are at one moment."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quire.metrics.instruments import GaugeReading
+from quire.protocol.snapshot import BlockState
+from tests.engine.driver import Engine, numbers
+
+
+def gauges(engine: Engine) -> dict[tuple[str, ...], float]:
+    return {
+        (reading.name.removeprefix("quire:"), *reading.labels.values()): reading.value
+        for reading in engine.core.read_metrics()
+        if isinstance(reading, GaugeReading)
+    }
+
+
+def test_blocks_requests_and_memory() -> None:
+    """8 tokens are shared by two requests; an ended one left three findable blocks."""
+    engine = Engine(32, max_num_seqs=2)
+    engine.add(numbers(11, start=50), max_tokens=1)
+    engine.finish()
+    first = engine.add(numbers(10), max_tokens=20, tenant="a")
+    engine.step()
+    second = engine.add([*numbers(8), 90, 91, 92], max_tokens=20, tenant="b")
+    engine.step()
+    third = engine.add(numbers(5), max_tokens=3, tenant="b")
+    snapshot = engine.core.snapshot()
+    counts = np.bincount(snapshot.blocks, minlength=4).tolist()
+    one, two = snapshot.running
+    assert (one.key, one.tenant, one.state, one.num_prompt_tokens) == (first, "a", "running", 10)
+    assert (two.key, two.tenant, two.num_prompt_tokens) == (second, "b", 11)
+    assert (one.num_tokens, one.num_computed_tokens) == (12, 11)
+    shared = set(one.block_table.tolist()) & set(two.block_table.tolist())
+    assert len(shared) == 2
+    assert {i for i, s in enumerate(snapshot.blocks) if s == BlockState.SHARED} == shared
+    owned = set(one.block_table.tolist()) ^ set(two.block_table.tolist())
+    assert {i for i, s in enumerate(snapshot.blocks) if s == BlockState.OWNED} == owned
+    assert counts[BlockState.CACHED] == 3
+    assert sum(counts) == 32
+    (waiting,) = snapshot.waiting
+    assert (waiting.key, waiting.state, len(waiting.block_table)) == (third, "waiting", 0)
+    memory = snapshot.memory
+    assert memory.kv_used == 1000 * (len(shared) + len(owned))
+    assert memory.kv_cached == 3000
+    assert memory.kv_used + memory.kv_cached + memory.kv_free == memory.weights == 32_000
+    assert memory.other == 32_000
+    values = gauges(engine)
+    assert values["kv_blocks_shared",] == 2 and values["kv_blocks_cached",] == 3
+    assert values["device_memory_bytes", "kv_used"] == memory.kv_used
+    assert values["num_requests_waiting_by_reason", "capacity"] == 1
+    slots = 4 * (len(one.block_table) + len(two.block_table))
+    tokens = one.num_computed_tokens + two.num_computed_tokens
+    assert values["kv_cache_waste_perc",] == pytest.approx(1 - tokens / slots)
+    engine.finish()
+
+
+def test_a_long_queue_is_cut() -> None:
+    engine = Engine(max_num_seqs=1)
+    for i in range(30):
+        engine.add(numbers(5, start=i))
+    snapshot = engine.core.snapshot(max_waiting=7)
+    assert len(snapshot.waiting) == 7 and snapshot.num_waiting == 30
+
+
+def test_tokens_per_second_are_those_of_the_last_seconds() -> None:
+    engine = Engine(max_num_seqs=4)
+    engine.now = 100.0
+    for i in range(4):
+        engine.add(numbers(10, start=i), max_tokens=80)
+    for _ in range(60):
+        engine.now += 0.25
+        engine.step()
+    assert engine.core.snapshot().generation_tokens_per_s == pytest.approx(16.0)
+    engine.now += 1000.0
+    assert engine.core.snapshot().generation_tokens_per_s == 0.0
+
+
+def test_a_stopped_engine_can_be_looked_at() -> None:
+    engine = Engine()
+    engine.core.shutdown()
+    assert engine.core.snapshot().memory.total == 0
+    assert gauges(engine)["num_requests_running",] == 0
