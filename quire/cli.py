@@ -9,10 +9,12 @@ import io
 import secrets
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from quire import __version__
+from quire.client import run_batch
 from quire.client.address import DEFAULT_URL
 from quire.config.cli import (
     Arguments,
@@ -112,6 +114,7 @@ def build_parser(words: Sequence[str] = ()) -> CommandParser:
     _add_generate(commands)
     _add_chat(commands)
     _add_complete(commands)
+    _add_run_batch(commands)
     _add_pull(commands)
     _add_bench(commands, words)
     return parser
@@ -171,6 +174,13 @@ def _add_complete(commands: Any) -> None:
 
 def _add_api_key(parser: CommandParser) -> None:
     parser.add_argument("--api-key", metavar="KEY", help="The server's key, if it wants one.")
+
+
+def _add_run_batch(commands: Any) -> None:
+    text = "Run a file of requests in OpenAI's batch format."
+    parser = _add_command(commands, "run-batch -i FILE -o FILE", text, _run_batch)
+    run_batch.add_arguments(parser)
+    add_engine_arguments(parser, exclude=("skip_tokenizer_init",))
 
 
 def _add_pull(commands: Any) -> None:
@@ -259,16 +269,20 @@ def _chat(arguments: Arguments) -> int:
 
 
 def _chat_with_server(arguments: Arguments, given: dict[str, Any]) -> int:
-    unused = engine_arguments(arguments).keys() - {"model"}
-    if unused:
-        flag = "--" + min(unused).replace("_", "-")
-        raise OptionError(f"{flag} is of no use with --url: the server has its options already.")
+    _refuse_engine_flags(arguments, but=("model",))
     client, options = _server(arguments), _body_options(given)
     return run_chat(
         lambda messages: client.stream_chat(messages, options),
         arguments.system,
         interactive=standard_input().isatty(),
     )
+
+
+def _refuse_engine_flags(arguments: Arguments, but: Collection[str] = ()) -> None:
+    unused = engine_arguments(arguments).keys() - set(but)
+    if unused:
+        flag = "--" + min(unused).replace("_", "-")
+        raise OptionError(f"{flag} is of no use with --url: the server has its options already.")
 
 
 def _complete(arguments: Arguments) -> int:
@@ -297,6 +311,14 @@ def _body_options(given: dict[str, Any]) -> dict[str, Any]:
         name: dataclasses.asdict(value) if isinstance(value, RepetitionDetectionParams) else value
         for name, value in given.items()
     }
+
+
+def _run_batch(arguments: Arguments) -> int:
+    if arguments.url is None:
+        raise OptionError("--url is missing: give the address of a running server.")
+    _refuse_engine_flags(arguments)
+    poster = partial(run_batch.server_poster, arguments.url, arguments.api_key)
+    return run_batch.run_file(arguments, poster)
 
 
 def _pull(arguments: Arguments) -> int:

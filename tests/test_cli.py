@@ -59,7 +59,7 @@ def test_help_lists_commands_and_benchmarks(capsys: pytest.CaptureFixture[str]) 
     """A newcomer finds every command; no command at all is a question for help."""
     text = output_of(capsys, "--help")
     assert text == output_of(capsys)
-    for command in ("generate", "chat", "complete", "pull", "bench"):
+    for command in ("generate", "chat", "complete", "run-batch", "pull", "bench"):
         assert command in text
         assert "usage: quire " + command in output_of(capsys, command, "--help")
     for name, summary in BENCHMARKS.items():
