@@ -50,6 +50,14 @@ class ProtocolServer:
         return [seen.body for seen in self.seen]
 
 
+class _HttpServer(ThreadingHTTPServer):
+    request_queue_size = 128  # many connect at once
+    daemon_threads = True
+
+    def handle_error(self, *arguments: Any) -> None:
+        """Clients may leave at any time."""
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
@@ -206,9 +214,7 @@ def _ollama_events(body: dict[str, Any]) -> Iterator[bytes]:
 def protocol_server() -> Iterator[ProtocolServer]:
     """A running server on a port of its own."""
     handler = type("Handler", (_Handler,), {})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.handle_error = lambda *arguments: None  # type: ignore[method-assign]
-    server.daemon_threads = True
+    server = _HttpServer(("127.0.0.1", 0), handler)
     state = handler.state = ProtocolServer(f"http://127.0.0.1:{server.server_port}")  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
