@@ -9,13 +9,10 @@ import io
 import secrets
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from quire import __version__
-from quire.client import run_batch
-from quire.client.address import DEFAULT_URL
+from quire import __version__, remote
 from quire.config.cli import (
     Arguments,
     CommandParser,
@@ -26,12 +23,8 @@ from quire.config.cli import (
     engine_options,
     sampling_arguments,
 )
-from quire.protocol.errors import ModelError, OptionError, QuireError, RequestError
-from quire.protocol.sampling import (
-    RepetitionDetectionParams,
-    RequestOutputKind,
-    SamplingParams,
-)
+from quire.protocol.errors import ModelError, QuireError, RequestError
+from quire.protocol.sampling import RequestOutputKind, SamplingParams
 from quire.terminal import (
     CHAT_HELP,
     Message,
@@ -45,7 +38,6 @@ from quire.terminal import (
 
 if TYPE_CHECKING:
     from quire import LLM
-    from quire.client.terminal_client import TerminalClient
 
 GENERATE_MAX_TOKENS = 128
 
@@ -113,8 +105,7 @@ def build_parser(words: Sequence[str] = ()) -> CommandParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_generate(commands)
     _add_chat(commands)
-    _add_complete(commands)
-    _add_run_batch(commands)
+    _add_remote(commands)
     _add_pull(commands)
     _add_bench(commands, words)
     return parser
@@ -146,41 +137,19 @@ def _add_chat(commands: Any) -> None:
     parser.add_argument(
         "--system", metavar="TEXT", help="System message. (default: the chat template's)"
     )
-    parser.add_argument(
-        "--url",
-        help="Talk to the model of a running server, such as http://127.0.0.1:8000, instead of "
-        "starting an engine; --model then names one of its models.",
-    )
-    _add_api_key(parser)
+    remote.add_chat_arguments(parser)
     add_sampling_arguments(parser, exclude=("n",))
     add_engine_arguments(parser, exclude=NOT_FOR_TEXT)
 
 
-def _add_complete(commands: Any) -> None:
+def _add_remote(commands: Any) -> None:
+    """The commands that need a server, or can use one."""
     text = "Continue prompts by a running server."
-    parser = _add_command(commands, "complete [PROMPT ...]", text, _complete)
-    parser.description = (
-        "Continue prompts by a running server that speaks OpenAI's protocol; the text is printed "
-        "as it comes."
-    )
-    parser.add_argument(
-        "prompts", nargs="*", metavar="PROMPT", help="Text to continue. (default: standard input)"
-    )
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"Its address. (default: {DEFAULT_URL})")
-    parser.add_argument("--model", metavar="NAME", help="Model to ask for. (default: its first)")
-    _add_api_key(parser)
-    add_sampling_arguments(parser, GENERATE_MAX_TOKENS, exclude=("n",))
-
-
-def _add_api_key(parser: CommandParser) -> None:
-    parser.add_argument("--api-key", metavar="KEY", help="The server's key, if it wants one.")
-
-
-def _add_run_batch(commands: Any) -> None:
+    parser = _add_command(commands, "complete [PROMPT ...]", text, remote.complete)
+    remote.add_complete_arguments(parser)
     text = "Run a file of requests in OpenAI's batch format."
-    parser = _add_command(commands, "run-batch -i FILE -o FILE", text, _run_batch)
-    run_batch.add_arguments(parser)
-    add_engine_arguments(parser, exclude=("skip_tokenizer_init",))
+    parser = _add_command(commands, "run-batch -i FILE -o FILE", text, remote.run_batch)
+    remote.add_batch_arguments(parser)
 
 
 def _add_pull(commands: Any) -> None:
@@ -250,9 +219,9 @@ def _generate(arguments: Arguments) -> int:
 
 def _chat(arguments: Arguments) -> int:
     standard_input()
-    given = sampling_arguments(arguments)
     if arguments.url is not None:
-        return _chat_with_server(arguments, given)
+        return remote.chat(arguments)
+    given = sampling_arguments(arguments)
     with _engine(arguments, given) as llm:
         if not llm.get_tokenizer().chat_template:
             raise ModelError(
@@ -266,59 +235,6 @@ def _chat(arguments: Arguments) -> int:
             return (output.outputs[0].text for output in llm.stream_chat(messages, params))
 
         return run_chat(stream, arguments.system, interactive=standard_input().isatty())
-
-
-def _chat_with_server(arguments: Arguments, given: dict[str, Any]) -> int:
-    _refuse_engine_flags(arguments, but=("model",))
-    client, options = _server(arguments), _body_options(given)
-    return run_chat(
-        lambda messages: client.stream_chat(messages, options),
-        arguments.system,
-        interactive=standard_input().isatty(),
-    )
-
-
-def _refuse_engine_flags(arguments: Arguments, but: Collection[str] = ()) -> None:
-    unused = engine_arguments(arguments).keys() - set(but)
-    if unused:
-        flag = "--" + min(unused).replace("_", "-")
-        raise OptionError(f"{flag} is of no use with --url: the server has its options already.")
-
-
-def _complete(arguments: Arguments) -> int:
-    prompts = arguments.prompts or [prompt_from_input("complete")]
-    options = {"max_tokens": GENERATE_MAX_TOKENS} | _body_options(sampling_arguments(arguments))
-    client = _server(arguments)
-    for prompt in prompts:
-        if len(prompts) > 1:
-            write(prompt)
-        for piece in client.stream_completion(prompt, options):
-            write(piece)
-        print("\n" if len(prompts) > 1 else "")
-    return 0
-
-
-def _server(arguments: Arguments) -> TerminalClient:
-    from quire.client.terminal_client import TerminalClient
-
-    return TerminalClient(arguments.url, arguments.api_key, getattr(arguments, "model", None))
-
-
-def _body_options(given: dict[str, Any]) -> dict[str, Any]:
-    """Sampling parameters as a request's body has them, checked before anything is sent."""
-    SamplingParams(**given)
-    return {
-        name: dataclasses.asdict(value) if isinstance(value, RepetitionDetectionParams) else value
-        for name, value in given.items()
-    }
-
-
-def _run_batch(arguments: Arguments) -> int:
-    if arguments.url is None:
-        raise OptionError("--url is missing: give the address of a running server.")
-    _refuse_engine_flags(arguments)
-    poster = partial(run_batch.server_poster, arguments.url, arguments.api_key)
-    return run_batch.run_file(arguments, poster)
 
 
 def _pull(arguments: Arguments) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import ssl
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from quire.protocol.errors import OptionError
+
+if TYPE_CHECKING:
+    import ssl
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -56,7 +59,11 @@ class Address:
         return self.root + path
 
     def tls(self) -> ssl.SSLContext | None:
-        return ssl.create_default_context() if self.is_secure else None
+        if not self.is_secure:
+            return None
+        import ssl
+
+        return ssl.create_default_context()
 
 
 def request_headers(api_key: str | None) -> dict[str, str]:

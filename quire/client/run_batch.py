@@ -8,60 +8,26 @@ import json
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire.client.address import Address
 from quire.client.batch import BatchCounts, Post, run_batch
 from quire.client.errors import no_answer, refused
-from quire.config.cli import Arguments
 from quire.protocol.errors import OptionError, RequestError
-
-if TYPE_CHECKING:
-    from quire.config.cli import CommandParser
-
-CONCURRENCY = 256
 
 Poster = Callable[[], contextlib.AbstractAsyncContextManager[Post]]
 
 
-def add_arguments(parser: CommandParser) -> None:
-    parser.add_argument(
-        "-i",
-        "--input-file",
-        metavar="FILE",
-        required=True,
-        help="One request per line: custom_id, method, url, body.",
-    )
-    parser.add_argument(
-        "-o",
-        "--output-file",
-        metavar="FILE",
-        required=True,
-        help="Gets one result per line, in the order in which they are done.",
-    )
-    parser.add_argument(
-        "--url", help="Use a running server, such as http://127.0.0.1:8000. (default: an engine)"
-    )
-    parser.add_argument("--api-key", metavar="KEY", help="The server's key, if it wants one.")
-    parser.add_argument(
-        "--concurrency",
-        metavar="N",
-        type=int,
-        default=CONCURRENCY,
-        help=f"Most requests at a time. (default: {CONCURRENCY})",
-    )
-
-
-def run_file(arguments: Arguments, poster: Poster) -> int:
+def run_file(input_file: str, output_file: str, poster: Poster, concurrency: int) -> int:
     """Run the batch; what could not be done is counted, and told in the output file."""
-    source, target = Path(arguments.input_file), Path(arguments.output_file)
-    if arguments.concurrency < 1:
-        raise OptionError(f"--concurrency must be at least 1, got {arguments.concurrency}.")
+    source, target = Path(input_file), Path(output_file)
+    if concurrency < 1:
+        raise OptionError(f"--concurrency must be at least 1, got {concurrency}.")
     if not source.is_file():
         raise RequestError(f"--input-file {str(source)!r} does not exist, or is no file.")
     if target.exists() and target.samefile(source):
         raise OptionError("--output-file must not be the --input-file, which it would overwrite.")
-    counts = asyncio.run(_run(source, target, poster, arguments.concurrency))
+    counts = asyncio.run(_run(source, target, poster, concurrency))
     print(f"quire run-batch: {counts}; see {target}", file=sys.stderr)
     return 0
 
