@@ -80,7 +80,7 @@ def _requests(options: ServeOptions) -> list[LoadRequest]:
 
 
 def _run_loop(work: Any) -> Any:
-    """On uvloop where it is installed (it comes with the extras): it costs about half as much."""
+    """On uvloop where it is installed (it comes with the extras): reading costs it less."""
     try:
         import uvloop
     except ImportError:
