@@ -6,16 +6,13 @@ import contextlib
 import dataclasses
 import importlib
 import io
-import re
 import secrets
-import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
-from quire import __version__
+from quire import __version__, remote
 from quire.config.cli import (
     Arguments,
     CommandParser,
@@ -28,6 +25,16 @@ from quire.config.cli import (
 )
 from quire.protocol.errors import ModelError, QuireError, RequestError
 from quire.protocol.sampling import RequestOutputKind, SamplingParams
+from quire.terminal import (
+    CHAT_HELP,
+    Message,
+    note,
+    prompt_from_input,
+    report,
+    run_chat,
+    standard_input,
+    write,
+)
 
 if TYPE_CHECKING:
     from quire import LLM
@@ -40,6 +47,7 @@ BENCHMARKS = {
     "prefix": "Repeated system prompts with prefix caching on and off.",
     "blocks": "Block sizes 4 to 64: waste, allocations and speed.",
     "memory": "Paging against reserving the maximum length: waste and requests in flight.",
+    "serve": "A load on a running server, of any make: latency, throughput, cost.",
     "host": "Host work per step with 1,024 requests and no model to wait for.",
 }
 
@@ -51,11 +59,10 @@ examples:
   quire generate "The capital of France is" --max-tokens 20
   quire generate --model ./my-model.gguf --temperature 0 < prompt.txt
   quire chat --system "Answer in one sentence."
+  quire chat --url http://127.0.0.1:8000
   quire bench prefix
 
 `quire COMMAND --help` shows the flags of a command."""
-
-CHAT_HELP = "/clear forgets the conversation, /system TEXT sets the system message, /exit ends."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,14 +79,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return status
     except QuireError as error:
-        _report(error)
+        report(error)
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
     except OSError as error:
         if not isinstance(error, BrokenPipeError):
-            _report(error)
+            report(error)
         # What could not be written would be tried again at exit.
         with contextlib.suppress(OSError):
             sys.stdout.close()
@@ -98,6 +105,7 @@ def build_parser(words: Sequence[str] = ()) -> CommandParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_generate(commands)
     _add_chat(commands)
+    _add_remote(commands)
     _add_pull(commands)
     _add_bench(commands, words)
     return parser
@@ -129,8 +137,19 @@ def _add_chat(commands: Any) -> None:
     parser.add_argument(
         "--system", metavar="TEXT", help="System message. (default: the chat template's)"
     )
+    remote.add_chat_arguments(parser)
     add_sampling_arguments(parser, exclude=("n",))
     add_engine_arguments(parser, exclude=NOT_FOR_TEXT)
+
+
+def _add_remote(commands: Any) -> None:
+    """The commands that need a server, or can use one."""
+    text = "Continue prompts by a running server."
+    parser = _add_command(commands, "complete [PROMPT ...]", text, remote.complete)
+    remote.add_complete_arguments(parser)
+    text = "Run a file of requests in OpenAI's batch format."
+    parser = _add_command(commands, "run-batch -i FILE -o FILE", text, remote.run_batch)
+    remote.add_batch_arguments(parser)
 
 
 def _add_pull(commands: Any) -> None:
@@ -178,7 +197,7 @@ def _print_help(parser: CommandParser) -> int:
 
 
 def _generate(arguments: Arguments) -> int:
-    prompts = arguments.prompts or [_prompt_from_input()]
+    prompts = arguments.prompts or [prompt_from_input("generate")]
     if "" in prompts:
         raise RequestError("prompt is empty; write at least one character.")
     given = sampling_arguments(arguments)
@@ -187,7 +206,7 @@ def _generate(arguments: Arguments) -> int:
         if len(prompts) == 1 and params.n == 1:
             params.output_kind = RequestOutputKind.DELTA
             for output in llm.stream(prompts[0], params):
-                _write(output.outputs[0].text)
+                write(output.outputs[0].text)
             print()
             return 0
         params.output_kind = RequestOutputKind.FINAL_ONLY
@@ -199,7 +218,9 @@ def _generate(arguments: Arguments) -> int:
 
 
 def _chat(arguments: Arguments) -> int:
-    _standard_input()
+    standard_input()
+    if arguments.url is not None:
+        return remote.chat(arguments)
     given = sampling_arguments(arguments)
     with _engine(arguments, given) as llm:
         if not llm.get_tokenizer().chat_template:
@@ -209,7 +230,11 @@ def _chat(arguments: Arguments) -> int:
             )
         params = _sampling_params(llm, {"max_tokens": None} | given)
         params.output_kind = RequestOutputKind.DELTA
-        return run_chat(llm, params, arguments.system, interactive=_standard_input().isatty())
+
+        def stream(messages: list[Message]) -> Iterator[str]:
+            return (output.outputs[0].text for output in llm.stream_chat(messages, params))
+
+        return run_chat(stream, arguments.system, interactive=standard_input().isatty())
 
 
 def _pull(arguments: Arguments) -> int:
@@ -249,83 +274,6 @@ def _sampling_params(llm: LLM, given: dict[str, Any]) -> SamplingParams:
     return dataclasses.replace(llm.get_default_sampling_params(), **given)
 
 
-def run_chat(llm: LLM, params: SamplingParams, system: str | None, interactive: bool) -> int:
-    """Read messages line by line and stream the replies, until the input ends."""
-    if interactive:
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  (gives `input` line editing and history)
-        _note(f"Ctrl-C stops a reply, Ctrl-D ends the chat.\n{CHAT_HELP}")
-    messages = _opening(system)
-    while True:
-        try:
-            line = input("> " if interactive else "").strip()
-        except EOFError:
-            if interactive:
-                print()
-            return 0
-        except KeyboardInterrupt:
-            if not interactive:
-                raise
-            print()
-            continue
-        command, _, rest = line.partition(" ")
-        if command == "/exit":
-            return 0
-        if command in ("/clear", "/system"):
-            system = rest.strip() or None if command == "/system" else system
-            messages = _opening(system)
-            if interactive:
-                _note("A new conversation." if system is None else f"System message: {system}")
-        elif re.fullmatch(r"/[a-z]+", command):
-            _note(CHAT_HELP)
-        elif line:
-            messages.append({"role": "user", "content": line})
-            _reply(llm, params, messages)
-
-
-def _opening(system: str | None) -> list[dict[str, str]]:
-    return [] if system is None else [{"role": "system", "content": system}]
-
-
-def _reply(llm: LLM, params: SamplingParams, messages: list[dict[str, str]]) -> None:
-    """Stream one reply and add it to the messages, as far as it came."""
-    text = ""
-    try:
-        with _interrupt_flag() as interrupted:
-            # Leaving the loop early drops the stream, and so gives the request up.
-            for output in llm.stream_chat(messages, params):
-                piece = output.outputs[0].text
-                _write(piece)
-                text += piece
-                if interrupted():
-                    break
-        print()
-    except RequestError as error:
-        _report(error)
-        _note("The message was dropped; /clear starts a new conversation.")
-        messages.pop()
-        return
-    messages.append({"role": "assistant", "content": text})
-
-
-@contextlib.contextmanager
-def _interrupt_flag() -> Iterator[Callable[[], bool]]:
-    """Turns the first Ctrl-C into a flag, so that no step is cut short; the second one raises."""
-    seen = False
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal seen
-        if seen:
-            raise KeyboardInterrupt
-        seen = True
-
-    previous = signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: seen
-    finally:
-        signal.signal(signal.SIGINT, previous)
-
-
 @contextlib.contextmanager
 def _plain_warnings() -> Iterator[None]:
     """Shows each warning once, in one line, without the code that gave it."""
@@ -334,33 +282,8 @@ def _plain_warnings() -> Iterator[None]:
     def show(message: Warning | str, *where: object, **more: object) -> None:
         if str(message) not in shown:
             shown.add(str(message))
-            _note(f"quire: warning: {message}")
+            note(f"quire: warning: {message}")
 
     with warnings.catch_warnings():
         warnings.showwarning = show
         yield
-
-
-def _standard_input() -> TextIO:
-    if sys.stdin is None:
-        raise RequestError("standard input is closed; open it, or give a prompt.")
-    return sys.stdin
-
-
-def _prompt_from_input() -> str:
-    if _standard_input().isatty():
-        raise RequestError("prompt is missing; write it after `quire generate`, in quotes.")
-    return sys.stdin.read().removesuffix("\n")
-
-
-def _write(text: str) -> None:
-    print(text, end="", flush=True)
-
-
-def _note(text: str) -> None:
-    """Say something that is not the model's, and so stays out of pipes."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def _report(error: Exception) -> None:
-    _note(f"quire: error: {' '.join(str(error).split())}")

@@ -36,9 +36,10 @@ BELOW = {
     "engine": COMMON | {"engine.executors", "scheduler"},
     "frontend": COMMON | {"engine"},
     "server": COMMON | {"frontend", "quire"},
-    "bench": COMMON | {"frontend", "engine.executors", "models", "quire"},
+    "client": COMMON,
+    "bench": COMMON | {"client", "frontend", "engine.executors", "models", "quire"},
     "entrypoints": {"server", "config", "quire"},
-    "quire": COMMON | {"frontend", "server", "bench"},
+    "quire": COMMON | {"frontend", "server", "client", "bench"},
 }
 """What each package may import besides itself; "quire" stands for the files in the root."""
 

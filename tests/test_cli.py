@@ -10,16 +10,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 import quire
-from quire.cli import BENCHMARKS, main, run_chat
+from quire.cli import BENCHMARKS, main
 from quire.config.embedded import find_embedded_model
 from quire.protocol.errors import RequestError
-from quire.protocol.sampling import RequestOutputKind, SamplingParams
+from quire.terminal import run_chat
 from tests.tiny import save_tiny
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,7 +59,7 @@ def test_help_lists_commands_and_benchmarks(capsys: pytest.CaptureFixture[str]) 
     """A newcomer finds every command; no command at all is a question for help."""
     text = output_of(capsys, "--help")
     assert text == output_of(capsys)
-    for command in ("generate", "chat", "pull", "bench"):
+    for command in ("generate", "chat", "complete", "run-batch", "pull", "bench"):
         assert command in text
         assert "usage: quire " + command in output_of(capsys, command, "--help")
     for name, summary in BENCHMARKS.items():
@@ -127,10 +125,7 @@ class ScriptedModel:
         self.conversations: list[list[dict[str, str]]] = []
         self.closed = 0
 
-    def stream_chat(
-        self, messages: list[dict[str, str]], params: SamplingParams
-    ) -> Generator[Any, None, None]:
-        assert params.output_kind is RequestOutputKind.DELTA
+    def stream(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
         self.conversations.append([dict(message) for message in messages])
         try:
             for word in self.replies.pop(0).split():
@@ -138,7 +133,7 @@ class ScriptedModel:
                     raise RequestError("prompt is too long.")
                 if word == "^C":
                     signal.raise_signal(signal.SIGINT)
-                yield SimpleNamespace(outputs=[SimpleNamespace(text=word + " ")])
+                yield word + " "
         finally:
             self.closed += 1
 
@@ -150,8 +145,7 @@ def chat(
     system: str | None = None,
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
-    params = SamplingParams(output_kind=RequestOutputKind.DELTA)
-    assert run_chat(model, params, system, interactive=False) == 0  # type: ignore[arg-type]
+    assert run_chat(model.stream, system, interactive=False) == 0
 
 
 def test_chat_keeps_the_history(

@@ -111,6 +111,12 @@ def add_flags(parser: CommandParser, flags: Iterable[Flag], set_here: Collection
 
     `set_here` names the engine options that the benchmark itself sets.
     """
+    add_own_flags(parser, flags)
+    add_engine_arguments(parser, exclude=set_here)
+
+
+def add_own_flags(parser: CommandParser, flags: Iterable[Flag]) -> None:
+    """A benchmark's own flags, and those all benchmarks share."""
     section = parser.add_argument_group("benchmark")
     for flag in flags:
         section.add_argument(
@@ -124,7 +130,6 @@ def add_flags(parser: CommandParser, flags: Iterable[Flag], set_here: Collection
     section.add_argument(
         "--plot", metavar="FILE", help="Draw the result into this file, such as out.png."
     )
-    add_engine_arguments(parser, exclude=set_here)
 
 
 def read_flags(arguments: Arguments, flags: Iterable[Flag]) -> Any:

@@ -9,12 +9,11 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from quire import __version__
-from quire.bench.runs import Engines
 from quire.bench.workload import BenchRequest
 from quire.config.cli import Arguments
 from quire.config.device import cpu_device
@@ -42,6 +41,12 @@ class Report:
     """Inches of the plot."""
 
 
+class Subject(Protocol):
+    """What was measured: the engines of a benchmark, or a server."""
+
+    def described(self) -> dict[str, Any]: ...
+
+
 def check_outputs(arguments: Arguments) -> None:
     """Refuse files that could not be written before anything is measured."""
     for name in ("json", "plot"):
@@ -60,7 +65,7 @@ def check_outputs(arguments: Arguments) -> None:
         raise OptionError(f"--plot {arguments.plot!r} must end in one of {', '.join(formats)}.")
 
 
-def publish(report: Report, arguments: Arguments, engines: Engines) -> None:
+def publish(report: Report, arguments: Arguments, subject: Subject) -> None:
     """Print the table and write the files that were asked for."""
     from rich.console import Console
     from rich.table import Table
@@ -75,20 +80,19 @@ def publish(report: Report, arguments: Arguments, engines: Engines) -> None:
     for note in report.notes:
         console.print(note, style="dim", markup=False)
     if arguments.json is not None:
-        document = {**_circumstances(report, engines), **report.figures}
+        document = {**_circumstances(report, subject), **report.figures}
         text = json.dumps(document, indent=1, default=_plain)
         Path(arguments.json).write_text(text + "\n", encoding="utf-8")
     if arguments.plot is not None:
         _plot(report, arguments.plot)
 
 
-def _circumstances(report: Report, engines: Engines) -> dict[str, Any]:
+def _circumstances(report: Report, subject: Subject) -> dict[str, Any]:
     """Where the figures come from."""
     device = cpu_device()
     return {
         "benchmark": report.benchmark,
         "quire": __version__,
-        "model": engines.model.source.name,
         "machine": {
             "cpu": device.name,
             "threads": device.num_threads,
@@ -97,7 +101,7 @@ def _circumstances(report: Report, engines: Engines) -> dict[str, Any]:
             "python": platform.python_version(),
             "torch": importlib.metadata.version("torch"),
         },
-        "engine_options": engines.last,
+        **subject.described(),
     }
 
 

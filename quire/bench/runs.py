@@ -74,6 +74,9 @@ class Engines:
         )
         self._given = engine_arguments(arguments)
 
+    def described(self) -> dict[str, Any]:
+        return {"model": self.model.source.name, "engine_options": self.last}
+
     def dice(self, distribution: str = "log-uniform") -> Dice:
         return Dice(self.wanted.model.seed, self.model.vocab_size, distribution)
 

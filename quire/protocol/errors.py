@@ -38,3 +38,7 @@ class StepMemoryError(QuireError):
 
 class EngineDeadError(QuireError):
     """The engine stopped on an internal failure and serves nothing any more (HTTP 503)."""
+
+
+class ServerError(QuireError):
+    """A server that this program is a client of does not answer, or failed."""
