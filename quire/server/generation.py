@@ -1,0 +1,104 @@
+"""From a checked body to a running generation; shared by all protocols."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+from quire.frontend.async_llm import OutputStream
+from quire.frontend.inputs import Prompt, TokenizationOptions
+from quire.frontend.outputs import RequestOutput
+from quire.protocol.errors import RequestError
+from quire.protocol.sampling import SamplingParams
+from quire.server.state import ServerState
+
+T = TypeVar("T")
+
+LONG_TEXT = 16_384
+"""Characters from which text is tokenised on another thread, so that streams go on meanwhile."""
+
+
+def state_of(request: Request) -> ServerState:
+    state: ServerState = request.app.state.server
+    return state
+
+
+async def off_loop(num_characters: int, function: Callable[[], T]) -> T:
+    """Run host work here if it is short, on another thread if it is long."""
+    if num_characters < LONG_TEXT:
+        return function()
+    return await asyncio.to_thread(function)
+
+
+async def tokenize(state: ServerState, prompts: list[Prompt], options: Mapping[str, Any]) -> None:
+    given = {name: value for name, value in options.items() if value is not None}
+    checked = TokenizationOptions.from_kwargs(given)
+    size = sum(len(prompt.text or "") for prompt in prompts)
+    await off_loop(size, lambda: state.llm.session.inputs.tokenize(prompts, checked))
+
+
+def check_max_tokens(
+    state: ServerState, prompts: list[Prompt], max_tokens: int | None, name: str
+) -> None:
+    """Refuse a limit that the context cannot hold; the field is called `name`."""
+    limit = state.llm.session.inputs.max_model_len
+    for prompt in prompts:
+        assert prompt.token_ids is not None
+        room = limit - len(prompt.token_ids)
+        if max_tokens is not None and max_tokens > room:
+            raise RequestError(
+                f"{name}={max_tokens} is more than the {room} tokens that max_model_len={limit} "
+                f"leaves after a prompt of {len(prompt.token_ids)}; lower {name} or shorten the "
+                "prompt."
+            )
+
+
+async def open_stream(
+    request: Request,
+    prompts: list[Prompt],
+    params: SamplingParams,
+    response_id: str,
+    *,
+    priority: int | None,
+) -> OutputStream:
+    state = state_of(request)
+    names = [response_id if i == 0 else f"{response_id}-{i}" for i in range(len(prompts))]
+    return await state.llm.open_stream(prompts, params, names, priority=priority or 0)
+
+
+async def final_outputs(request: Request, stream: OutputStream) -> list[RequestOutput] | None:
+    """All outputs once all are finished, in the order of the prompts; None if the client left."""
+
+    async def collect() -> list[RequestOutput]:
+        found: dict[int, RequestOutput] = {}
+        while outputs := await stream.read():
+            found.update(outputs)
+        return [found[index] for index in sorted(found)]
+
+    try:
+        return await unless_disconnected(request.receive, collect())
+    finally:
+        stream.close()
+
+
+async def unless_disconnected(
+    receive: Callable[[], Awaitable[Any]], work: Awaitable[T]
+) -> T | None:
+    """What `work` returns, or None if the client goes away first, which cancels it."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(until_disconnect(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        watching.cancel()
+        working.cancel()
+        await asyncio.gather(watching, working, return_exceptions=True)
+
+
+async def until_disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
