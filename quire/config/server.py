@@ -94,6 +94,9 @@ class ServingOptions(CheckedOptions):
         default_text="as model",
         convert=_several,
     )
+    trust_request_chat_template: bool = option(
+        False, "Let requests bring their own chat template, which runs in a sandbox."
+    )
     api_server_count: int = option(
         1, "Processes that speak HTTP; all use the one engine.", minimum=1
     )

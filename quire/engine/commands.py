@@ -11,6 +11,7 @@ from typing import Any
 from quire.engine.core import EngineCore
 from quire.metrics.instruments import Readings
 from quire.protocol.errors import RequestError
+from quire.protocol.messages import KEY_BITS
 
 
 def reset_prefix_cache(core: EngineCore) -> bool:
@@ -22,8 +23,15 @@ def read_metrics(core: EngineCore) -> Readings:
     return Readings.of(core.read_metrics())
 
 
+def abort_client(core: EngineCore, client_index: int) -> None:
+    """End all requests of a client that is gone."""
+    for request_id, sequences in list(core.scheduler.requests.items()):
+        if sequences[0].key >> KEY_BITS == client_index:
+            core.abort(request_id)
+
+
 COMMANDS: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (reset_prefix_cache, read_metrics)
+    function.__name__: function for function in (reset_prefix_cache, read_metrics, abort_client)
 }
 
 

@@ -7,6 +7,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
+from quire.protocol.errors import RequestError
+
 T = TypeVar("T")
 
 DTYPES = tuple(
@@ -33,7 +35,13 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 
 
 def encode(message: object) -> bytes:
-    return _ENCODER.encode(message)
+    try:
+        return _ENCODER.encode(message)
+    except (OverflowError, UnicodeEncodeError) as error:
+        # Python's integers and strings can hold what no other process can be told.
+        raise RequestError(
+            f"a value of the request cannot be sent to the engine: {error}."
+        ) from None
 
 
 class Decoder(Generic[T]):

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from quire import __version__
-from quire.server import operations
+from quire.server import metrics, operations
 from quire.server.errors import add_error_handlers
 from quire.server.gate import Gate
 from quire.server.openai import chat, completions
@@ -20,7 +20,7 @@ def build_app(state: ServerState) -> Any:
     app = FastAPI(title="Quire", version=__version__, redoc_url=None)
     app.state.server = state
     add_error_handlers(app)
-    for module in (operations, completions, chat):
+    for module in (operations, metrics, completions, chat):
         app.include_router(module.router)
     network = state.options.network
     gated: Any = Gate(app, state.keys, network.max_body_bytes)

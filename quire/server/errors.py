@@ -17,6 +17,7 @@ from quire.protocol.errors import EngineDeadError, OverloadedError, QuireError, 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 5
+MAX_MESSAGE = 2000
 
 TYPES = {
     400: "BadRequestError",
@@ -38,6 +39,10 @@ class UnknownModelError(RequestError):
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
     kind = TYPES.get(status, "APIError")
+    # Messages repeat what the client sent, however long, and even half a character.
+    if len(message) > MAX_MESSAGE:
+        message = f"{message[:MAX_MESSAGE]}... ({len(message)} characters)"
+    message = message.encode("utf-8", "replace").decode()
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
@@ -58,7 +63,8 @@ def status_of(error: QuireError) -> int:
 def quire_error_response(error: QuireError) -> Response:
     status = status_of(error)
     retry = RETRY_AFTER_S if status == 503 else None
-    return error_response(status, str(error), field_of(str(error)), retry)
+    param = "model" if isinstance(error, UnknownModelError) else field_of(str(error))
+    return error_response(status, str(error), param, retry)
 
 
 def field_of(message: str) -> str | None:

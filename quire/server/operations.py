@@ -9,9 +9,9 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from quire import __version__
-from quire.frontend.inputs import Prompt, parse_prompts
+from quire.protocol.errors import RequestError
 from quire.server.errors import RETRY_AFTER_S, error_response
-from quire.server.generation import state_of, tokenize
+from quire.server.generation import off_loop, render_chat, state_of
 
 router = APIRouter()
 
@@ -86,20 +86,24 @@ async def tokenize_text(body: TokenizeBody, request: Request) -> dict[str, Any]:
     state.check_model(body.model)
     special = body.add_special_tokens
     if body.messages is not None:
-        text = state.llm.session.render(
+        prompt = await render_chat(
+            state,
             body.messages,
             chat_template=body.chat_template,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             tools=body.tools,
             template_kwargs=body.chat_template_kwargs,
-        )[0].text
+        )
+        text = prompt.text or ""
         special = bool(special)
-    else:
+    elif body.prompt is not None:
         text = body.prompt
         special = special is not False
+    else:
+        raise RequestError("prompt is missing; give prompt or messages.")
     tokenizer = state.llm.session.tokenizer
-    ids = tokenizer.encode(text or "", special)
+    ids = await off_loop(len(text), lambda: tokenizer.encode(text, special))
     return {
         "count": len(ids),
         "max_model_len": state.llm.session.inputs.max_model_len,
@@ -112,8 +116,5 @@ async def tokenize_text(body: TokenizeBody, request: Request) -> dict[str, Any]:
 async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, str]:
     state = state_of(request)
     state.check_model(body.model)
-    prompts = [
-        Prompt(None, one.token_ids) for one in parse_prompts({"prompt_token_ids": body.tokens})
-    ]
-    await tokenize(state, prompts, {})
+    state.llm.session.inputs.check_ids("tokens", body.tokens)
     return {"prompt": state.llm.session.tokenizer.decode(body.tokens)}

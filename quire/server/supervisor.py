@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import shutil
@@ -16,6 +17,7 @@ import msgspec
 
 from quire.config.log import configure_logging
 from quire.config.server import ServerOptions
+from quire.frontend.socket_client import SocketEngineClient
 from quire.protocol.control import (
     Drain,
     EngineDown,
@@ -26,7 +28,7 @@ from quire.protocol.control import (
     StartApi,
     StartEngine,
 )
-from quire.protocol.errors import QuireError
+from quire.protocol.errors import EngineDeadError, QuireError
 from quire.server.children import Child, exit_cause
 
 logger = logging.getLogger(__name__)
@@ -52,7 +54,8 @@ class Supervisor:
         self._engine: Child | None = None
         self._ready: EngineReady | None = None
         self._apis: dict[int, Child] = {}
-        self._next_client = 0
+        self._client = SocketEngineClient(client_index=0)
+        self._next_client = 1
         self._num_listening = 0
         self._num_signals = 0
         self._stop = asyncio.Event()
@@ -92,6 +95,7 @@ class Supervisor:
                 num_restarts = 0
             restarts = num_restarts < self._options.serving.max_engine_restarts
             self._ready = None
+            self._client.disconnect(cause)
             self._tell_apis(EngineDown(cause, restarts))
             if not restarts:
                 raise ServerStopped(f"the engine died {num_restarts + 1} times, last: {cause}")
@@ -110,6 +114,7 @@ class Supervisor:
                 cause = report.cause
             else:
                 self._ready = report
+                self._client.connect(report.address)
                 self._tell_apis(report)
         return cause or exit_cause("the engine process", await engine.wait())
 
@@ -132,6 +137,9 @@ class Supervisor:
             if self._num_signals:
                 return
             logger.error("%s It is started again.", cause)
+            self._num_listening -= 1
+            with contextlib.suppress(EngineDeadError):  # then its requests have ended anyway
+                await self._client.command("abort_client", type(None), client_index=index)
 
     def _api_listens(self) -> None:
         self._num_listening += 1

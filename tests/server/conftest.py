@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
+from quire import LLM
 from tests.server.running import ENGINE, RunningServer
 
 
@@ -25,3 +26,12 @@ def client(server: RunningServer) -> openai.OpenAI:
 @pytest.fixture(scope="session")
 def model(client: openai.OpenAI) -> str:
     return client.models.list().data[0].id
+
+
+@pytest.fixture(scope="session")
+def llm() -> Iterator[LLM]:
+    """The same model in this process: what the server should answer."""
+    with LLM(
+        dtype="float32", num_threads=1, max_model_len=1024, kv_cache_memory_bytes="128MiB"
+    ) as engine:
+        yield engine

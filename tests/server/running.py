@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import re
 import signal
 import subprocess
@@ -9,6 +11,8 @@ import sys
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 
@@ -18,6 +22,24 @@ ENGINE = (
     *("--dtype", "float32", "--num-threads", "1", "--max-model-len", "1024"),
     *("--kv-cache-memory-bytes", "128MiB"),
 )
+
+
+@dataclass
+class HttpReply:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error that the body holds; fails if it is of another form."""
+        error: dict[str, Any] = self.json["error"]
+        assert set(error) == {"message", "type", "param", "code"} and error["code"] == self.status
+        return error
 
 
 @dataclass
@@ -50,6 +72,24 @@ class RunningServer:
     def client(self, **settings: object) -> openai.OpenAI:
         settings = {"api_key": "none", "max_retries": 0, "timeout": 120, **settings}
         return openai.OpenAI(base_url=f"{self.url}/v1", **settings)  # type: ignore[arg-type]
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: dict[str, str] | None = None,
+    ) -> HttpReply:
+        """One request without any client library; `body` is sent as JSON unless it is bytes."""
+        address = urlsplit(self.url)
+        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=120)
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body)
+        connection.request(
+            method, path, data, {"Content-Type": "application/json", **(headers or {})}
+        )
+        with connection.getresponse() as reply:
+            named = {name.lower(): value for name, value in reply.getheaders()}
+            return HttpReply(reply.status, named, reply.read())
 
     def engine_pid(self) -> int:
         """The process that runs the engine, as the system lists it."""

@@ -19,8 +19,8 @@ from quire.server.event_stream import EventStream
 from quire.server.generation import (
     check_max_tokens,
     final_outputs,
-    off_loop,
     open_stream,
+    render_chat,
     state_of,
     tokenize,
 )
@@ -75,29 +75,26 @@ async def _render(state: ServerState, body: ChatBody) -> Prompt:
     continues = bool(body.continue_final_message)
     generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
 
-    def render() -> list[Prompt]:
-        return state.llm.session.render(
-            body.messages,
-            chat_template=body.chat_template,
-            add_generation_prompt=generates,
-            continue_final_message=continues,
-            tools=None if body.tool_choice == "none" else body.tools,
-            template_kwargs=kwargs,
-        )
-
-    size = sum(len(str(message.get("content", ""))) for message in body.messages)
-    prompts = await off_loop(size, render)
-    prompts[0].cache_salt = body.cache_salt
+    prompt = await render_chat(
+        state,
+        body.messages,
+        chat_template=body.chat_template,
+        template_kwargs=kwargs,
+        add_generation_prompt=generates,
+        continue_final_message=continues,
+        tools=None if body.tool_choice == "none" else body.tools,
+    )
+    prompt.cache_salt = body.cache_salt
     await tokenize(
         state,
-        prompts,
+        [prompt],
         {
             "add_special_tokens": bool(body.add_special_tokens),
             "truncate_prompt_tokens": body.truncate_prompt_tokens,
             "truncation_side": body.truncation_side,
         },
     )
-    return prompts[0]
+    return prompt
 
 
 def _params(state: ServerState, body: ChatBody, prompt: Prompt) -> SamplingParams:
@@ -215,5 +212,5 @@ class ChatReply:
     def _role(self) -> str:
         """The role that speaks on: a continued message keeps its own."""
         if self._body.continue_final_message:
-            return str(self._body.messages[-1]["role"])
+            return str(self._body.messages[-1]["role"]).encode("utf-8", "replace").decode()
         return "assistant"

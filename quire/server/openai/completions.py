@@ -13,6 +13,7 @@ from starlette.responses import Response
 from quire.frontend.async_llm import OutputStream
 from quire.frontend.inputs import Prompt, parse_prompts
 from quire.frontend.outputs import CompletionOutput, RequestOutput
+from quire.frontend.tokenizer import Tokenizer
 from quire.protocol.errors import RequestError
 from quire.protocol.sampling import RequestOutputKind, SamplingParams
 from quire.server.event_stream import EventStream
@@ -44,7 +45,7 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     response_id = f"cmpl-{body.request_id or request.state.request_id}"
     stream = await open_stream(request, prompts, params, response_id, priority=body.priority)
     echoes = [_text_of(state, prompt) for prompt in prompts] if body.echo else None
-    reply = CompletionReply(body, response_id, model, echoes)
+    reply = CompletionReply(body, response_id, model, state.llm.session.tokenizer, echoes)
     if body.stream:
         return EventStream(reply.events(stream))
     outputs = await final_outputs(request, stream)
@@ -111,11 +112,17 @@ class CompletionReply:
     """Writes the reply to one request, whole or in chunks. `echoes` are the prompts to repeat."""
 
     def __init__(
-        self, body: CompletionBody, response_id: str, model: str, echoes: list[str] | None
+        self,
+        body: CompletionBody,
+        response_id: str,
+        model: str,
+        tokenizer: Tokenizer,
+        echoes: list[str] | None,
     ) -> None:
         self._id = response_id
         self._body = body
         self._model = model
+        self._text_of = tokenizer.decode
         self._echoes = echoes
         self._created = int(time.time())
         self._num_each = body.n or 1
@@ -222,5 +229,5 @@ class CompletionReply:
 
     def _new_logprobs(self) -> CompletionLogprobs:
         return CompletionLogprobs(
-            self._body.logprobs or 0, bool(self._body.return_tokens_as_token_ids)
+            self._body.logprobs or 0, bool(self._body.return_tokens_as_token_ids), self._text_of
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from quire.frontend.outputs import Logprob
@@ -39,9 +39,10 @@ def chat_logprobs(
 class CompletionLogprobs:
     """The parallel lists of the completions protocol; offsets go on from chunk to chunk."""
 
-    def __init__(self, num_top: int, as_ids: bool) -> None:
+    def __init__(self, num_top: int, as_ids: bool, text_of: Callable[[int], str]) -> None:
         self._num_top = num_top
         self._as_ids = as_ids
+        self._text_of = text_of
         self._offset = 0
 
     def lists(
@@ -49,7 +50,8 @@ class CompletionLogprobs:
     ) -> dict[str, Any]:
         tokens, values, tops, offsets = [], [], [], []
         for token_id, entry in zip(token_ids, entries, strict=True):
-            own = Logprob(0.0) if entry is None else entry[token_id]
+            # Nothing predicts the first token of a prompt.
+            own = Logprob(0.0, None, self._text_of(token_id)) if entry is None else entry[token_id]
             text = token_text(token_id, own, self._as_ids)
             tokens.append(text)
             values.append(None if entry is None else max(own.logprob, LEAST))

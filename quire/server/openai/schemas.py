@@ -88,7 +88,7 @@ class GenerationBody(BaseModel):
     truncation_side: str | None = None
     cache_salt: str | None = None
     priority: int | None = None
-    request_id: str | None = Field(None, max_length=128)
+    request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]{1,128}$")
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     vllm_xargs: dict[str, Any] | None = None
