@@ -235,7 +235,7 @@ def _serve(arguments: Arguments) -> int:
         if getattr(arguments, "model", word) != word:
             raise OptionError(f"model is given twice: {word!r} and --model {arguments.model!r}.")
         arguments.model = word
-    options = engine_options(arguments)
+    options = engine_options(arguments).for_server()
     served = server_options(arguments)
     try:
         from quire.server.supervisor import serve

@@ -5,13 +5,15 @@ To add one: a function of the engine and named arguments, and its name in `COMMA
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from quire.engine.core import EngineCore
 from quire.metrics.instruments import Readings
 from quire.protocol.errors import RequestError
-from quire.protocol.messages import KEY_BITS
+from quire.protocol.messages import ID_SEPARATOR, KEY_BITS
+from quire.protocol.snapshot import EngineSnapshot
 
 
 def reset_prefix_cache(core: EngineCore) -> bool:
@@ -23,6 +25,26 @@ def read_metrics(core: EngineCore) -> Readings:
     return Readings.of(core.read_metrics())
 
 
+def snapshot(core: EngineCore, max_waiting: int = 256) -> EngineSnapshot:
+    return core.snapshot(max_waiting)
+
+
+def abort_named(core: EngineCore, name: str) -> int:
+    """End the requests that a caller knows by this name, whichever client they came through."""
+    found = [
+        request_id
+        for request_id in core.scheduler.requests
+        if request_id.rpartition(ID_SEPARATOR)[0] == name
+    ]
+    for request_id in found:
+        core.abort(request_id)
+    return len(found)
+
+
+def set_log_level(core: EngineCore, level: str) -> None:
+    logging.getLogger("quire").setLevel(level)
+
+
 def abort_client(core: EngineCore, client_index: int) -> None:
     """End all requests of a client that is gone."""
     for request_id, sequences in list(core.scheduler.requests.items()):
@@ -31,7 +53,15 @@ def abort_client(core: EngineCore, client_index: int) -> None:
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (reset_prefix_cache, read_metrics, abort_client)
+    function.__name__: function
+    for function in (
+        reset_prefix_cache,
+        read_metrics,
+        snapshot,
+        abort_named,
+        abort_client,
+        set_log_level,
+    )
 }
 
 

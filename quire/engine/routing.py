@@ -15,6 +15,7 @@ def split_by_client(output: StepOutput) -> dict[int, StepOutput]:
     clients = set(np.unique(owners).tolist())
     clients.update(ended.key >> KEY_BITS for ended in output.finished)
     clients.update(part.key >> KEY_BITS for part in output.prompt_logprobs)
+    clients.update(one.key >> KEY_BITS for one in output.progress)
     if len(clients) == 1:
         return {clients.pop(): output}
     return {client: _part(output, client, owners == client) for client in clients}
@@ -27,6 +28,7 @@ def _part(output: StepOutput, client: int, own: BoolArray) -> StepOutput:
         logprobs=None if output.logprobs is None else _own_logprobs(output.logprobs, own),
         prompt_logprobs=[p for p in output.prompt_logprobs if p.key >> KEY_BITS == client],
         finished=[e for e in output.finished if e.key >> KEY_BITS == client],
+        progress=[one for one in output.progress if one.key >> KEY_BITS == client],
     )
 
 

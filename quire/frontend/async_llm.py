@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from quire.frontend.collector import OpenRequest
@@ -14,10 +15,22 @@ from quire.frontend.outputs import RequestOutput
 from quire.frontend.session import Session, request_failure, start_session
 from quire.frontend.tokenizer import Tokenizer
 from quire.metrics.instruments import Metric, Readings
-from quire.protocol.errors import EngineDeadError, RequestError
-from quire.protocol.output import StepOutput
+from quire.protocol.errors import EngineDeadError, RequestError, RequestTimeoutError
+from quire.protocol.messages import ID_SEPARATOR
+from quire.protocol.output import RequestProgress, StepOutput
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import RequestOutputKind, SamplingParams
+from quire.protocol.snapshot import EngineSnapshot
+
+
+@dataclass(frozen=True)
+class RequestTerms:
+    """How the engine is to treat requests that were made together."""
+
+    priority: int = 0
+    tenant: str = ""
+    timeout_s: float | None = None
+    wants_progress: bool = False
 
 
 class OutputStream:
@@ -27,25 +40,35 @@ class OutputStream:
         self._llm = llm
         self._requests = requests
         self._news = news
-        self._unfinished = set(range(len(requests)))
+        self._unfinished = list(range(len(requests)))
 
-    async def read(self) -> list[tuple[int, RequestOutput]]:
-        """Wait for news; returns (index of the prompt, output) pairs, or nothing at the end."""
+    async def read(self) -> list[tuple[int, RequestOutput | RequestProgress]]:
+        """Wait for news; returns (index of the prompt, news) pairs, or nothing at the end."""
         while self._unfinished:
             await self._news.wait()
             self._news.clear()
-            outputs = []
-            for index in sorted(self._unfinished):
-                request = self._requests[index]
-                if request.error is not None:
-                    raise request_failure(request.error, self._llm.client.death)
-                if request.has_news:
-                    if request.finished:
-                        self._unfinished.remove(index)
-                    outputs.append((index, request.read()))
-            if outputs:
-                return outputs
+            if news := self._take():
+                return news
         return []
+
+    def _take(self) -> list[tuple[int, RequestOutput | RequestProgress]]:
+        news: list[tuple[int, RequestOutput | RequestProgress]] = []
+        done = False
+        for index in self._unfinished:
+            request = self._requests[index]
+            if request.error is not None:
+                raise request_failure(request.error, self._llm.client.death)
+            if request.timed_out:
+                raise RequestTimeoutError("timeout_s is over and the first token is not there yet.")
+            if request.progress is not None:
+                news.append((index, request.progress))
+                request.progress = None
+            if request.has_news:
+                done = done or request.finished
+                news.append((index, request.read()))
+        if done:
+            self._unfinished = [i for i in self._unfinished if not self._requests[i].finished]
+        return news
 
     def close(self) -> None:
         for request in self._requests:
@@ -72,8 +95,8 @@ class AsyncLLM:
         self.options = session.options
         self.model_config = session.model_config
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._open: dict[str, OpenRequest] = {}
-        self._news: dict[str, asyncio.Event] = {}
+        self._open: dict[str, tuple[OpenRequest, asyncio.Event]] = {}
+        """By the request's name in the engine; the event tells its reader of news."""
 
     @property
     def num_open(self) -> int:
@@ -98,11 +121,15 @@ class AsyncLLM:
             raise RequestError(f"generate takes one prompt, got {len(prompts)}.")
         options = TokenizationOptions.from_kwargs(tokenization_kwargs)
         self.session.inputs.tokenize(prompts, options)
-        names = None if request_id is None else [request_id]
-        stream = await self.open_stream(prompts, sampling_params, names, priority=priority)
+        if request_id is not None and self._named(request_id):
+            raise RequestError(f"request_id {request_id!r} is already in use.")
+        terms = RequestTerms(priority)
+        stream = await self.open_stream(prompts, sampling_params, request_id, terms)
         try:
-            while outputs := await stream.read():
-                yield outputs[0][1]
+            while news := await stream.read():
+                for _, output in news:
+                    assert isinstance(output, RequestOutput), "no progress was asked for"
+                    yield output
         finally:
             stream.close()
 
@@ -110,20 +137,24 @@ class AsyncLLM:
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams | None = None,
-        names: Sequence[str] | None = None,
-        *,
-        priority: int = 0,
+        name: str | None = None,
+        terms: RequestTerms | None = None,
     ) -> OutputStream:
         """Hand prompts that are tokenised already to the engine: all of them or none."""
         self._bind_loop()
+        terms = terms or RequestTerms()
         params = params or self.session.default_params
         news, requests = asyncio.Event(), list[OpenRequest]()
         prepared = self.session.inputs.prepare_params(params)
-        made = [self._new_request(prompt, prepared, priority) for prompt in prompts]
+        made = [self._new_request(prompt, prepared, name, terms) for prompt in prompts]
         try:
-            for i, (new, prompt) in enumerate(zip(made, prompts, strict=True)):
-                name = f"quire-{new.key}" if names is None else names[i]
-                requests.append(self._listen(new, prompt, params.output_kind, name, news))
+            for new, prompt in zip(made, prompts, strict=True):
+                known_as = name or f"quire-{new.key}"
+                request = self.session.collector.open(
+                    new, prompt.text, params.output_kind, known_as
+                )
+                self._open[new.request_id] = request, news
+                requests.append(request)
             adds = [self.client.add(new) for new in made]
             if len(adds) == 1:
                 await adds[0]
@@ -137,8 +168,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator yields a last output with finish_reason "abort"."""
-        request = self._open.get(request_id)
-        if request is not None:
+        for request in self._named(request_id):
             self.client.abort(request.engine_id)
 
     async def reset_prefix_cache(self) -> bool:
@@ -153,6 +183,10 @@ class AsyncLLM:
     async def get_metrics(self) -> list[Metric]:
         return (await self.client.command("read_metrics", Readings)).all
 
+    async def snapshot(self, max_waiting: int = 256) -> EngineSnapshot:
+        """The engine at this moment: blocks, requests, memory."""
+        return await self.client.command("snapshot", EngineSnapshot, max_waiting=max_waiting)
+
     async def get_tokenizer(self) -> Tokenizer:
         return self.session.tokenizer
 
@@ -165,31 +199,25 @@ class AsyncLLM:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _new_request(self, prompt: Prompt, params: SamplingParams, priority: int) -> NewRequest:
-        key = self.session.take_keys(params.n)
+    def _named(self, name: str) -> list[OpenRequest]:
+        return [request for request, _ in self._open.values() if request.request_id == name]
+
+    def _new_request(
+        self, prompt: Prompt, params: SamplingParams, name: str | None, terms: RequestTerms
+    ) -> NewRequest:
+        key, now = self.session.take_keys(params.n), time.monotonic()
         return self.session.inputs.new_request(
             key,
-            str(key),
+            str(key) if name is None else f"{name}{ID_SEPARATOR}{key}",
             prompt,
             params,
-            arrival_time=time.monotonic(),
-            priority=priority,
+            arrival_time=now,
+            priority=terms.priority,
             streams=params.output_kind is not RequestOutputKind.FINAL_ONLY,
+            tenant=terms.tenant,
+            deadline=None if terms.timeout_s is None else now + terms.timeout_s,
+            wants_progress=terms.wants_progress,
         )
-
-    def _listen(
-        self,
-        new: NewRequest,
-        prompt: Prompt,
-        kind: RequestOutputKind,
-        name: str,
-        news: asyncio.Event,
-    ) -> OpenRequest:
-        if name in self._open:
-            raise RequestError(f"request_id {name!r} is already in use.")
-        request = self.session.collector.open(new, prompt.text, kind, name)
-        self._open[name], self._news[name] = request, news
-        return request
 
     def _bind_loop(self) -> None:
         """Outputs go to the event loop of the callers; there can be one at a time."""
@@ -205,9 +233,9 @@ class AsyncLLM:
         self.client.listen(self, loop)
 
     def engine_died(self, reason: str) -> None:
-        for request in self._open.values():
+        for request, news in self._open.values():
             request.error = reason
-            self._news[request.request_id].set()
+            news.set()
 
     def receive(self, output: StepOutput) -> None:
         changed, stopped = self.session.collector.process(output)
@@ -215,15 +243,14 @@ class AsyncLLM:
             reason = sequence.finish_reason or "stop"
             self.client.abort(sequence.request.engine_id, reason, sequence.key)
         for request in changed:
-            news = self._news.get(request.request_id)
-            if news is not None:
-                news.set()
+            entry = self._open.get(request.engine_id)
+            if entry is not None:
+                entry[1].set()
 
     def forget(self, request: OpenRequest) -> None:
         """Nobody reads a request any more; it is aborted if it goes on."""
-        if self._open.get(request.request_id) is not request:
+        if self._open.pop(request.engine_id, None) is None:
             return
         if not request.finished:
             self.client.abort(request.engine_id)
         self.session.collector.close(request)
-        del self._open[request.request_id], self._news[request.request_id]

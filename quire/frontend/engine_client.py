@@ -46,7 +46,7 @@ class EngineClient(Protocol):
     def abort(self, request_id: str, reason: str = "abort", key: int | None = None) -> None:
         """End a request, or one sequence of it; returns at once, unknown ones are ignored."""
 
-    async def command(self, name: str, reply: type[T], **arguments: Any) -> T:
+    async def command(self, name: str, reply: type[T], /, **arguments: Any) -> T:
         """Run one of `engine/commands.py`, whose value is of type `reply`."""
 
     def shutdown(self) -> None: ...
@@ -81,7 +81,7 @@ class ThreadEngineClient:
     def abort(self, request_id: str, reason: str = "abort", key: int | None = None) -> None:
         self._call(lambda: self.core.abort(request_id, reason, key))
 
-    async def command(self, name: str, reply: type[T], **arguments: Any) -> T:
+    async def command(self, name: str, reply: type[T], /, **arguments: Any) -> T:
         call = self._call(lambda: run_command(self.core, name, arguments))
         value: T = await asyncio.wrap_future(call)
         return value

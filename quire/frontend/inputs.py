@@ -327,6 +327,9 @@ class InputProcessor:
         arrival_time: float,
         priority: int = 0,
         streams: bool = False,
+        tenant: str = "",
+        deadline: float | None = None,
+        wants_progress: bool = False,
     ) -> NewRequest:
         """A request from a checked prompt and prepared parameters."""
         assert prompt.token_ids is not None
@@ -347,6 +350,9 @@ class InputProcessor:
             priority=self.check_priority(priority),
             cache_salt=prompt.cache_salt,
             streams=streams or watches_tokens(params),
+            tenant=tenant,
+            deadline=deadline,
+            wants_progress=wants_progress,
         )
 
     def new_pooling(

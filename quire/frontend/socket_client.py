@@ -75,7 +75,7 @@ class SocketEngineClient:
         if self._socket is not None:
             self._send(AbortRequest(request_id, reason, key))
 
-    async def command(self, name: str, reply: type[T], **arguments: Any) -> T:
+    async def command(self, name: str, reply: type[T], /, **arguments: Any) -> T:
         call = self._open_call()
         raw = await self._reply(call, Command(call, name, arguments))
         return Decoder[T](reply).decode(bytes(raw))

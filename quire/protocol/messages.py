@@ -24,11 +24,13 @@ from quire.protocol.request import NewRequest
 KEY_BITS = 40
 """Sequences a client can number: key = client_index << KEY_BITS | n."""
 
+ID_SEPARATOR = "#"
+"""Between the name that a caller gave a request and the key that makes it unique."""
+
 NOTHING = msgspec.Raw(b"\xc0")  # None in msgpack
 
 _ERRORS: dict[str, type[QuireError]] = {
-    kind.__name__: kind
-    for kind in (RequestError, OverloadedError, EngineDeadError, OptionError, ModelError)
+    kind.__name__: kind for kind in (RequestError, EngineDeadError, OptionError, ModelError)
 }
 
 
@@ -42,14 +44,19 @@ class ErrorRecord(msgspec.Struct, frozen=True):
 
     kind: str
     message: str
+    retry_after_s: float | None = None
 
     @classmethod
     def of(cls, error: Exception) -> ErrorRecord:
+        if isinstance(error, OverloadedError):
+            return cls("OverloadedError", str(error), error.retry_after_s)
         if isinstance(error, QuireError):
             return cls(type(error).__name__, str(error))
         return cls("", f"the engine failed on this call: {error!r}")
 
     def to_error(self) -> QuireError:
+        if self.retry_after_s is not None:
+            return OverloadedError(self.message, retry_after_s=self.retry_after_s)
         return _ERRORS.get(self.kind, QuireError)(self.message)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from quire.config.server import AccessOptions
 from quire.protocol.errors import OptionError
 
+ADMIN_PREFIX = "/admin/"
 OPEN_PATHS = frozenset({"/", "/health", "/ping"})
 """Routes that need no key: they tell nothing that is worth one."""
 
@@ -37,8 +38,12 @@ class KeyRing:
             if not found:
                 raise OptionError(f"api_key_file={options.api_key_file!r} holds no key.")
             keys += found
+        return cls.of(keys)
+
+    @classmethod
+    def of(cls, keys: list[str]) -> KeyRing:
         if "" in keys:
-            raise OptionError("api_key is empty; leave it out if everyone may call.")
+            raise OptionError("a key is empty; leave it out if everyone may call.")
         return cls(tuple(_digest(key) for key in keys))
 
     @property

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from quire import __version__
-from quire.server import metrics, operations
+from quire.server import admin, metrics, operations
 from quire.server.errors import add_error_handlers
 from quire.server.gate import Gate
 from quire.server.openai import chat, completions
@@ -22,8 +22,10 @@ def build_app(state: ServerState) -> Any:
     add_error_handlers(app)
     for module in (operations, metrics, completions, chat):
         app.include_router(module.router)
+    if not state.admin_keys.is_open:
+        app.include_router(admin.router)
     network = state.options.network
-    gated: Any = Gate(app, state.keys, network.max_body_bytes)
+    gated: Any = Gate(app, state.keys, state.admin_keys, network.max_body_bytes)
     if network.allowed_origins:
         gated = CORSMiddleware(
             gated,

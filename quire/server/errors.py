@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from typing import Any
 
@@ -12,11 +13,18 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from quire.protocol.errors import EngineDeadError, OverloadedError, QuireError, RequestError
+from quire.protocol.errors import (
+    EngineDeadError,
+    OverloadedError,
+    QuireError,
+    RequestError,
+    RequestTimeoutError,
+)
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER_S = 5
+RETRY_AFTER_S = 5.0
+"""When to come back after the engine died: about what a small model takes to start."""
 MAX_MESSAGE = 2000
 
 TYPES = {
@@ -49,7 +57,9 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
 def error_response(
     status: int, message: str, param: str | None = None, retry_after_s: float | None = None
 ) -> Response:
-    headers = {} if retry_after_s is None else {"Retry-After": str(max(1, round(retry_after_s)))}
+    headers = (
+        {} if retry_after_s is None else {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
+    )
     body = msgspec.json.encode(error_body(status, message, param))
     return Response(body, status, headers, "application/json")
 
@@ -57,12 +67,16 @@ def error_response(
 def status_of(error: QuireError) -> int:
     if isinstance(error, UnknownModelError):
         return 404
+    if isinstance(error, RequestTimeoutError):
+        return 408
     return 503 if isinstance(error, OverloadedError | EngineDeadError) else 400
 
 
 def quire_error_response(error: QuireError) -> Response:
     status = status_of(error)
-    retry = RETRY_AFTER_S if status == 503 else None
+    retry = RETRY_AFTER_S if isinstance(error, EngineDeadError) else None
+    if isinstance(error, OverloadedError):
+        retry = error.retry_after_s
     param = "model" if isinstance(error, UnknownModelError) else field_of(str(error))
     return error_response(status, str(error), param, retry)
 

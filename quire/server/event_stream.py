@@ -13,6 +13,9 @@ from quire.protocol.errors import QuireError
 from quire.server.errors import error_body, status_of
 from quire.server.generation import unless_disconnected
 
+CLIENT_LEFT = 499
+"""The status of a reply that nobody reads."""
+
 DONE = b"data: [DONE]\n\n"
 
 

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from quire.server.access import OPEN_PATHS, KeyRing
+from quire.server.access import ADMIN_PREFIX, OPEN_PATHS, KeyRing
 from quire.server.errors import error_response
 
 Scope = MutableMapping[str, Any]
@@ -23,9 +23,12 @@ class BodyTooLargeError(Exception):
 
 
 class Gate:
-    def __init__(self, app: Application, keys: KeyRing, max_body_bytes: int) -> None:
+    def __init__(
+        self, app: Application, keys: KeyRing, admin_keys: KeyRing, max_body_bytes: int
+    ) -> None:
         self._app = app
         self._keys = keys
+        self._admin_keys = admin_keys
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -34,7 +37,7 @@ class Gate:
             return
         headers = dict(scope["headers"])
         request_id = _request_id(headers)
-        tenant = self._tenant(headers)
+        tenant = self._tenant(scope["path"], headers)
         state = scope.setdefault("state", {})
         state["request_id"], state["tenant"] = request_id, tenant
         started = False
@@ -62,15 +65,17 @@ class Gate:
             if not started:
                 await too_large(scope, receive, answer)
 
-    def _tenant(self, headers: dict[bytes, bytes]) -> str | None:
+    def _tenant(self, path: str, headers: dict[bytes, bytes]) -> str | None:
         """Who calls; None if a key is needed and there is none."""
         named = headers.get(b"x-tenant", b"").decode("latin-1")
-        if self._keys.is_open:
+        admin = path.startswith(ADMIN_PREFIX) and not self._admin_keys.is_open
+        keys = self._admin_keys if admin else self._keys
+        if keys.is_open:
             return named
         kind, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
         if kind.lower() != "bearer":
             key = headers.get(b"x-api-key", b"").decode("latin-1")
-        holder = self._keys.find(key.strip())
+        holder = keys.find(key.strip())
         return holder if holder is None or not named else f"{holder}/{named}"
 
     def _bounded(self, receive: Receive) -> Receive:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from fastapi import Request
 
-from quire.frontend.async_llm import OutputStream
+from quire.frontend.async_llm import OutputStream, RequestTerms
 from quire.frontend.inputs import Prompt, TokenizationOptions
 from quire.frontend.outputs import RequestOutput
 from quire.protocol.errors import RequestError
@@ -102,32 +102,68 @@ def check_max_tokens(
             )
 
 
-async def open_stream(
-    request: Request,
-    prompts: list[Prompt],
-    params: SamplingParams,
-    response_id: str,
-    *,
-    priority: int | None,
-) -> OutputStream:
-    state = state_of(request)
-    names = [response_id if i == 0 else f"{response_id}-{i}" for i in range(len(prompts))]
-    return await state.llm.open_stream(prompts, params, names, priority=priority or 0)
+class Generation:
+    """Requests that were made for one HTTP request, from their acceptance to their end."""
 
+    def __init__(self, request: Request, stream: OutputStream) -> None:
+        self._request = request
+        self._stream = stream
+        self._first: list[tuple[int, Any]] | None = None
 
-async def final_outputs(request: Request, stream: OutputStream) -> list[RequestOutput] | None:
-    """All outputs once all are finished, in the order of the prompts; None if the client left."""
+    @classmethod
+    async def start(
+        cls,
+        request: Request,
+        prompts: list[Prompt],
+        params: SamplingParams,
+        name: str,
+        terms: RequestTerms,
+    ) -> Generation:
+        """Hand prompts to the engine; returns once it has accepted them all."""
+        state = state_of(request)
+        limit = state.llm.options.scheduler.max_num_queued_reqs
+        if limit and len(prompts) * params.n > limit:
+            raise RequestError(
+                f"prompt holds {len(prompts)} prompts with n={params.n}, which is more than "
+                f"max_num_queued_reqs={limit}; send fewer at once."
+            )
+        return cls(request, await state.llm.open_stream(prompts, params, name, terms))
 
-    async def collect() -> list[RequestOutput]:
-        found: dict[int, RequestOutput] = {}
-        while outputs := await stream.read():
-            found.update(outputs)
-        return [found[index] for index in sorted(found)]
+    async def outputs(self) -> list[RequestOutput] | None:
+        """All outputs at the end, in the order of the prompts; None if the client left."""
 
-    try:
-        return await unless_disconnected(request.receive, collect())
-    finally:
-        stream.close()
+        async def collect() -> list[RequestOutput]:
+            found: dict[int, RequestOutput] = {}
+            while news := await self._stream.read():
+                found.update(news)  # type: ignore[arg-type]
+            return [found[index] for index in sorted(found)]
+
+        try:
+            return await unless_disconnected(self._request.receive, collect())
+        finally:
+            self._stream.close()
+
+    async def begin(self) -> bool:
+        """Wait for the first news, so that a request which fails before gets a status of its own
+        instead of an event; False if the client left."""
+        try:
+            self._first = await unless_disconnected(self._request.receive, self._stream.read())
+        except BaseException:
+            self._stream.close()
+            raise
+        if self._first is None:
+            self._stream.close()
+        return self._first is not None
+
+    async def news(self) -> AsyncGenerator[list[tuple[int, Any]], None]:
+        """News as they come: outputs, and progress where that was asked for."""
+        try:
+            if self._first:
+                yield self._first
+            while news := await self._stream.read():
+                yield news
+        finally:
+            self._stream.close()
 
 
 async def unless_disconnected(

@@ -17,6 +17,7 @@ class ServerState:
     options: ServerOptions
     model_names: tuple[str, ...]
     keys: KeyRing
+    admin_keys: KeyRing
     restarting: bool = False
     """Whether an engine that died is being replaced."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -24,7 +25,9 @@ class ServerState:
     @classmethod
     def of(cls, llm: AsyncLLM, options: ServerOptions) -> ServerState:
         names = options.serving.served_model_name or (llm.model_config.source.name,)
-        return cls(llm, options, names, KeyRing.read(options.access))
+        admin = options.access.admin_key
+        keys = KeyRing.read(options.access), KeyRing.of([] if admin is None else [admin])
+        return cls(llm, options, names, *keys)
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with, if requests for `name` are for this model."""

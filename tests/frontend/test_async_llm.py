@@ -58,7 +58,7 @@ async def settled(llm: AsyncLLM) -> None:
             break
     else:
         raise AssertionError("the engine does not come to rest")
-    assert not llm._open and not llm._news
+    assert not llm._open
 
 
 async def steps(llm: AsyncLLM) -> int:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from quire.frontend.async_llm import OutputStream
 from quire.frontend.inputs import Prompt
 from quire.frontend.outputs import CompletionOutput, RequestOutput
 from quire.protocol.errors import RequestError
+from quire.protocol.output import RequestProgress
 from quire.protocol.sampling import RequestOutputKind, SamplingParams
-from quire.server.event_stream import EventStream
+from quire.server.event_stream import CLIENT_LEFT, EventStream
 from quire.server.generation import (
+    Generation,
     check_max_tokens,
-    final_outputs,
-    open_stream,
     render_chat,
     state_of,
     tokenize,
@@ -43,12 +43,15 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     prompt = await _render(state, body)
     params = _params(state, body, prompt)
     reply = ChatReply(body, f"chatcmpl-{body.request_id or request.state.request_id}", model)
-    stream = await open_stream(request, [prompt], params, reply.id, priority=body.priority)
+    terms = body.terms(request.state.tenant)
+    generation = await Generation.start(request, [prompt], params, reply.id, terms)
     if body.stream:
-        return EventStream(reply.events(stream))
-    outputs = await final_outputs(request, stream)
+        if not body.usage_options.include_progress and not await generation.begin():
+            return Response(status_code=CLIENT_LEFT)
+        return EventStream(reply.events(generation))
+    outputs = await generation.outputs()
     if outputs is None:
-        return Response(status_code=499)
+        return Response(status_code=CLIENT_LEFT)
     return Response(msgspec.json.encode(reply.whole(outputs[0])), media_type="application/json")
 
 
@@ -149,24 +152,25 @@ class ChatReply:
             reply["prompt_token_ids"] = output.prompt_token_ids
         return reply
 
-    async def events(self, stream: OutputStream) -> AsyncIterator[bytes]:
+    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
         writer = ChunkWriter(self.id, "chat.completion.chunk", self._created, self._model)
         usage = Usage()
         opened = False
-        try:
-            while outputs := await stream.read():
+        async with aclosing(generation.news()) as all_news:
+            async for news in all_news:
                 data = []
-                for index, output in outputs:
+                for index, output in news:
+                    if isinstance(output, RequestProgress):
+                        data.append(writer.progress(output))
+                        continue
                     usage.add(index, output)
                     if not opened:
                         opened = True
                         data.append(self._opening(writer, output))
                     data += [self._chunk(writer, one, usage) for one in output.outputs]
                 yield b"".join(data)
-            if self._body.usage_options.include_usage:
-                yield writer.bare(usage=usage.record())
-        finally:
-            stream.close()
+        if self._body.usage_options.include_usage:
+            yield writer.bare(usage=usage.record())
 
     def _opening(self, writer: ChunkWriter, output: RequestOutput) -> bytes:
         """The role of each choice, before its text."""

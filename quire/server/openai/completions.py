@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from quire.frontend.async_llm import OutputStream
 from quire.frontend.inputs import Prompt, parse_prompts
 from quire.frontend.outputs import CompletionOutput, RequestOutput
 from quire.frontend.tokenizer import Tokenizer
 from quire.protocol.errors import RequestError
+from quire.protocol.output import RequestProgress
 from quire.protocol.sampling import RequestOutputKind, SamplingParams
-from quire.server.event_stream import EventStream
+from quire.server.event_stream import CLIENT_LEFT, EventStream
 from quire.server.generation import (
+    Generation,
     check_max_tokens,
-    final_outputs,
-    open_stream,
     state_of,
     tokenize,
 )
@@ -43,14 +43,17 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     prompts = await _prompts(state, body)
     params = _params(state, body, prompts)
     response_id = f"cmpl-{body.request_id or request.state.request_id}"
-    stream = await open_stream(request, prompts, params, response_id, priority=body.priority)
+    terms = body.terms(request.state.tenant)
+    generation = await Generation.start(request, prompts, params, response_id, terms)
     echoes = [_text_of(state, prompt) for prompt in prompts] if body.echo else None
     reply = CompletionReply(body, response_id, model, state.llm.session.tokenizer, echoes)
     if body.stream:
-        return EventStream(reply.events(stream))
-    outputs = await final_outputs(request, stream)
+        if not body.usage_options.include_progress and not await generation.begin():
+            return Response(status_code=CLIENT_LEFT)
+        return EventStream(reply.events(generation))
+    outputs = await generation.outputs()
     if outputs is None:
-        return Response(status_code=499)
+        return Response(status_code=CLIENT_LEFT)
     return Response(msgspec.json.encode(reply.whole(outputs)), media_type="application/json")
 
 
@@ -169,14 +172,17 @@ class CompletionReply:
             choice["prompt_logprobs"] = list(output.prompt_logprobs)
         return choice
 
-    async def events(self, stream: OutputStream) -> AsyncIterator[bytes]:
+    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
         writer = ChunkWriter(self._id, "text_completion", self._created, self._model)
         usage = Usage()
         echoed: set[int] = set()
-        try:
-            while outputs := await stream.read():
+        async with aclosing(generation.news()) as all_news:
+            async for news in all_news:
                 data = []
-                for index, output in outputs:
+                for index, output in news:
+                    if isinstance(output, RequestProgress):
+                        data.append(writer.progress(output))
+                        continue
                     self._leave_out_generated(output)
                     usage.add(index, output)
                     data += [
@@ -184,10 +190,8 @@ class CompletionReply:
                         for one in output.outputs
                     ]
                 yield b"".join(data)
-            if self._body.usage_options.include_usage:
-                yield writer.bare(usage=usage.record())
-        finally:
-            stream.close()
+        if self._body.usage_options.include_usage:
+            yield writer.bare(usage=usage.record())
 
     def _chunk(
         self,

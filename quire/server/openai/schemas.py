@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from quire.frontend.async_llm import RequestTerms
 from quire.protocol.errors import RequestError
 from quire.protocol.sampling import RepetitionDetectionParams, SamplingParams
 
@@ -88,6 +89,7 @@ class GenerationBody(BaseModel):
     truncation_side: str | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    timeout_s: float | None = Field(None, gt=0)
     request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]{1,128}$")
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -124,6 +126,14 @@ class GenerationBody(BaseModel):
         if self.vllm_xargs is not None:
             given["extra_args"] = self.vllm_xargs
         return dataclasses.replace(defaults, **given, **own)
+
+    def terms(self, tenant: str) -> RequestTerms:
+        return RequestTerms(
+            priority=self.priority or 0,
+            tenant=tenant,
+            timeout_s=self.timeout_s,
+            wants_progress=bool(self.stream and self.usage_options.include_progress),
+        )
 
     @property
     def usage_options(self) -> StreamOptions:

@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from quire.protocol.output import RequestProgress
+
 encode = msgspec.json.Encoder().encode
 
 
@@ -32,6 +34,16 @@ class ChunkWriter:
         """A chunk with one choice, and what else it says at the top level."""
         tail = b"," + encode(extra)[1:] if extra else b"}"
         return self._head + encode(choice) + b"]" + tail + b"\n\n"
+
+    def progress(self, progress: RequestProgress) -> bytes:
+        """How a prompt gets on whose first token is not there yet."""
+        record = {
+            "prompt_tokens": progress.prompt_tokens,
+            "processed_tokens": progress.processed_tokens,
+            "cached_tokens": progress.cached_tokens,
+            "eta_s": progress.eta_s,
+        }
+        return self.bare(progress=record)
 
     def bare(self, **extra: Any) -> bytes:
         """A chunk without a choice."""
