@@ -38,7 +38,7 @@ class OutputStream:
 
     def __init__(self, llm: AsyncLLM, requests: list[OpenRequest], news: asyncio.Event) -> None:
         self._llm = llm
-        self._requests = requests
+        self.requests = requests
         self._news = news
         self._unfinished = list(range(len(requests)))
 
@@ -55,7 +55,7 @@ class OutputStream:
         news: list[tuple[int, RequestOutput | RequestProgress]] = []
         done = False
         for index in self._unfinished:
-            request = self._requests[index]
+            request = self.requests[index]
             if request.error is not None:
                 raise request_failure(request.error, self._llm.client.death)
             if request.timed_out:
@@ -67,11 +67,11 @@ class OutputStream:
                 done = done or request.finished
                 news.append((index, request.read()))
         if done:
-            self._unfinished = [i for i in self._unfinished if not self._requests[i].finished]
+            self._unfinished = [i for i in self._unfinished if not self.requests[i].finished]
         return news
 
     def close(self) -> None:
-        for request in self._requests:
+        for request in self.requests:
             self._llm.forget(request)
 
 

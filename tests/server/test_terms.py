@@ -20,6 +20,7 @@ LONG = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True}
 def small() -> Iterator[RunningServer]:
     """One request runs, two may wait."""
     limits = ("--max-num-seqs", "1", "--max-num-queued-reqs", "2", "--admin-key", "admin")
+    limits += ("--log-requests",)
     server = RunningServer.start(*limits, "--max-num-batched-tokens", "32", *ENGINE)
     assert server.url, "".join(server.lines)
     yield server
@@ -115,3 +116,19 @@ def test_admin_routes(small: RunningServer) -> None:
     level = small.request("POST", "/admin/log_level", {"level": "LOUD"}, ADMIN)
     assert level.status == 400
     assert small.request("POST", "/admin/log_level", {"level": "ERROR"}, ADMIN).status == 200
+
+
+def test_one_line_per_request_without_its_text(small: RunningServer) -> None:
+    small.request("POST", "/admin/log_level", {"level": "INFO"}, ADMIN)
+    body = {"prompt": "A secret of mine", "max_tokens": 3, "n": 2, "seed": 1, "ignore_eos": True}
+    small.request("POST", "/v1/completions", body, {"X-Request-Id": "logged"})
+
+    def lines() -> list[str]:
+        return [line for line in small.lines if '"logged"' in line]
+
+    eventually(lambda: bool(lines()), "the line")
+    (line,) = lines()
+    record = json.loads(line[line.index("{") :])
+    assert record["completion_tokens"] == 6 and record["finish_reasons"] == ["length", "length"]
+    assert 0 < record["first_token_s"] <= record["total_s"]
+    assert "secret" not in "".join(small.lines)
