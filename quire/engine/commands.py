@@ -14,6 +14,7 @@ from quire.metrics.instruments import Readings
 from quire.protocol.errors import RequestError
 from quire.protocol.messages import ID_SEPARATOR, KEY_BITS
 from quire.protocol.snapshot import EngineSnapshot
+from quire.scheduler.pause import Pause
 
 
 def reset_prefix_cache(core: EngineCore) -> bool:
@@ -41,6 +42,18 @@ def abort_named(core: EngineCore, name: str) -> int:
     return len(found)
 
 
+def abort_all(core: EngineCore) -> int:
+    return core.abort_all()
+
+
+def pause(core: EngineCore, mode: str) -> None:
+    core.pause(Pause(mode))
+
+
+def resume(core: EngineCore) -> None:
+    core.resume()
+
+
 def set_log_level(core: EngineCore, level: str) -> None:
     logging.getLogger("quire").setLevel(level)
 
@@ -60,6 +73,9 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         snapshot,
         abort_named,
         abort_client,
+        abort_all,
+        pause,
+        resume,
         set_log_level,
     )
 }

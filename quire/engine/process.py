@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import sys
 import threading
@@ -19,6 +20,7 @@ import zmq
 
 from quire.config.log import configure_logging
 from quire.config.options import EngineOptions
+from quire.engine.advice import Advisor
 from quire.engine.commands import run_command
 from quire.engine.core import EngineCore
 from quire.engine.routing import split_by_client
@@ -63,7 +65,8 @@ class EngineLoop:
 
     def _take_in(self) -> None:
         if not self._core.has_work:
-            self._socket.poll()
+            wait_s = self._core.wait_s
+            self._socket.poll(None if wait_s is None else math.ceil(wait_s * 1000))
         while True:
             try:
                 client, data = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -112,6 +115,7 @@ def main() -> int:
             logger.exception("the engine failed to start")
         reports.write(line(Failed(start_failure(error))))
         return 1
+    engine.core.advisor = Advisor(engine.core.scheduler)
     # Whatever exists now lives as long as the engine: the collector need not look at it again.
     gc.collect()
     gc.freeze()

@@ -362,7 +362,7 @@ class LLM:
         ended = self._run_apart(news, bar)
         for new in news:
             if (error := ended[new.key].error) is not None:
-                raise self._session.failure(error)
+                raise request_failure(error, self._core.death)
             yield beam_output(ended[new.key], new, self._inputs.tokenizer)
 
     def _run_apart(self, news: list[NewRequest], bar: ProgressBar) -> dict[int, FinishedSequence]:

@@ -98,6 +98,19 @@ def test_progress_of_a_long_prompt(small: RunningServer, path: str) -> None:
     assert last < first
 
 
+def test_pause_and_resume(small: RunningServer) -> None:
+    assert small.request("POST", "/admin/pause", {"mode": "hold"}, ADMIN).json["paused"] == "hold"
+    with ThreadPoolExecutor() as pool:
+        body = {"prompt": "Hi", "max_tokens": 2, "ignore_eos": True}
+        waiting = pool.submit(small.request, "POST", "/v1/completions", body)
+        eventually(lambda: gauge(small, "num_requests_waiting") == 1, "the request")
+        timed = small.request("POST", "/v1/completions", {**body, "timeout_s": 0.1})
+        assert timed.status == 408
+        assert not waiting.done()
+        assert small.request("POST", "/admin/resume", None, ADMIN).status == 200
+        assert waiting.result().json["usage"]["completion_tokens"] == 2
+
+
 def test_admin_routes(small: RunningServer) -> None:
     for headers in ({}, {"Authorization": "Bearer other"}):
         assert small.request("POST", "/admin/reset_prefix_cache", None, headers).status == 401
