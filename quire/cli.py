@@ -18,12 +18,14 @@ from quire.config.cli import (
     CommandParser,
     add_engine_arguments,
     add_sampling_arguments,
+    add_server_arguments,
     command_words,
     engine_arguments,
     engine_options,
     sampling_arguments,
+    server_options,
 )
-from quire.protocol.errors import ModelError, QuireError, RequestError
+from quire.protocol.errors import ModelError, OptionError, QuireError, RequestError
 from quire.protocol.sampling import RequestOutputKind, SamplingParams
 from quire.terminal import (
     CHAT_HELP,
@@ -59,6 +61,7 @@ examples:
   quire generate "The capital of France is" --max-tokens 20
   quire generate --model ./my-model.gguf --temperature 0 < prompt.txt
   quire chat --system "Answer in one sentence."
+  quire serve --port 8000
   quire chat --url http://127.0.0.1:8000
   quire bench prefix
 
@@ -105,6 +108,7 @@ def build_parser(words: Sequence[str] = ()) -> CommandParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_generate(commands)
     _add_chat(commands)
+    _add_serve(commands)
     _add_remote(commands)
     _add_pull(commands)
     _add_bench(commands, words)
@@ -150,6 +154,19 @@ def _add_remote(commands: Any) -> None:
     text = "Run a file of requests in OpenAI's batch format."
     parser = _add_command(commands, "run-batch -i FILE -o FILE", text, remote.run_batch)
     remote.add_batch_arguments(parser)
+
+
+def _add_serve(commands: Any) -> None:
+    text = "Serve a model over HTTP, as OpenAI's API."
+    parser = _add_command(commands, "serve [MODEL]", text, _serve)
+    parser.add_argument(
+        "model_word",
+        nargs="?",
+        metavar="MODEL",
+        help="As --model. (default: the embedded model)",
+    )
+    add_server_arguments(parser)
+    add_engine_arguments(parser, exclude=("skip_tokenizer_init",))
 
 
 def _add_pull(commands: Any) -> None:
@@ -235,6 +252,24 @@ def _chat(arguments: Arguments) -> int:
             return (output.outputs[0].text for output in llm.stream_chat(messages, params))
 
         return run_chat(stream, arguments.system, interactive=standard_input().isatty())
+
+
+def _serve(arguments: Arguments) -> int:
+    word = arguments.model_word
+    if word is not None:
+        if getattr(arguments, "model", word) != word:
+            raise OptionError(f"model is given twice: {word!r} and --model {arguments.model!r}.")
+        arguments.model = word
+    options = engine_options(arguments).for_server()
+    served = server_options(arguments)
+    try:
+        from quire.server.supervisor import serve
+    except ImportError as error:
+        raise OptionError(
+            f"the server needs the package {error.name!r}; install it with "
+            "pip install 'quire-llm[server]'."
+        ) from None
+    return serve(options.flat(), served)
 
 
 def _pull(arguments: Arguments) -> int:

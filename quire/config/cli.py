@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from quire.config.arguments import IGNORED, REFUSED
 from quire.config.fields import Declaration, kinds
 from quire.config.options import EngineOptions, group_class, option_groups
+from quire.config.server import ServerOptions
 from quire.protocol.sampling import RepetitionDetectionParams, SamplingParams
 
 Arguments = argparse.Namespace
@@ -66,7 +67,7 @@ SAMPLING_WITHOUT_FLAG = frozenset(
     }
 )
 
-_REPEATED = frozenset({"stop", "bad_words"})
+_REPEATED = frozenset({"stop", "bad_words", "api_key", "served_model_name", "allowed_origins"})
 _METAVARS = {int: "N", float: "X", dict: "JSON", RepetitionDetectionParams: "JSON", list: "IDS"}
 
 
@@ -137,7 +138,23 @@ def command_words(argv: Sequence[str] | None = None) -> list[str]:
 
 def add_engine_arguments(parser: argparse.ArgumentParser, exclude: Collection[str] = ()) -> None:
     """One flag per engine option, grouped as the options are."""
-    for group in dataclasses.fields(EngineOptions):
+    _add_option_arguments(parser, EngineOptions, exclude)
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """One flag per option of the server."""
+    _add_option_arguments(parser, ServerOptions)
+
+
+def server_options(arguments: Arguments) -> ServerOptions:
+    """The server's options that were given, checked; the others have their defaults."""
+    return ServerOptions.from_flat(vars(arguments))
+
+
+def _add_option_arguments(
+    parser: argparse.ArgumentParser, options: type, exclude: Collection[str] = ()
+) -> None:
+    for group in dataclasses.fields(options):
         owner: type = group_class(group)
         section = parser.add_argument_group(group.metadata["title"])
         for item in dataclasses.fields(owner):

@@ -15,6 +15,7 @@ from quire.config.arguments import IGNORED, REFUSED
 from quire.config.cli import SAMPLING_HELP
 from quire.config.fields import Declaration, kinds
 from quire.config.options import EngineOptions, group_class
+from quire.config.server import ServerOptions
 from quire.protocol.sampling import SamplingParams
 
 TYPE_NAMES: dict[type, str] = {
@@ -24,6 +25,7 @@ TYPE_NAMES: dict[type, str] = {
     str: "text",
     dict: "dictionary",
     list: "list",
+    tuple: "texts",
 }
 
 HEAD = """\
@@ -49,6 +51,12 @@ SAMPLING = """\
 `SamplingParams`, which has more; see [usage](usage.md#sampling). Two things differ from Python:
 `max_tokens` is 128 for `generate` and has no limit but the context for `chat`, which has no `n`;
 and without `seed` each run draws other random numbers.
+"""
+
+SERVER = """\
+## Server flags
+
+`quire serve` takes these besides the options; see [serving](serving.md).
 """
 
 WARNED = """\
@@ -79,14 +87,15 @@ ENVIRONMENT = """\
 
 def options_page() -> str:
     """The whole page."""
-    parts = [HEAD, "## Supported\n", *_option_tables(), SAMPLING, _sampling_table()]
+    parts = [HEAD, "## Supported\n", *_option_tables(EngineOptions), SAMPLING, _sampling_table()]
+    parts += [SERVER, *_option_tables(ServerOptions)]
     parts += [WARNED, _warned_list(), REFUSALS, _refused_list(), ENVIRONMENT]
     return "\n".join(parts)
 
 
-def _option_tables() -> list[str]:
+def _option_tables(options: type) -> list[str]:
     tables = []
-    for group in dataclasses.fields(EngineOptions):
+    for group in dataclasses.fields(options):
         owner: type = group_class(group)
         title = group.metadata["title"]
         tables.append(f"### {title[0].upper()}{title[1:]}\n\n{owner.__doc__}\n")

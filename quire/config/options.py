@@ -20,7 +20,7 @@ _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 _BYTE_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
-def _text(value: Any) -> Any:
+def as_text(value: Any) -> Any:
     return fspath(value) if isinstance(value, PathLike) else value
 
 
@@ -45,7 +45,7 @@ def _length(value: Any) -> Any:
     return int(value) if isinstance(value, str) and value.lstrip("-").isdecimal() else value
 
 
-def _bytes(value: Any) -> Any:
+def as_bytes(value: Any) -> Any:
     """Sizes such as 2GiB, 512MB or 1.5G; KB is 1000 bytes, K and KiB are 1024."""
     if not isinstance(value, str):
         return value
@@ -57,23 +57,23 @@ def _bytes(value: Any) -> Any:
     return int(float(number) * base ** _BYTE_UNITS[prefix.upper()])
 
 
-class _Checked:
+class CheckedOptions:
     def __post_init__(self) -> None:
         check(self)
 
 
 @dataclass(frozen=True)
-class ModelOptions(_Checked):
+class ModelOptions(CheckedOptions):
     """Which model, and how it is read."""
 
     model: str | None = option(
         None,
         "A folder, a .gguf file, or a name on the Hugging Face hub.",
         default_text="the embedded SmolLM2-135M-Instruct",
-        convert=_text,
+        convert=as_text,
     )
     tokenizer: str | None = option(
-        None, "Folder or hub name of the tokenizer.", default_text="the model's", convert=_text
+        None, "Folder or hub name of the tokenizer.", default_text="the model's", convert=as_text
     )
     tokenizer_mode: str = option(
         "auto",
@@ -100,7 +100,7 @@ class ModelOptions(_Checked):
         None, "Values that replace those of config.json (JSON).", default_text="none"
     )
     chat_template: str | None = option(
-        None, "A Jinja template or the path of one.", default_text="the model's", convert=_text
+        None, "A Jinja template or the path of one.", default_text="the model's", convert=as_text
     )
     dtype: str = option(
         "auto",
@@ -132,7 +132,7 @@ class ModelOptions(_Checked):
         "auto",
         "Where default sampling parameters come from. auto: the model's generation_config.json; "
         "vllm: nowhere; else a folder that holds such a file.",
-        convert=_text,
+        convert=as_text,
     )
     max_logprobs: int = option(
         20, "Most logprobs a request may ask for per token; -1: no limit.", minimum=-1
@@ -143,7 +143,7 @@ class ModelOptions(_Checked):
 
 
 @dataclass(frozen=True)
-class CacheOptions(_Checked):
+class CacheOptions(CheckedOptions):
     """How the KV cache is cut into blocks, and how much memory it takes."""
 
     block_size: int = option(
@@ -163,7 +163,7 @@ class CacheOptions(_Checked):
         default_text="measured",
         accepts=lambda value: value >= 1,
         rule="a number of bytes or a size such as 2GiB",
-        convert=_bytes,
+        convert=as_bytes,
     )
     num_gpu_blocks_override: int | None = option(
         None, "Number of KV blocks, whatever the memory.", default_text="measured", minimum=1
@@ -175,7 +175,7 @@ class CacheOptions(_Checked):
 
 
 @dataclass(frozen=True)
-class SchedulerOptions(_Checked):
+class SchedulerOptions(CheckedOptions):
     """What runs in a step."""
 
     max_num_seqs: int | None = option(
@@ -225,7 +225,7 @@ class SchedulerOptions(_Checked):
 
 
 @dataclass(frozen=True)
-class DeviceOptions(_Checked):
+class DeviceOptions(CheckedOptions):
     """Where the model runs."""
 
     device: str = option(
@@ -253,7 +253,7 @@ class DeviceOptions(_Checked):
 
 
 @dataclass(frozen=True)
-class ObservabilityOptions(_Checked):
+class ObservabilityOptions(CheckedOptions):
     """What the engine tells about itself."""
 
     disable_log_stats: bool = option(

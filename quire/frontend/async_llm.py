@@ -3,36 +3,105 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
-from functools import partial
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from quire.engine.core import EngineCore
-from quire.frontend.collector import OpenRequest, OpenSequence
-from quire.frontend.engine_client import ThreadEngineClient
+from quire.frontend.collector import OpenRequest
+from quire.frontend.engine_client import EngineClient, ThreadEngineClient
 from quire.frontend.inputs import Prompt, TokenizationOptions, parse_prompts
 from quire.frontend.outputs import RequestOutput
-from quire.frontend.session import Session
+from quire.frontend.session import Session, request_failure, start_session
 from quire.frontend.tokenizer import Tokenizer
-from quire.metrics.instruments import Metric
-from quire.protocol.errors import EngineDeadError, RequestError
-from quire.protocol.output import StepOutput
+from quire.metrics.instruments import Metric, Readings
+from quire.protocol.errors import EngineDeadError, RequestError, RequestTimeoutError
+from quire.protocol.messages import ID_SEPARATOR
+from quire.protocol.output import RequestProgress, StepOutput
 from quire.protocol.request import NewRequest
-from quire.protocol.sampling import SamplingParams
+from quire.protocol.sampling import RequestOutputKind, SamplingParams
+from quire.protocol.snapshot import EngineSnapshot
+
+
+@dataclass(frozen=True)
+class RequestTerms:
+    """How the engine is to treat requests that were made together."""
+
+    priority: int = 0
+    tenant: str = ""
+    timeout_s: float | None = None
+    wants_progress: bool = False
+
+
+class OutputStream:
+    """What comes of requests that were made together. Closing it aborts what is unfinished."""
+
+    def __init__(self, llm: AsyncLLM, requests: list[OpenRequest], news: asyncio.Event) -> None:
+        self._llm = llm
+        self.requests = requests
+        self._news = news
+        self._unfinished = list(range(len(requests)))
+
+    async def read(self) -> list[tuple[int, RequestOutput | RequestProgress]]:
+        """Wait for news; returns (index of the prompt, news) pairs, or nothing at the end."""
+        while self._unfinished:
+            await self._news.wait()
+            self._news.clear()
+            if news := self._take():
+                return news
+        return []
+
+    def _take(self) -> list[tuple[int, RequestOutput | RequestProgress]]:
+        news: list[tuple[int, RequestOutput | RequestProgress]] = []
+        done = False
+        for index in self._unfinished:
+            request = self.requests[index]
+            if request.error is not None:
+                raise request_failure(request.error, self._llm.client.death)
+            if request.timed_out:
+                raise RequestTimeoutError("timeout_s is over and the first token is not there yet.")
+            if request.progress is not None:
+                news.append((index, request.progress))
+                request.progress = None
+            if request.has_news:
+                done = done or request.finished
+                news.append((index, request.read()))
+        if done:
+            self._unfinished = [i for i in self._unfinished if not self.requests[i].finished]
+        return news
+
+    def close(self) -> None:
+        for request in self.requests:
+            self._llm.forget(request)
 
 
 class AsyncLLM:
     """A model that answers many callers of one event loop at once. Arguments are `LLM`'s."""
 
     def __init__(self, model: str | None = None, **arguments: Any) -> None:
-        self._session = Session({"model": model, **arguments})
-        self.options = self._session.options
-        self.model_config = self._session.model_config
+        session, core = start_session({"model": model, **arguments})
+        self._attach(session, ThreadEngineClient(core))
+
+    @classmethod
+    def connected(cls, session: Session, client: EngineClient) -> AsyncLLM:
+        """An API to an engine that runs already, wherever that is."""
+        llm = cls.__new__(cls)
+        llm._attach(session, client)
+        return llm
+
+    def _attach(self, session: Session, client: EngineClient) -> None:
+        self.session = session
+        self.client = client
+        self.options = session.options
+        self.model_config = session.model_config
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._open: dict[str, OpenRequest] = {}
-        self._news: dict[str, asyncio.Event] = {}
-        self._client = ThreadEngineClient(self._session.core, self._deliver, self._deliver_death)
+        self._open: dict[str, tuple[OpenRequest, asyncio.Event]] = {}
+        """By the request's name in the engine; the event tells its reader of news."""
+
+    @property
+    def num_open(self) -> int:
+        """Requests between their arrival and their last output."""
+        return len(self._open)
 
     async def generate(
         self,
@@ -51,132 +120,137 @@ class AsyncLLM:
         if len(prompts) != 1:
             raise RequestError(f"generate takes one prompt, got {len(prompts)}.")
         options = TokenizationOptions.from_kwargs(tokenization_kwargs)
-        self._session.inputs.tokenize(prompts, options)
-        request = await self._submit(prompts[0], sampling_params, request_id, priority)
-        news = self._news[request.request_id]
+        self.session.inputs.tokenize(prompts, options)
+        if request_id is not None and self._named(request_id):
+            raise RequestError(f"request_id {request_id!r} is already in use.")
+        terms = RequestTerms(priority)
+        stream = await self.open_stream(prompts, sampling_params, request_id, terms)
         try:
-            done = False
-            while not done:
-                await news.wait()
-                news.clear()
-                if request.error is not None:
-                    raise self._session.failure(request.error)
-                if request.has_news:
-                    done = request.finished
-                    yield request.read()
+            while news := await stream.read():
+                for _, output in news:
+                    assert isinstance(output, RequestOutput), "no progress was asked for"
+                    yield output
         finally:
-            self._forget(request)
+            stream.close()
+
+    async def open_stream(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | None = None,
+        name: str | None = None,
+        terms: RequestTerms | None = None,
+    ) -> OutputStream:
+        """Hand prompts that are tokenised already to the engine: all of them or none."""
+        self._bind_loop()
+        terms = terms or RequestTerms()
+        params = params or self.session.default_params
+        news, requests = asyncio.Event(), list[OpenRequest]()
+        prepared = self.session.inputs.prepare_params(params)
+        made = [self._new_request(prompt, prepared, name, terms) for prompt in prompts]
+        try:
+            for new, prompt in zip(made, prompts, strict=True):
+                known_as = name or f"quire-{new.key}"
+                request = self.session.collector.open(
+                    new, prompt.text, params.output_kind, known_as
+                )
+                self._open[new.request_id] = request, news
+                requests.append(request)
+            adds = [self.client.add(new) for new in made]
+            if len(adds) == 1:
+                await adds[0]
+            else:
+                await asyncio.gather(*adds)
+        except BaseException:
+            for request in requests:
+                self.forget(request)
+            raise
+        return OutputStream(self, requests, news)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator yields a last output with finish_reason "abort"."""
-        request = self._open.get(request_id)
-        if request is not None:
-            await self._call(lambda core: core.abort(request.engine_id))
+        for request in self._named(request_id):
+            self.client.abort(request.engine_id)
 
     async def reset_prefix_cache(self) -> bool:
-        await self._call(lambda core: core.scheduler.reset_prefix_cache())
-        return True
+        return await self.client.command("reset_prefix_cache", bool)
 
     async def check_health(self) -> None:
         """Raise if the engine has stopped."""
-        death = self._session.core.death
+        death = self.client.death
         if death is not None:
             raise EngineDeadError(f"the engine has stopped: {death}")
 
     async def get_metrics(self) -> list[Metric]:
-        metrics: list[Metric] = await self._call(lambda core: core.read_metrics())
-        return metrics
+        return (await self.client.command("read_metrics", Readings)).all
+
+    async def snapshot(self, max_waiting: int = 256) -> EngineSnapshot:
+        """The engine at this moment: blocks, requests, memory."""
+        return await self.client.command("snapshot", EngineSnapshot, max_waiting=max_waiting)
 
     async def get_tokenizer(self) -> Tokenizer:
-        return self._session.tokenizer
+        return self.session.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        return self._session.default_params.clone()
+        return self.session.default_params.clone()
 
     def shutdown(self) -> None:
         """End all requests and free everything."""
-        self._client.shutdown()
+        self.client.shutdown()
 
     # --- inside -----------------------------------------------------------------------------------
 
-    async def _submit(
-        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, priority: int
-    ) -> OpenRequest:
-        self._bind_loop()
-        params = params or self._session.default_params
-        key = self._session.take_keys(params.n)
-        name = request_id or f"quire-{key}"
-        if name in self._open:
-            raise RequestError(f"request_id {name!r} is already in use.")
-        new: NewRequest = self._session.inputs.new_request(
+    def _named(self, name: str) -> list[OpenRequest]:
+        return [request for request, _ in self._open.values() if request.request_id == name]
+
+    def _new_request(
+        self, prompt: Prompt, params: SamplingParams, name: str | None, terms: RequestTerms
+    ) -> NewRequest:
+        key, now = self.session.take_keys(params.n), time.monotonic()
+        return self.session.inputs.new_request(
             key,
-            str(key),
+            str(key) if name is None else f"{name}{ID_SEPARATOR}{key}",
             prompt,
-            self._session.inputs.prepare_params(params),
-            arrival_time=self._session.core.clock(),
-            priority=priority,
-            streams=params.output_kind is not params.output_kind.FINAL_ONLY,
+            params,
+            arrival_time=now,
+            priority=terms.priority,
+            streams=params.output_kind is not RequestOutputKind.FINAL_ONLY,
+            tenant=terms.tenant,
+            deadline=None if terms.timeout_s is None else now + terms.timeout_s,
+            wants_progress=terms.wants_progress,
         )
-        request = self._session.collector.open(new, prompt.text, params.output_kind, name)
-        self._open[name], self._news[name] = request, asyncio.Event()
-        try:
-            await self._call(lambda core: core.add(new))
-        except BaseException:
-            self._forget(request)
-            raise
-        return request
 
     def _bind_loop(self) -> None:
         """Outputs go to the event loop of the callers; there can be one at a time."""
         loop, previous = asyncio.get_running_loop(), self._loop
-        if (
-            previous is not None
-            and previous is not loop
-            and not previous.is_closed()
-            and self._open
-        ):
+        if previous is loop:
+            return
+        if previous is not None and not previous.is_closed() and self._open:
             raise RequestError(
                 "AsyncLLM serves one event loop at a time, and another one has open requests; "
                 "use one loop, or an AsyncLLM for each."
             )
         self._loop = loop
+        self.client.listen(self, loop)
 
-    async def _call(self, function: Any) -> Any:
-        return await asyncio.wrap_future(self._client.call(function))
-
-    def _deliver(self, output: StepOutput) -> None:
-        """Called on the engine's thread: pass the output on to the event loop."""
-        self._on_loop(self._receive, output)
-
-    def _deliver_death(self, reason: str) -> None:
-        self._on_loop(self._fail_all, reason)
-
-    def _on_loop(self, function: Callable[..., None], argument: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(function, argument)
-
-    def _fail_all(self, reason: str) -> None:
-        for request in self._open.values():
+    def engine_died(self, reason: str) -> None:
+        for request, news in self._open.values():
             request.error = reason
-            self._news[request.request_id].set()
+            news.set()
 
-    def _receive(self, output: StepOutput) -> None:
-        changed, stopped = self._session.collector.process(output)
+    def receive(self, output: StepOutput) -> None:
+        changed, stopped = self.session.collector.process(output)
         for sequence in stopped:
-            self._client.call(partial(_stop, sequence))
+            reason = sequence.finish_reason or "stop"
+            self.client.abort(sequence.request.engine_id, reason, sequence.key)
         for request in changed:
-            news = self._news.get(request.request_id)
-            if news is not None:
-                news.set()
+            entry = self._open.get(request.engine_id)
+            if entry is not None:
+                entry[1].set()
 
-    def _forget(self, request: OpenRequest) -> None:
+    def forget(self, request: OpenRequest) -> None:
+        """Nobody reads a request any more; it is aborted if it goes on."""
+        if self._open.pop(request.engine_id, None) is None:
+            return
         if not request.finished:
-            self._client.call(lambda core: core.abort(request.engine_id))
-        self._session.collector.close(request)
-        self._open.pop(request.request_id, None)
-        self._news.pop(request.request_id, None)
-
-
-def _stop(sequence: OpenSequence, core: EngineCore) -> None:
-    core.abort(sequence.request.engine_id, sequence.finish_reason or "stop", sequence.key)
+            self.client.abort(request.engine_id)
+        self.session.collector.close(request)

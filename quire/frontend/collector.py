@@ -16,7 +16,7 @@ from quire.frontend.outputs import (
 )
 from quire.frontend.repetition import repeats
 from quire.frontend.tokenizer import Tokenizer
-from quire.protocol.output import FinishedSequence, StepOutput
+from quire.protocol.output import FinishedSequence, RequestProgress, StepOutput
 from quire.protocol.plan import Float32Array, LogprobArrays
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import RequestOutputKind, SamplingParams
@@ -116,10 +116,17 @@ class OpenRequest:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     num_cached_tokens: int | None = None
     error: str | None = None
+    progress: RequestProgress | None = None
+    """News about a prompt that waits or is being computed, until somebody reads it."""
 
     @property
     def finished(self) -> bool:
         return all(sequence.ended for sequence in self.sequences)
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether its time was over before the first token."""
+        return all(sequence.finish_reason == "timeout" for sequence in self.sequences)
 
     @property
     def has_news(self) -> bool:
@@ -204,6 +211,11 @@ class Collector:
             sequence = self._by_key.get(part.key)
             if sequence is not None and sequence.request.prompt_logprobs is not None:
                 self._add_prompt_logprobs(sequence.request, part.arrays)
+        for one in output.progress:
+            sequence = self._by_key.get(one.key)
+            if sequence is not None:
+                sequence.request.progress = one
+                touched[id(sequence.request)] = sequence.request
         lines = {} if output.logprobs is None else _line_of(output.logprobs)
         for i, (key, token) in enumerate(
             zip(output.keys.tolist(), output.tokens.tolist(), strict=True)

@@ -11,6 +11,7 @@ import numpy as np
 from quire.frontend.inputs import TokenizationOptions, naming_index, parse_prompts
 from quire.frontend.outputs import EmbeddingOutput, EmbeddingRequestOutput
 from quire.frontend.progress import ProgressBar
+from quire.frontend.session import request_failure
 from quire.protocol.errors import RequestError
 from quire.protocol.plan import Float32Array
 
@@ -73,7 +74,7 @@ def embed(
         raise RequestError(
             f"priority has {len(priority)} entries for {len(parsed)} prompts; give one each."
         )
-    inputs, core = llm._session.inputs, llm._session.core
+    inputs, core = llm._session.inputs, llm._core
     inputs.tokenize(parsed, TokenizationOptions.from_kwargs(tokenization_kwargs))
     news = []
     for i, prompt in enumerate(parsed):
@@ -95,7 +96,8 @@ def embed(
     for new in news:
         sequence = ended[new.key]
         if sequence.embedding is None:
-            raise llm._session.failure(sequence.error or f"it ended by {sequence.finish_reason}")
+            reason = sequence.error or f"it ended by {sequence.finish_reason}"
+            raise request_failure(reason, core.death)
         outputs.append(
             EmbeddingRequestOutput(
                 request_id=new.request_id,

@@ -269,9 +269,9 @@ class InputProcessor:
             "prompt_logprob_token_ids",
             "stop_token_ids",
         ):
-            self._check_ids(name, getattr(params, name) or ())
-        self._check_ids("logit_bias", params.logit_bias or ())
-        self._check_ids("stop_token_ids", params.stop_token_ids or ())
+            self.check_ids(name, getattr(params, name) or ())
+        self.check_ids("logit_bias", params.logit_bias or ())
+        self.check_ids("stop_token_ids", params.stop_token_ids or ())
         prepared = copy.copy(params)
         prepared.top_k = 0 if params.top_k >= self.vocab_size else params.top_k
         prepared.logprobs = self._logprob_count("logprobs", params.logprobs)
@@ -287,9 +287,9 @@ class InputProcessor:
             prepared.bad_words_token_ids = self.tokenizer.bad_words_ids(params.bad_words)
         return prepared
 
-    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
+    def check_ids(self, name: str, ids: Iterable[int]) -> None:
         for token in ids:
-            if token >= self.vocab_size:
+            if not 0 <= token < self.vocab_size:
                 raise RequestError(
                     f"{name} holds {token}, which is outside the vocabulary of {self.vocab_size} "
                     "tokens."
@@ -329,6 +329,9 @@ class InputProcessor:
         arrival_time: float,
         priority: int = 0,
         streams: bool = False,
+        tenant: str = "",
+        deadline: float | None = None,
+        wants_progress: bool = False,
     ) -> NewRequest:
         """A request from a checked prompt and prepared parameters."""
         assert prompt.token_ids is not None
@@ -349,6 +352,9 @@ class InputProcessor:
             priority=self.check_priority(priority),
             cache_salt=prompt.cache_salt,
             streams=streams or watches_tokens(params),
+            tenant=tenant,
+            deadline=deadline,
+            wants_progress=wants_progress,
         )
 
     def new_pooling(

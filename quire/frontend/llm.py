@@ -22,7 +22,7 @@ from quire.frontend.inputs import (
 from quire.frontend.interrupts import deferred_interrupts
 from quire.frontend.outputs import BeamSearchOutput, RequestOutput
 from quire.frontend.progress import ProgressBar
-from quire.frontend.session import Session
+from quire.frontend.session import request_failure, start_session
 from quire.frontend.tokenizer import Tokenizer
 from quire.metrics.engine import EngineStatistics
 from quire.metrics.instruments import Metric
@@ -48,8 +48,7 @@ class LLM:
     """A model ready to generate. Arguments are vLLM's; without a model the embedded one is used."""
 
     def __init__(self, model: str | None = None, **arguments: Any) -> None:
-        self._session = Session({"model": model, **arguments})
-        self._core = self._session.core
+        self._session, self._core = start_session({"model": model, **arguments})
         self._inputs = self._session.inputs
         self._collector = self._session.collector
         self.options = self._session.options
@@ -305,7 +304,7 @@ class LLM:
         if self._core.death is not None:
             for request in requests:
                 if request.error is not None:
-                    raise self._session.failure(request.error)
+                    raise request_failure(request.error, self._core.death)
         return [request.read() for request in requests]
 
     def _stream(
@@ -324,7 +323,7 @@ class LLM:
                     if not request.has_news:
                         self._step()
                     if request.error is not None:
-                        raise self._session.failure(request.error)
+                        raise request_failure(request.error, self._core.death)
                     if request.has_news:
                         done = request.finished
                         yield request.read()
@@ -363,7 +362,7 @@ class LLM:
         ended = self._run_apart(news, bar)
         for new in news:
             if (error := ended[new.key].error) is not None:
-                raise self._session.failure(error)
+                raise request_failure(error, self._core.death)
             yield beam_output(ended[new.key], new, self._inputs.tokenizer)
 
     def _run_apart(self, news: list[NewRequest], bar: ProgressBar) -> dict[int, FinishedSequence]:

@@ -1,4 +1,4 @@
-"""`Session`: what `LLM` and `AsyncLLM` share: a started engine, its tokenizer and its defaults."""
+"""`Session`: what clients of an engine share: its tokenizer, its checks and its defaults."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from quire.config.locate import locate_model
 from quire.config.log import configure_logging
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
+from quire.engine.core import EngineCore
 from quire.engine.startup import start_engine
 from quire.frontend.chat_inputs import parse_conversations, render_conversations
 from quire.frontend.collector import Collector
@@ -15,23 +16,23 @@ from quire.frontend.generation_defaults import generation_defaults
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.tokenizer import Tokenizer, load_tokenizer
 from quire.protocol.errors import EngineDeadError, OverloadedError, QuireError
+from quire.protocol.messages import KEY_BITS
 from quire.protocol.sampling import SamplingParams
 
 
 class Session:
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        configure_logging()
-        engine = start_engine(EngineOptions.from_arguments(**arguments))
-        self.options = engine.options
-        self.model_config = engine.model
-        self.core = engine.core
-        self._tokenizer = _load_tokenizer(engine.model, engine.options)
+    """One client's side of an engine that may run elsewhere. `options` are the resolved ones."""
+
+    def __init__(self, model: ModelConfig, options: EngineOptions, client_index: int = 0) -> None:
+        self.options = options
+        self.model_config = model
+        self._tokenizer = _load_tokenizer(model, options)
         self.default_params: SamplingParams = generation_defaults(
-            engine.options.model.generation_config, engine.model.generation
+            options.model.generation_config, model.generation
         )
-        self.inputs = InputProcessor(self._tokenizer, engine.model, engine.options)
+        self.inputs = InputProcessor(self._tokenizer, model, options)
         self.collector = Collector(self._tokenizer)
-        self._next_key = 0
+        self._next_key = client_index << KEY_BITS
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -47,16 +48,24 @@ class Session:
         self._next_key += count
         return first
 
-    def failure(self, error: str) -> QuireError:
-        """What to raise for a request that ended with `error`: the engine may have survived it."""
-        if self.core.death is None:
-            return OverloadedError(error)
-        return EngineDeadError(f"the engine failed: {error}")
-
     def render(self, messages: Any, **options: Any) -> list[Prompt]:
         """Prompts of one or several conversations."""
         texts = render_conversations(self.tokenizer, parse_conversations(messages), **options)
         return [Prompt(text, None) for text in texts]
+
+
+def start_session(arguments: dict[str, Any]) -> tuple[Session, EngineCore]:
+    """An engine in this process, and its one client."""
+    configure_logging()
+    engine = start_engine(EngineOptions.from_arguments(**arguments))
+    return Session(engine.model, engine.options), engine.core
+
+
+def request_failure(error: str, death: str | None) -> QuireError:
+    """What to raise for a request that ended with `error`: the engine may have survived it."""
+    if death is None:
+        return OverloadedError(error)
+    return EngineDeadError(f"the engine failed: {error}")
 
 
 def _load_tokenizer(model: ModelConfig, options: EngineOptions) -> Tokenizer | None:

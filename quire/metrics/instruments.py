@@ -43,6 +43,27 @@ class HistogramReading(Metric):
         return self.sum / self.count if self.count else 0.0
 
 
+@dataclass(frozen=True)
+class Readings:
+    """All readings of an engine, by kind, so that they can cross a process boundary."""
+
+    counters: list[CounterReading]
+    gauges: list[GaugeReading]
+    histograms: list[HistogramReading]
+
+    @classmethod
+    def of(cls, metrics: Sequence[Metric]) -> Readings:
+        return cls(
+            [m for m in metrics if isinstance(m, CounterReading)],
+            [m for m in metrics if isinstance(m, GaugeReading)],
+            [m for m in metrics if isinstance(m, HistogramReading)],
+        )
+
+    @property
+    def all(self) -> list[Metric]:
+        return [*self.counters, *self.gauges, *self.histograms]
+
+
 class Counter:
     def __init__(self, name: str, help: str, labels: dict[str, str] | None = None) -> None:
         self.name, self.help, self.labels = name, help, labels or {}

@@ -27,6 +27,10 @@ class OverloadedError(QuireError):
         self.retry_after_s = retry_after_s
 
 
+class RequestTimeoutError(QuireError):
+    """A request's time was over before its first token (HTTP 408)."""
+
+
 class StepMemoryError(QuireError):
     """A step needed more memory than there was. The engine lives on and tries a smaller step,
     unless the device `is_exhausted`, so that no step could run."""

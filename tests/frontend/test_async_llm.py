@@ -54,15 +54,16 @@ async def settled(llm: AsyncLLM) -> None:
         return bool(core.has_work) or core.scheduler.kv.pool.num_used > 0
 
     for _ in range(1000):
-        if not await llm._call(check):
+        if not await asyncio.wrap_future(llm.client._call(lambda: check(llm.client.core))):
             break
     else:
         raise AssertionError("the engine does not come to rest")
-    assert not llm._open and not llm._news
+    assert not llm._open
 
 
 async def steps(llm: AsyncLLM) -> int:
-    count: int = await llm._call(lambda core: core.statistics().num_steps)
+    statistics = asyncio.wrap_future(llm.client._call(llm.client.core.statistics))
+    count: int = (await statistics).num_steps
     return count
 
 
@@ -206,8 +207,8 @@ async def test_an_idle_engine_takes_no_steps(engine: AsyncLLM) -> None:
     await settled(engine)
     before = await steps(engine)
     calls = []
-    step = engine._session.core.step
-    engine._session.core.step = lambda: calls.append(1) or step()  # type: ignore[method-assign]
+    step = engine.client.core.step
+    engine.client.core.step = lambda: calls.append(1) or step()  # type: ignore[method-assign]
     for _ in range(20):
         assert await steps(engine) == before
     # One look for work after each call, and none of its own accord.
@@ -256,7 +257,7 @@ async def test_a_fault_of_the_engine_itself_reaches_all_callers(tiny: Tiny) -> N
 
     stream = llm.generate(PROMPTS[0], LONG)
     await anext(stream)
-    llm._session.core.scheduler.schedule = broken  # type: ignore[method-assign]
+    llm.client.core.scheduler.schedule = broken  # type: ignore[method-assign]
     with pytest.raises(EngineDeadError, match="a fault in the scheduler"):
         await last(stream)
     with pytest.raises(QuireError, match="the engine has stopped"):

@@ -1,0 +1,144 @@
+"""The options of the HTTP server, declared like the engine's."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.config.fields import option
+from quire.config.options import CheckedOptions, as_bytes, as_text
+from quire.protocol.errors import OptionError
+
+
+def _several(value: Any) -> Any:
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class NetworkOptions(CheckedOptions):
+    """Where the server listens."""
+
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0: all of this machine's.")
+    port: int = option(
+        8000,
+        "Port to listen on; 0: any that is free.",
+        accepts=lambda value: 0 <= value <= 65535,
+        rule="from 0 to 65535",
+    )
+    root_path: str = option("", "Path under which a proxy shows this server.", default_text="none")
+    ssl_keyfile: str | None = option(
+        None, "Private key for HTTPS (PEM).", default_text="plain HTTP", convert=as_text
+    )
+    ssl_certfile: str | None = option(
+        None, "Certificate for HTTPS (PEM).", default_text="plain HTTP", convert=as_text
+    )
+    ssl_ca_certs: str | None = option(
+        None,
+        "Accept only clients with a certificate of these authorities (PEM).",
+        default_text="all clients",
+        convert=as_text,
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "Web pages of other sites that may call this server, such as https://example.org, or "
+        "'*'; may be given several times.",
+        default_text="none",
+        convert=_several,
+    )
+    max_body_bytes: int = option(
+        32 << 20,
+        "Largest request body, such as 32MiB.",
+        default_text="32MiB",
+        accepts=lambda value: value >= 1,
+        rule="a number of bytes or a size such as 32MiB",
+        convert=as_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class AccessOptions(CheckedOptions):
+    """Who may use the server."""
+
+    api_key: tuple[str, ...] = option(
+        (),
+        "Key that clients must send; may be given several times.",
+        default_text="none, everyone may",
+        convert=_several,
+        secret=True,
+    )
+    api_key_file: str | None = option(
+        None,
+        "File with one key per line, besides those of --api-key.",
+        default_text="none",
+        convert=as_text,
+    )
+    admin_key: str | None = option(
+        None,
+        "Key for the routes under /admin.",
+        default_text="none, there are no such routes",
+        secret=True,
+    )
+
+
+@dataclass(frozen=True)
+class ServingOptions(CheckedOptions):
+    """What the server serves, and with how many processes."""
+
+    served_model_name: tuple[str, ...] = option(
+        (),
+        "Name of the model in requests and replies; may be given several times, the first one is "
+        "used in replies.",
+        default_text="as model",
+        convert=_several,
+    )
+    trust_request_chat_template: bool = option(
+        False, "Let requests bring their own chat template, which runs in a sandbox."
+    )
+    api_server_count: int = option(
+        1, "Processes that speak HTTP; all use the one engine.", minimum=1
+    )
+    max_engine_restarts: int = option(
+        3, "How often the engine is started again after it died.", minimum=0
+    )
+    drain_timeout_s: float = option(
+        60.0, "Longest wait for open requests when the server is told to stop.", minimum=0
+    )
+    metrics_prefix: str = option("quire", "What names of metrics begin with; vllm: as vLLM's do.")
+    log_requests: bool = option(False, "Write a line for each request that ends.")
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """All options of one server besides its engine's."""
+
+    network: NetworkOptions = field(default_factory=NetworkOptions, metadata={"title": "network"})
+    access: AccessOptions = field(default_factory=AccessOptions, metadata={"title": "access"})
+    serving: ServingOptions = field(default_factory=ServingOptions, metadata={"title": "serving"})
+
+    def __post_init__(self) -> None:
+        network = self.network
+        if (network.ssl_keyfile is None) != (network.ssl_certfile is None):
+            given = "ssl_keyfile" if network.ssl_keyfile else "ssl_certfile"
+            other = "ssl_certfile" if network.ssl_keyfile else "ssl_keyfile"
+            raise OptionError(f"{given} is set but {other} is not; HTTPS needs both.")
+
+    @classmethod
+    def from_flat(cls, values: dict[str, Any]) -> ServerOptions:
+        """Options by their flat names; those not given have their defaults."""
+        groups = {}
+        for group in dataclasses.fields(cls):
+            kind: Any = group.default_factory
+            names = {item.name for item in dataclasses.fields(kind)}
+            groups[group.name] = kind(**{k: v for k, v in values.items() if k in names})
+        return cls(**groups)
+
+    def flat(self) -> dict[str, Any]:
+        """Every option by its flat name; secrets included."""
+        return {
+            item.name: getattr(getattr(self, group.name), item.name)
+            for group in dataclasses.fields(self)
+            for item in dataclasses.fields(getattr(self, group.name))
+        }

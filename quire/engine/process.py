@@ -1,0 +1,162 @@
+"""The engine in a process of its own: `python -m quire.engine.process`, started by the server.
+
+Clients talk to it over a local socket (`protocol/messages.py`), the supervisor over pipes
+(`protocol/control.py`). It ends when its standard input does, and so dies with its parent.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from typing import BinaryIO
+
+import msgspec
+import zmq
+
+from quire.config.log import configure_logging
+from quire.config.options import EngineOptions
+from quire.engine.advice import Advisor
+from quire.engine.commands import run_command
+from quire.engine.core import EngineCore
+from quire.engine.routing import split_by_client
+from quire.engine.startup import start_engine
+from quire.protocol.codec import Decoder, encode
+from quire.protocol.control import EngineReady, Failed, StartEngine, line, read_line
+from quire.protocol.errors import QuireError
+from quire.protocol.messages import (
+    NOTHING,
+    AbortRequest,
+    AddRequest,
+    ErrorRecord,
+    Outputs,
+    Reply,
+    ToEngine,
+    client_identity,
+)
+from quire.protocol.output import StepOutput
+
+logger = logging.getLogger(__name__)
+
+
+class EngineLoop:
+    """Steps the engine while there is work, looking at the socket in between; waits on the socket
+    while there is none."""
+
+    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes]) -> None:
+        self._core = core
+        self._socket = socket
+        self._decoder: Decoder[ToEngine] = Decoder(ToEngine)
+
+    def run(self) -> str:
+        """Serve until the engine dies; returns why it did."""
+        while self._core.death is None:
+            self._take_in()
+            output = self._core.step()
+            if not output.empty:
+                started = time.perf_counter()
+                self._send(output)
+                self._core.add_host_time(time.perf_counter() - started)
+        return self._core.death
+
+    def _take_in(self) -> None:
+        if not self._core.has_work:
+            wait_s = self._core.wait_s
+            self._socket.poll(None if wait_s is None else math.ceil(wait_s * 1000))
+        while True:
+            try:
+                client, data = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(client, data)
+
+    def _handle(self, client: bytes, data: bytes) -> None:
+        try:
+            message = self._decoder.decode(data)
+        except msgspec.MsgspecError as error:
+            logger.error("a message of %s was dropped: %s", client.decode(), error)
+            return
+        if isinstance(message, AbortRequest):
+            self._core.abort(message.request_id, message.reason, message.key)
+            return
+        reply = Reply(message.call)
+        try:
+            if isinstance(message, AddRequest):
+                self._core.add(message.request)
+            else:
+                value = run_command(self._core, message.name, message.arguments)
+                reply.value = NOTHING if value is None else msgspec.Raw(encode(value))
+        except Exception as error:
+            if not isinstance(error, QuireError):
+                logger.exception("a call of %s failed", client.decode())
+            reply.error = ErrorRecord.of(error)
+        self._socket.send_multipart([client, encode(reply)])
+
+    def _send(self, output: StepOutput) -> None:
+        for client, part in split_by_client(output).items():
+            self._socket.send_multipart([client_identity(client), encode(Outputs(part))])
+
+
+def main() -> int:
+    reports = _claim_stdout()
+    start: StartEngine = read_line(sys.stdin.buffer.readline(), StartEngine)
+    threading.Thread(target=_die_with_parent, name="quire-parent-watch", daemon=True).start()
+    configure_logging()
+    try:
+        engine = start_engine(EngineOptions().replace(**start.options))
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        socket = open_engine_socket(context, start.address)
+    except Exception as error:
+        if not isinstance(error, QuireError):
+            logger.exception("the engine failed to start")
+        reports.write(line(Failed(start_failure(error))))
+        return 1
+    engine.core.advisor = Advisor(engine.core.scheduler)
+    # Whatever exists now lives as long as the engine: the collector need not look at it again.
+    gc.collect()
+    gc.freeze()
+    ready = EngineReady(
+        start.address, engine.options.flat(), engine.core.scheduler.limits.num_blocks
+    )
+    reports.write(line(ready))
+    death = EngineLoop(engine.core, socket).run()
+    reports.write(line(Failed(death)))
+    context.destroy(linger=1000)  # last outputs are on their way
+    return 1
+
+
+def open_engine_socket(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+    socket.sndhwm = socket.rcvhwm = 0  # nothing is dropped; clients bound what they ask for
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    socket.bind(address)
+    return socket
+
+
+def start_failure(error: Exception) -> str:
+    if isinstance(error, QuireError):
+        return str(error)
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first} (the lines above say where)"
+
+
+def _claim_stdout() -> BinaryIO:
+    """Reports go to the supervisor alone; whatever else prints goes to standard error."""
+    reports = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    return reports
+
+
+def _die_with_parent() -> None:
+    # Raw reads: a buffered reader would hold a lock that Python wants when it ends.
+    while os.read(0, 4096):
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""`api_server`, under the path that users of vLLM know."""

@@ -1,0 +1,71 @@
+"""Messages between the supervisor and the processes it starts: one line of JSON each, over pipes.
+
+A child reads its orders from standard input, whose end tells it to end too, and reports on
+standard output. Secrets travel here and so never show in a process list.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+class StartEngine(msgspec.Struct, tag=True):
+    """The first line to an engine process."""
+
+    options: dict[str, Any]
+    address: str
+
+
+class EngineReady(msgspec.Struct, tag=True):
+    """From the engine to the supervisor, and on to API processes."""
+
+    address: str
+    options: dict[str, Any]
+    """As resolved, by flat names."""
+    num_blocks: int
+
+
+class Failed(msgspec.Struct, tag=True):
+    """A process cannot start, or cannot go on; why, and what to do about it."""
+
+    cause: str
+
+
+class StartApi(msgspec.Struct, tag=True):
+    """The first line to an API process."""
+
+    client_index: int
+    socket_fd: int
+    server_options: dict[str, Any]
+
+
+class EngineDown(msgspec.Struct, tag=True):
+    cause: str
+    restarts: bool
+    """Whether a new engine is on its way."""
+
+
+class Drain(msgspec.Struct, tag=True):
+    """Take no new requests, finish the open ones, then end."""
+
+
+class Listening(msgspec.Struct, tag=True):
+    """From an API process: it answers."""
+
+
+ToEngineProcess = StartEngine
+FromEngineProcess = EngineReady | Failed
+ToApi = StartApi | EngineReady | EngineDown | Drain
+FromApi = Listening | Failed
+
+
+def line(message: msgspec.Struct) -> bytes:
+    return msgspec.json.encode(message) + b"\n"
+
+
+def read_line(data: bytes, kind: Any) -> Any:
+    return msgspec.json.decode(data, type=kind)

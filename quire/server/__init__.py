@@ -1,0 +1,1 @@
+"""HTTP: the OpenAI routes and their processes. Imported only where a server runs."""

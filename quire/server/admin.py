@@ -1,0 +1,70 @@
+"""`/admin/...`: what only whoever runs the server may do. Without an admin key it is not there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+
+from quire.server.generation import state_of
+
+router = APIRouter(prefix="/admin")
+
+
+class AbortBody(BaseModel):
+    request_id: str | None = None
+    """The `id` of a reply; without it all requests are ended."""
+
+
+class PauseBody(BaseModel):
+    mode: Literal["drain", "hold"] = "drain"
+    """drain: no request begins, running ones go on; hold: nothing is computed."""
+
+
+class LogLevelBody(BaseModel):
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(request: Request) -> dict[str, Any]:
+    return {"reset": await state_of(request).llm.reset_prefix_cache()}
+
+
+@router.post("/abort")
+async def abort(body: AbortBody, request: Request) -> dict[str, Any]:
+    client = state_of(request).llm.client
+    if body.request_id is None:
+        return {"aborted": await client.command("abort_all", int)}
+    return {"aborted": await client.command("abort_named", int, name=body.request_id)}
+
+
+@router.post("/pause")
+async def pause(body: PauseBody, request: Request) -> dict[str, Any]:
+    """Requests are still taken in, and wait."""
+    await state_of(request).llm.client.command("pause", type(None), mode=body.mode)
+    return {"paused": body.mode}
+
+
+@router.post("/resume")
+async def resume(request: Request) -> dict[str, Any]:
+    await state_of(request).llm.client.command("resume", type(None))
+    return {"paused": None}
+
+
+@router.post("/drain")
+async def drain() -> dict[str, Any]:
+    """As SIGTERM: take no new requests, finish the open ones, then stop."""
+    os.kill(os.getppid(), signal.SIGTERM)
+    return {"draining": True}
+
+
+@router.post("/log_level")
+async def log_level(body: LogLevelBody, request: Request) -> dict[str, Any]:
+    """Of the engine and of the API process that answers."""
+    await state_of(request).llm.client.command("set_log_level", type(None), level=body.level)
+    logging.getLogger("quire").setLevel(body.level)
+    return {"level": body.level}

@@ -1,0 +1,155 @@
+"""One HTTP process: `python -m quire.server.api_process`, started by the supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import uvicorn
+import uvloop
+
+from quire.config.log import configure_logging
+from quire.config.model import load_model_config
+from quire.config.options import EngineOptions
+from quire.config.server import ServerOptions
+from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.session import Session
+from quire.frontend.socket_client import SocketEngineClient
+from quire.protocol.control import (
+    Drain,
+    EngineDown,
+    EngineReady,
+    Failed,
+    Listening,
+    StartApi,
+    ToApi,
+    line,
+    read_line,
+)
+from quire.protocol.errors import QuireError
+from quire.server.app import build_app
+from quire.server.children import MAX_LINE_BYTES
+from quire.server.state import ServerState
+
+
+class Orders:
+    """What the supervisor says, line by line; None once it is gone."""
+
+    def __init__(self, reader: asyncio.StreamReader) -> None:
+        self._reader = reader
+
+    @classmethod
+    async def on_stdin(cls) -> Orders:
+        reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+        protocol = asyncio.StreamReaderProtocol(reader)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
+        return cls(reader)
+
+    async def next(self) -> Any:
+        data = await self._reader.readline()
+        return read_line(data, ToApi) if data else None
+
+
+class HttpServer(uvicorn.Server):
+    """Says when it listens."""
+
+    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], Any]) -> None:
+        super().__init__(config)
+        self._on_listening = on_listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_listening()
+
+
+class ApiProcess:
+    def __init__(self, orders: Orders, start: StartApi, reports: BinaryIO) -> None:
+        self._orders = orders
+        self._start = start
+        self._reports = reports
+        self._options = ServerOptions.from_flat(start.server_options)
+        self._client = SocketEngineClient(start.client_index)
+
+    async def run(self) -> None:
+        """Answer until told to drain, or until the supervisor is gone."""
+        order = await self._orders.next()
+        while not isinstance(order, EngineReady):
+            if order is None or isinstance(order, Drain):
+                return
+            order = await self._orders.next()
+        state = self._connect(order)
+        config = uvicorn_config(build_app(state), self._options)
+        server = HttpServer(config, lambda: self._reports.write(line(Listening())))
+        listener = socket.socket(fileno=self._start.socket_fd)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        following = asyncio.create_task(self._follow(server, state))
+        await asyncio.wait({serving, following}, return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():  # the supervisor is gone: nobody would stop the engine's clients
+            return
+        await serving
+
+    def _connect(self, ready: EngineReady) -> ServerState:
+        options = EngineOptions().replace(**ready.options)
+        model = load_model_config(
+            options.model.model,
+            revision=options.model.revision,
+            token=options.model.hf_token,
+            hf_overrides=options.model.hf_overrides,
+            load_format=options.model.load_format,
+        )
+        session = Session(model, options, self._start.client_index)
+        self._client.connect(ready.address)
+        return ServerState.of(AsyncLLM.connected(session, self._client), self._options)
+
+    async def _follow(self, server: uvicorn.Server, state: ServerState) -> None:
+        while (order := await self._orders.next()) is not None:
+            if isinstance(order, EngineReady):
+                self._client.connect(order.address)
+            elif isinstance(order, EngineDown):
+                state.restarting = order.restarts
+                self._client.disconnect(order.cause)
+            elif isinstance(order, Drain):
+                server.should_exit = True
+
+
+def uvicorn_config(app: Any, options: ServerOptions) -> uvicorn.Config:
+    network = options.network
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        root_path=network.root_path,
+        ssl_keyfile=network.ssl_keyfile,
+        ssl_certfile=network.ssl_certfile,
+        ssl_ca_certs=network.ssl_ca_certs,
+        ssl_cert_reqs=2 if network.ssl_ca_certs else 0,
+        timeout_graceful_shutdown=int(options.serving.drain_timeout_s) or 1,
+    )
+
+
+async def main() -> int:
+    reports = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    configure_logging()
+    orders = await Orders.on_stdin()
+    start = await orders.next()
+    if not isinstance(start, StartApi):
+        return 1
+    try:
+        await ApiProcess(orders, start, reports).run()
+    except QuireError as error:
+        reports.write(line(Failed(str(error))))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = uvloop.run(main())
+    os._exit(code)  # threads of libraries must not hold up the end

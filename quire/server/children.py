@@ -1,0 +1,77 @@
+"""`Child`: a process of the server, spoken to in lines of JSON (`protocol/control.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+
+from quire.protocol.control import line, read_line
+
+MAX_LINE_BYTES = 1 << 24
+
+
+class Child:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def spawn(cls, module: str, pass_fds: Sequence[int] = ()) -> Child:
+        """Start a module. In a session of its own, so that Ctrl-C reaches the supervisor alone."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            module,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            pass_fds=pass_fds,
+            start_new_session=True,
+            limit=MAX_LINE_BYTES,
+        )
+        return cls(process)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, message: msgspec.Struct) -> None:
+        assert self._process.stdin is not None
+        if not self._process.stdin.is_closing():
+            self._process.stdin.write(line(message))
+
+    async def reports(self, kind: Any) -> AsyncIterator[Any]:
+        """What the child says, until it ends."""
+        assert self._process.stdout is not None
+        async for data in self._process.stdout:
+            yield read_line(data, kind)
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+    def end(self) -> None:
+        """Close its standard input, at which it ends."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    def kill(self) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+
+
+def exit_cause(name: str, code: int) -> str:
+    """Why a process that said nothing ended, as far as its exit status tells."""
+    if code >= 0:
+        return f"{name} ended with status {code}; what it wrote before says why."
+    number = -code
+    word = signal.Signals(number).name if number in set(signal.Signals) else str(number)
+    remedy = (
+        " The system does this when memory runs out: lower --kv-cache-memory-bytes or "
+        "--max-num-seqs, or use a smaller model."
+        if number == signal.SIGKILL
+        else ""
+    )
+    return f"{name} was killed by {word}.{remedy}"

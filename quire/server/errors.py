@@ -1,0 +1,120 @@
+"""Errors as OpenAI's clients expect them: `{"error": {message, type, param, code}}`."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from quire.protocol.errors import (
+    EngineDeadError,
+    OverloadedError,
+    QuireError,
+    RequestError,
+    RequestTimeoutError,
+)
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 5.0
+"""When to come back after the engine died: about what a small model takes to start."""
+MAX_MESSAGE = 2000
+
+TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    413: "PayloadTooLargeError",
+    500: "InternalServerError",
+    501: "NotImplementedError",
+    503: "ServiceUnavailableError",
+}
+
+
+class UnknownModelError(RequestError):
+    """A request names a model that is not served (HTTP 404)."""
+
+
+def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    kind = TYPES.get(status, "APIError")
+    # Messages repeat what the client sent, however long, and even half a character.
+    if len(message) > MAX_MESSAGE:
+        message = f"{message[:MAX_MESSAGE]}... ({len(message)} characters)"
+    message = message.encode("utf-8", "replace").decode()
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def error_response(
+    status: int, message: str, param: str | None = None, retry_after_s: float | None = None
+) -> Response:
+    headers = (
+        {} if retry_after_s is None else {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
+    )
+    body = msgspec.json.encode(error_body(status, message, param))
+    return Response(body, status, headers, "application/json")
+
+
+def status_of(error: QuireError) -> int:
+    if isinstance(error, UnknownModelError):
+        return 404
+    if isinstance(error, RequestTimeoutError):
+        return 408
+    return 503 if isinstance(error, OverloadedError | EngineDeadError) else 400
+
+
+def quire_error_response(error: QuireError) -> Response:
+    status = status_of(error)
+    retry = RETRY_AFTER_S if isinstance(error, EngineDeadError) else None
+    if isinstance(error, OverloadedError):
+        retry = error.retry_after_s
+    param = "model" if isinstance(error, UnknownModelError) else field_of(str(error))
+    return error_response(status, str(error), param, retry)
+
+
+def field_of(message: str) -> str | None:
+    """The field that a message is about: messages begin with its name."""
+    match = re.match(
+        r"(?:prompts\[\d+\]: )?([a-z][a-z_]*)(?:\[[^\]]*\])?(?:=| must| holds| is| has)", message
+    )
+    return match[1] if match else None
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(QuireError)
+    async def on_quire_error(request: Request, error: QuireError) -> Response:
+        return quire_error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid_body(request: Request, error: RequestValidationError) -> Response:
+        return validation_response(error)
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        return error_response(error.status_code, str(error.detail))
+
+    @app.exception_handler(Exception)
+    async def on_bug(request: Request, error: Exception) -> Response:
+        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return error_response(500, "The server failed on this request; its log says why.")
+
+
+def validation_response(error: RequestValidationError) -> Response:
+    first = error.errors()[0]
+    where = [str(part) for part in first.get("loc", ()) if part != "body"]
+    if first.get("type") == "json_invalid":
+        reason = first.get("ctx", {}).get("error", "")
+        return error_response(400, f"the body is not JSON: {reason} (at character {where[0]}).")
+    path = ".".join(where)
+    name = where[0] if where else None
+    text = f"{path or 'the body'}: {first.get('msg', 'is not valid')}."
+    return error_response(400, text, name)

@@ -1,0 +1,45 @@
+"""`EventStream`: a response of server-sent events that ends its work when the client leaves."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from quire.protocol.errors import QuireError
+from quire.server.errors import error_body, status_of
+from quire.server.generation import unless_disconnected
+
+CLIENT_LEFT = 499
+"""The status of a reply that nobody reads."""
+
+DONE = b"data: [DONE]\n\n"
+
+
+class EventStream(Response):
+    """Sends what `events` yields as it comes; an error in mid-stream becomes an event too."""
+
+    def __init__(self, events: AsyncIterator[bytes], last: bytes = DONE) -> None:
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._events = events
+        self._last = last
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await unless_disconnected(receive, self._write(send))
+
+    async def _write(self, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async with aclosing(self._events) as events:  # type: ignore[type-var]
+            try:
+                async for data in events:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            except QuireError as error:
+                data = b"data: %b\n\n" % msgspec.json.encode(
+                    error_body(status_of(error), str(error))
+                )
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": self._last, "more_body": False})

@@ -1,0 +1,104 @@
+"""`Gate`: what every HTTP request passes first: its id, its key, and the size of its body."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from quire.server.access import ADMIN_PREFIX, OPEN_PATHS, KeyRing
+from quire.server.errors import error_response
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+class BodyTooLargeError(Exception):
+    pass
+
+
+class Gate:
+    def __init__(
+        self, app: Application, keys: KeyRing, admin_keys: KeyRing, max_body_bytes: int
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._admin_keys = admin_keys
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        request_id = _request_id(headers)
+        tenant = self._tenant(scope["path"], headers)
+        state = scope.setdefault("state", {})
+        state["request_id"], state["tenant"] = request_id, tenant
+        started = False
+
+        async def answer(message: MutableMapping[str, Any]) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        if tenant is None and scope["path"] not in OPEN_PATHS:
+            text = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'."
+            await error_response(401, text)(scope, receive, answer)
+            return
+        too_large = error_response(
+            413, f"the body is larger than max_body_bytes={self._max_body_bytes}; send less."
+        )
+        if _content_length(headers) > self._max_body_bytes:
+            await too_large(scope, receive, answer)
+            return
+        try:
+            await self._app(scope, self._bounded(receive), answer)
+        except BodyTooLargeError:
+            if not started:
+                await too_large(scope, receive, answer)
+
+    def _tenant(self, path: str, headers: dict[bytes, bytes]) -> str | None:
+        """Who calls; None if a key is needed and there is none."""
+        named = headers.get(b"x-tenant", b"").decode("latin-1")
+        admin = path.startswith(ADMIN_PREFIX) and not self._admin_keys.is_open
+        keys = self._admin_keys if admin else self._keys
+        if keys.is_open:
+            return named
+        kind, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+        if kind.lower() != "bearer":
+            key = headers.get(b"x-api-key", b"").decode("latin-1")
+        holder = keys.find(key.strip())
+        return holder if holder is None or not named else f"{holder}/{named}"
+
+    def _bounded(self, receive: Receive) -> Receive:
+        size = 0
+
+        async def bounded() -> MutableMapping[str, Any]:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._max_body_bytes:
+                raise BodyTooLargeError
+            return message
+
+        return bounded
+
+
+def _request_id(headers: dict[bytes, bytes]) -> str:
+    given = headers.get(b"x-request-id", b"")
+    if _REQUEST_ID.fullmatch(given):
+        return given.decode("ascii")
+    return secrets.token_hex(16)
+
+
+def _content_length(headers: dict[bytes, bytes]) -> int:
+    text = headers.get(b"content-length", b"")
+    return int(text) if text.isdigit() else 0

@@ -1,0 +1,194 @@
+"""From a checked body to a running generation; shared by all protocols."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+from quire.frontend.async_llm import OutputStream, RequestTerms
+from quire.frontend.inputs import Prompt, TokenizationOptions
+from quire.frontend.outputs import RequestOutput
+from quire.protocol.errors import RequestError
+from quire.protocol.sampling import SamplingParams
+from quire.server.request_log import log_request
+from quire.server.state import ServerState
+
+T = TypeVar("T")
+
+LONG_TEXT = 16_384
+"""Characters from which text is tokenised on another thread, so that streams go on meanwhile."""
+
+
+RESERVED_TEMPLATE_KWARGS = (
+    "messages",
+    "tokenize",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tools",
+    "chat_template_content_format",
+    "return_dict",
+)
+
+
+def state_of(request: Request) -> ServerState:
+    state: ServerState = request.app.state.server
+    return state
+
+
+async def render_chat(
+    state: ServerState,
+    messages: list[dict[str, Any]],
+    *,
+    chat_template: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Prompt:
+    """A conversation as a prompt, not tokenised yet."""
+    kwargs = template_kwargs or {}
+    for name in ("chat_template", *RESERVED_TEMPLATE_KWARGS):
+        if name in kwargs:
+            raise RequestError(
+                f"chat_template_kwargs[{name!r}] is a field of the body; set it there."
+            )
+    if chat_template is not None and not state.options.serving.trust_request_chat_template:
+        raise RequestError(
+            "chat_template is refused in requests; start the server with "
+            "--trust-request-chat-template to allow it, or with --chat-template to set one."
+        )
+    if chat_template is None and not state.llm.session.tokenizer.chat_template:
+        raise RequestError(
+            f"messages cannot be rendered: model {state.model_names[0]!r} has no chat template; "
+            "start the server with --chat-template, or use /v1/completions."
+        )
+
+    def render() -> list[Prompt]:
+        return state.llm.session.render(
+            messages, chat_template=chat_template, template_kwargs=kwargs, **settings
+        )
+
+    size = sum(len(str(message.get("content", ""))) for message in messages)
+    return (await off_loop(size, render))[0]
+
+
+async def off_loop(num_characters: int, function: Callable[[], T]) -> T:
+    """Run host work here if it is short, on another thread if it is long."""
+    if num_characters < LONG_TEXT:
+        return function()
+    return await asyncio.to_thread(function)
+
+
+async def tokenize(state: ServerState, prompts: list[Prompt], options: Mapping[str, Any]) -> None:
+    given = {name: value for name, value in options.items() if value is not None}
+    checked = TokenizationOptions.from_kwargs(given)
+    size = sum(len(prompt.text or "") for prompt in prompts)
+    await off_loop(size, lambda: state.llm.session.inputs.tokenize(prompts, checked))
+
+
+def check_max_tokens(
+    state: ServerState, prompts: list[Prompt], max_tokens: int | None, name: str
+) -> None:
+    """Refuse a limit that the context cannot hold; the field is called `name`."""
+    limit = state.llm.session.inputs.max_model_len
+    for prompt in prompts:
+        assert prompt.token_ids is not None
+        room = limit - len(prompt.token_ids)
+        if max_tokens is not None and max_tokens > room:
+            raise RequestError(
+                f"{name}={max_tokens} is more than the {room} tokens that max_model_len={limit} "
+                f"leaves after a prompt of {len(prompt.token_ids)}; lower {name} or shorten the "
+                "prompt."
+            )
+
+
+class Generation:
+    """Requests that were made for one HTTP request, from their acceptance to their end."""
+
+    def __init__(self, request: Request, stream: OutputStream) -> None:
+        self._request = request
+        self._stream = stream
+        self._started = time.monotonic()
+        self._first: list[tuple[int, Any]] | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        request: Request,
+        prompts: list[Prompt],
+        params: SamplingParams,
+        name: str,
+        terms: RequestTerms,
+    ) -> Generation:
+        """Hand prompts to the engine; returns once it has accepted them all."""
+        state = state_of(request)
+        limit = state.llm.options.scheduler.max_num_queued_reqs
+        if limit and len(prompts) * params.n > limit:
+            raise RequestError(
+                f"prompt holds {len(prompts)} prompts with n={params.n}, which is more than "
+                f"max_num_queued_reqs={limit}; send fewer at once."
+            )
+        return cls(request, await state.llm.open_stream(prompts, params, name, terms))
+
+    async def outputs(self) -> list[RequestOutput] | None:
+        """All outputs at the end, in the order of the prompts; None if the client left."""
+
+        async def collect() -> list[RequestOutput]:
+            found: dict[int, RequestOutput] = {}
+            while news := await self._stream.read():
+                found.update(news)  # type: ignore[arg-type]
+            return [found[index] for index in sorted(found)]
+
+        try:
+            return await unless_disconnected(self._request.receive, collect())
+        finally:
+            self._close()
+
+    async def begin(self) -> bool:
+        """Wait for the first news, so that a request which fails before gets a status of its own
+        instead of an event; False if the client left."""
+        try:
+            self._first = await unless_disconnected(self._request.receive, self._stream.read())
+        except BaseException:
+            self._close()
+            raise
+        if self._first is None:
+            self._close()
+        return self._first is not None
+
+    async def news(self) -> AsyncGenerator[list[tuple[int, Any]], None]:
+        """News as they come: outputs, and progress where that was asked for."""
+        try:
+            if self._first:
+                yield self._first
+            while news := await self._stream.read():
+                yield news
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        self._stream.close()
+        if state_of(self._request).options.serving.log_requests:
+            log_request(self._request, self._stream.requests, self._started)
+
+
+async def unless_disconnected(
+    receive: Callable[[], Awaitable[Any]], work: Awaitable[T]
+) -> T | None:
+    """What `work` returns, or None if the client goes away first, which cancels it."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(until_disconnect(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        watching.cancel()
+        working.cancel()
+        await asyncio.gather(watching, working, return_exceptions=True)
+
+
+async def until_disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

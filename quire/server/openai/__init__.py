@@ -1,0 +1,1 @@
+"""The OpenAI protocol: completions and chat completions."""

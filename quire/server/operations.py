@@ -1,0 +1,120 @@
+"""Routes about the server itself: health, version, load, models, tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from quire import __version__
+from quire.protocol.errors import RequestError
+from quire.server.errors import RETRY_AFTER_S, error_response
+from quire.server.generation import off_loop, render_chat, state_of
+
+router = APIRouter()
+
+
+@router.get("/health")
+@router.get("/ping")
+@router.post("/ping")
+async def health(request: Request) -> Response:
+    state = state_of(request)
+    death = state.llm.client.death
+    if death is None:
+        return Response(status_code=200)
+    after = RETRY_AFTER_S if state.restarting else None
+    return error_response(503, f"the engine serves nothing now: {death}", retry_after_s=after)
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    return {"version": __version__}
+
+
+@router.get("/load")
+async def load(request: Request) -> dict[str, int]:
+    return {"server_load": state_of(request).llm.num_open}
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> dict[str, Any]:
+    state = state_of(request)
+    return {"object": "list", "data": [_model(request, name) for name in state.model_names]}
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, request: Request) -> dict[str, Any]:
+    return _model(request, state_of(request).check_model(name))
+
+
+def _model(request: Request, name: str) -> dict[str, Any]:
+    state = state_of(request)
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "quire",
+        "root": state.llm.model_config.source.name,
+        "parent": None,
+        "max_model_len": state.llm.session.inputs.max_model_len,
+    }
+
+
+class TokenizeBody(BaseModel):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(BaseModel):
+    model: str | None = None
+    tokens: list[int]
+
+
+@router.post("/tokenize")
+async def tokenize_text(body: TokenizeBody, request: Request) -> dict[str, Any]:
+    state = state_of(request)
+    state.check_model(body.model)
+    special = body.add_special_tokens
+    if body.messages is not None:
+        prompt = await render_chat(
+            state,
+            body.messages,
+            chat_template=body.chat_template,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            tools=body.tools,
+            template_kwargs=body.chat_template_kwargs,
+        )
+        text = prompt.text or ""
+        special = bool(special)
+    elif body.prompt is not None:
+        text = body.prompt
+        special = special is not False
+    else:
+        raise RequestError("prompt is missing; give prompt or messages.")
+    tokenizer = state.llm.session.tokenizer
+    ids = await off_loop(len(text), lambda: tokenizer.encode(text, special))
+    return {
+        "count": len(ids),
+        "max_model_len": state.llm.session.inputs.max_model_len,
+        "tokens": ids,
+        "token_strs": tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None,
+    }
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, str]:
+    state = state_of(request)
+    state.check_model(body.model)
+    state.llm.session.inputs.check_ids("tokens", body.tokens)
+    return {"prompt": state.llm.session.tokenizer.decode(body.tokens)}

@@ -1,0 +1,41 @@
+"""`ServerState`: what the routes of one API process share."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from quire.config.server import ServerOptions
+from quire.frontend.async_llm import AsyncLLM
+from quire.server.access import KeyRing
+from quire.server.errors import UnknownModelError
+
+
+@dataclass
+class ServerState:
+    llm: AsyncLLM
+    options: ServerOptions
+    model_names: tuple[str, ...]
+    keys: KeyRing
+    admin_keys: KeyRing
+    restarting: bool = False
+    """Whether an engine that died is being replaced."""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @classmethod
+    def of(cls, llm: AsyncLLM, options: ServerOptions) -> ServerState:
+        names = options.serving.served_model_name or (llm.model_config.source.name,)
+        admin = options.access.admin_key
+        keys = KeyRing.read(options.access), KeyRing.of([] if admin is None else [admin])
+        return cls(llm, options, names, *keys)
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with, if requests for `name` are for this model."""
+        if name is None:
+            return self.model_names[0]
+        if name not in self.model_names:
+            raise UnknownModelError(
+                f"model {name!r} does not exist here; this server has "
+                f"{', '.join(map(repr, self.model_names))}."
+            )
+        return name

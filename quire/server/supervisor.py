@@ -1,0 +1,222 @@
+"""`Supervisor`: starts the engine and the API processes, restarts what dies, stops on signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from typing import Any
+
+import msgspec
+
+from quire.config.log import configure_logging
+from quire.config.server import ServerOptions
+from quire.frontend.socket_client import SocketEngineClient
+from quire.protocol.control import (
+    Drain,
+    EngineDown,
+    EngineReady,
+    Failed,
+    FromApi,
+    FromEngineProcess,
+    StartApi,
+    StartEngine,
+)
+from quire.protocol.errors import EngineDeadError, QuireError
+from quire.server.children import Child, exit_cause
+
+logger = logging.getLogger(__name__)
+
+STEADY_S = 600.0
+"""An engine that lived this long has earned its restarts back."""
+
+
+class ServerStopped(QuireError):
+    """The server cannot start or go on; the message says why and what to do."""
+
+
+class Supervisor:
+    """The parent of all processes. It speaks no HTTP and loads no model."""
+
+    def __init__(
+        self, engine_options: dict[str, Any], options: ServerOptions, listener: socket.socket
+    ) -> None:
+        self._engine_options = engine_options
+        self._options = options
+        self._listener = listener
+        self._folder = tempfile.mkdtemp(prefix="quire-")  # only this user can enter it
+        self._engine: Child | None = None
+        self._ready: EngineReady | None = None
+        self._apis: dict[int, Child] = {}
+        self._client = SocketEngineClient(client_index=0)
+        self._next_client = 1
+        self._num_listening = 0
+        self._num_signals = 0
+        self._stop = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serve until a signal; raises `ServerStopped` if that is not why it ended."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled)
+        count = self._options.serving.api_server_count
+        keepers = [asyncio.create_task(self._keep_engine())]
+        keepers += [asyncio.create_task(self._keep_api()) for _ in range(count)]
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait([*keepers, stop], return_when=asyncio.FIRST_COMPLETED)
+            for keeper in keepers:
+                if keeper.done():
+                    keeper.result()
+            await self._drain(keepers[1:])
+        finally:
+            for task in (*keepers, stop):
+                task.cancel()
+            await asyncio.gather(*keepers, stop, return_exceptions=True)
+            await self._end_children()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    # --- the engine -------------------------------------------------------------------------------
+
+    async def _keep_engine(self) -> None:
+        num_restarts = 0
+        while True:
+            started = time.monotonic()
+            cause = await self._run_engine()
+            if self._ready is None and num_restarts == 0:
+                raise ServerStopped(cause)
+            if time.monotonic() - started > STEADY_S:
+                num_restarts = 0
+            restarts = num_restarts < self._options.serving.max_engine_restarts
+            self._ready = None
+            self._client.disconnect(cause)
+            self._tell_apis(EngineDown(cause, restarts))
+            if not restarts:
+                raise ServerStopped(f"the engine died {num_restarts + 1} times, last: {cause}")
+            num_restarts += 1
+            logger.error("the engine died and is started again (%d): %s", num_restarts, cause)
+
+    async def _run_engine(self) -> str:
+        """Run one engine process to its end; returns why it ended."""
+        engine = self._engine = await Child.spawn("quire.engine.process")
+        # A new name each time: nobody else can guess it, and no old message reaches a new engine.
+        address = f"ipc://{self._folder}/{secrets.token_hex(8)}"
+        engine.send(StartEngine(self._engine_options, address))
+        cause = None
+        async for report in engine.reports(FromEngineProcess):
+            if isinstance(report, Failed):
+                cause = report.cause
+            else:
+                self._ready = report
+                self._client.connect(report.address)
+                self._tell_apis(report)
+        return cause or exit_cause("the engine process", await engine.wait())
+
+    # --- API processes ----------------------------------------------------------------------------
+
+    async def _keep_api(self) -> None:
+        while True:
+            index, self._next_client = self._next_client, self._next_client + 1
+            api = await Child.spawn("quire.server.api_process", [self._listener.fileno()])
+            api.send(StartApi(index, self._listener.fileno(), self._options.flat()))
+            if self._ready is not None:
+                api.send(self._ready)
+            self._apis[index] = api
+            async for report in api.reports(FromApi):
+                if isinstance(report, Failed):
+                    raise ServerStopped(report.cause)
+                self._api_listens()
+            del self._apis[index]
+            cause = exit_cause("an API process", await api.wait())
+            if self._num_signals:
+                return
+            logger.error("%s It is started again.", cause)
+            self._num_listening -= 1
+            with contextlib.suppress(EngineDeadError):  # then its requests have ended anyway
+                await self._client.command("abort_client", type(None), client_index=index)
+
+    def _api_listens(self) -> None:
+        self._num_listening += 1
+        if self._num_listening == self._options.serving.api_server_count:
+            logger.info("serving on %s", self.url)
+
+    @property
+    def url(self) -> str:
+        scheme = "https" if self._options.network.ssl_keyfile else "http"
+        host, port = self._listener.getsockname()[:2]
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def _tell_apis(self, message: msgspec.Struct) -> None:
+        for api in self._apis.values():
+            api.send(message)
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def _signalled(self) -> None:
+        self._num_signals += 1
+        self._stop.set()
+        if self._num_signals == 1:
+            logger.info("stopping: open requests are finished first; a second signal stops now")
+        else:
+            for child in self._children():
+                child.kill()
+
+    def _children(self) -> list[Child]:
+        return [*self._apis.values(), *([self._engine] if self._engine else [])]
+
+    async def _drain(self, apis: list[asyncio.Task[None]]) -> None:
+        self._tell_apis(Drain())
+        timeout = self._options.serving.drain_timeout_s
+        _, slow = await asyncio.wait(apis, timeout=timeout)
+        if slow:
+            logger.warning("open requests were ended after drain_timeout_s=%g", timeout)
+
+    async def _end_children(self) -> None:
+        for child in self._children():
+            child.end()
+        waits = [asyncio.create_task(child.wait()) for child in self._children()]
+        if waits:
+            _, slow = await asyncio.wait(waits, timeout=5)
+            if slow:
+                for child in self._children():
+                    child.kill()
+                await asyncio.wait(waits)
+
+
+def serve(engine_options: dict[str, Any], options: ServerOptions) -> int:
+    """Run a server until it is told to stop."""
+    configure_logging()
+    listener = bind(options)
+
+    async def supervise() -> None:
+        await Supervisor(engine_options, options, listener).run()
+
+    try:
+        asyncio.run(supervise())
+    finally:
+        listener.close()
+    return 0
+
+
+def bind(options: ServerOptions) -> socket.socket:
+    """The port is taken before the model is loaded: one that is in use is known at once."""
+    host, port = options.network.host, options.network.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ServerStopped(
+            f"cannot listen on host={host!r}, port={port}: {error.strerror}. Stop what uses it, or "
+            "choose another --port or --host."
+        ) from None
+    listener.set_inheritable(True)
+    return listener

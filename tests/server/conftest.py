@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from quire import LLM
+from tests.server.running import ENGINE, RunningServer
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[RunningServer]:
+    """One server with the embedded model for all tests that leave it running."""
+    running = RunningServer.start(*ENGINE)
+    assert running.url, "".join(running.lines)
+    yield running
+    assert running.stop() == 0, "".join(running.lines)
+
+
+@pytest.fixture(scope="session")
+def client(server: RunningServer) -> openai.OpenAI:
+    return server.client()
+
+
+@pytest.fixture(scope="session")
+def model(client: openai.OpenAI) -> str:
+    return client.models.list().data[0].id
+
+
+@pytest.fixture(scope="session")
+def llm() -> Iterator[LLM]:
+    """The same model in this process: what the server should answer."""
+    with LLM(
+        dtype="float32", num_threads=1, max_model_len=1024, kv_cache_memory_bytes="128MiB"
+    ) as engine:
+        yield engine

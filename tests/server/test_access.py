@@ -1,0 +1,122 @@
+"""Keys, body size and request ids, on a server that was started with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.server.running import ENGINE, RunningServer
+
+BODY = {"prompt": "Hi", "max_tokens": 1}
+BEARER = {"Authorization": "Bearer first-key"}
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    keys: Path = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("file-key-1\n\nfile-key-2\n")
+    flags = ("--api-key", "first-key", "--api-key", "second-key", "--api-key-file", str(keys))
+    limits = (
+        "--max-body-bytes",
+        "4KiB",
+        "--served-model-name",
+        "one",
+        "--served-model-name",
+        "two",
+    )
+    serving = ("--api-server-count", "2", "--metrics-prefix", "vllm")
+    server = RunningServer.start(
+        *flags,
+        *limits,
+        *serving,
+        *ENGINE,
+        module="quire.entrypoints.openai.api_server",
+        command="",
+    )
+    assert server.url, "".join(server.lines)
+    yield server
+    assert server.stop() == 0
+
+
+@pytest.mark.parametrize("key", ["first-key", "second-key", "file-key-1", "file-key-2"])
+def test_each_key_opens(guarded: RunningServer, key: str) -> None:
+    client = guarded.client(api_key=key)
+    assert [one.id for one in client.models.list()] == ["one", "two"]
+    assert client.completions.create(model="two", prompt="Hi", max_tokens=2).model == "two"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": "Bearer "},
+        {"Authorization": "Bearer first-ke"},
+        {"Authorization": "Bearer first-key2"},
+        {"Authorization": "Basic first-key"},
+        {"Authorization": "Bearer \xff"},
+    ],
+)
+def test_no_route_but_health_answers_without_a_key(
+    guarded: RunningServer, headers: dict[str, str]
+) -> None:
+    routes = guarded.request("GET", "/openapi.json", headers=BEARER).json["paths"]
+    assert "/metrics" in routes and "/v1/chat/completions" in routes
+    for path in [*routes, "/docs", "/openapi.json", "/nothing", "//health", "/v1/"]:
+        for method in ("GET", "POST"):
+            reply = guarded.request(method, path, None, headers)
+            if path in ("/health", "/ping"):
+                assert reply.status in (200, 405)
+            else:
+                assert reply.status == 401, path
+                assert reply.error["type"] == "AuthenticationError"
+
+
+def test_wrong_key_in_the_client(guarded: RunningServer) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        guarded.client(api_key="guess").models.list()
+
+
+def test_keys_are_nowhere_to_be_seen(guarded: RunningServer) -> None:
+    guarded.request("POST", "/v1/completions", {**BODY, "temperature": 9}, BEARER)
+    assert "first-key" not in "".join(guarded.lines)
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != guarded.process.pid:
+            try:
+                command = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            assert b"quire" not in command or b"first-key" not in command
+
+
+def test_large_bodies(guarded: RunningServer) -> None:
+    body = {**BODY, "user": "x" * 5000}
+    assert guarded.request("POST", "/v1/completions", body, BEARER).error["code"] == 413
+    small = {**BODY, "user": "x" * 3000}
+    assert guarded.request("POST", "/v1/completions", small, BEARER).status == 200
+
+
+def test_request_ids(guarded: RunningServer) -> None:
+    headers = {**BEARER, "X-Request-Id": "my-id"}
+    reply = guarded.request("POST", "/v1/completions", BODY, headers)
+    assert reply.headers["x-request-id"] == "my-id" and reply.json["id"] == "cmpl-my-id"
+    made = guarded.request("GET", "/version", headers=BEARER).headers["x-request-id"]
+    assert len(made) == 32
+    bad = guarded.request("GET", "/version", headers={**BEARER, "X-Request-Id": "a b"})
+    assert " " not in bad.headers["x-request-id"]
+
+
+def test_other_sites_are_kept_out_by_default(guarded: RunningServer) -> None:
+    headers = {**BEARER, "Origin": "https://example.org"}
+    reply = guarded.request("GET", "/version", headers=headers)
+    assert "access-control-allow-origin" not in reply.headers
+
+
+def test_metrics_under_vllms_names(guarded: RunningServer) -> None:
+    text = guarded.request("GET", "/metrics", headers=BEARER).body.decode()
+    labels = '{engine="0",model_name="one"}'
+    assert f"vllm:num_requests_running{labels} 0.0" in text
+    assert "vllm:prompt_tokens_total" in text and "quire:" not in text
+    assert 'vllm:time_to_first_token_seconds_bucket{engine="0",le="+Inf"' in text

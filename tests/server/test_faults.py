@@ -1,0 +1,145 @@
+"""What clients see when things break: the engine dies, the client leaves, the server stops."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.server.running import ENGINE, RunningServer
+
+LONG: Any = {"prompt": "Once upon a time", "max_tokens": 900, "extra_body": {"ignore_eos": True}}
+
+
+def eventually(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen"
+        time.sleep(0.02)
+
+
+def gauge(server: RunningServer, name: str) -> float:
+    text = server.request("GET", "/metrics").body.decode()
+    (line,) = [x for x in text.splitlines() if x.startswith(f"quire:{name}{{")]
+    return float(line.rpartition(" ")[2])
+
+
+@pytest.fixture
+def own_server() -> Iterator[RunningServer]:
+    server = RunningServer.start("--max-engine-restarts", "1", *ENGINE)
+    assert server.url, "".join(server.lines)
+    yield server
+    server.stop()
+
+
+def test_killed_engine(own_server: RunningServer) -> None:
+    """Open requests fail at once, streaming or not; a new engine answers the next ones."""
+    client = own_server.client()
+    model = client.models.list().data[0].id
+    stream = client.completions.create(model=model, stream=True, **LONG)
+    next(iter(stream))
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(lambda: client.completions.create(model=model, **LONG))
+        eventually(lambda: gauge(own_server, "num_requests_running") == 2, "the second request")
+        os.kill(own_server.engine_pid(), signal.SIGKILL)
+        with pytest.raises(openai.APIError, match="SIGKILL"):
+            list(stream)
+        with pytest.raises(openai.InternalServerError, match="SIGKILL") as caught:
+            waiting.result()
+    assert caught.value.status_code == 503 and "retry-after" in caught.value.response.headers
+    health = own_server.request("GET", "/health")
+    if health.status == 503:  # unless the new engine is up already
+        assert "SIGKILL" in health.error["message"] and "retry-after" in health.headers
+    eventually(lambda: own_server.request("GET", "/health").status == 200, "the restart")
+    again = client.completions.create(model=model, prompt="Hi", max_tokens=3)
+    assert again.usage is not None and again.usage.completion_tokens == 3
+    os.kill(own_server.engine_pid(), signal.SIGKILL)
+    assert own_server.process.wait(60) == 2
+    eventually(lambda: "died 2 times" in own_server.lines[-1], "the last words")
+
+
+def test_client_that_leaves_frees_its_blocks(server: RunningServer, model: str) -> None:
+    client = server.client()
+    stream = client.completions.create(model=model, stream=True, **LONG)
+    next(iter(stream))
+    assert gauge(server, "num_requests_running") == 1
+    stream.close()
+    eventually(lambda: gauge(server, "num_requests_running") == 0, "the end of the stream")
+    address = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((address[0], int(address[1]))) as raw:
+        body = b'{"prompt": "Hi", "max_tokens": 900, "ignore_eos": true}'
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        raw.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+        eventually(lambda: gauge(server, "num_requests_running") == 1, "the request")
+    eventually(lambda: gauge(server, "num_requests_running") == 0, "the end of the request")
+    assert gauge(server, "kv_cache_usage_perc") == 0
+    assert server.request("GET", "/load").json == {"server_load": 0}
+
+
+def test_sigterm_finishes_open_requests_first(own_server: RunningServer) -> None:
+    client = own_server.client()
+    model = client.models.list().data[0].id
+    stream = client.completions.create(
+        model=model,
+        prompt="Once upon a time",
+        max_tokens=100,
+        stream=True,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    first = next(iter(stream))
+    engine = own_server.engine_pid()
+    own_server.process.send_signal(signal.SIGTERM)
+    tokens = len(first.choices[0].token_ids)  # type: ignore[attr-defined]
+    tokens += sum(len(chunk.choices[0].token_ids) for chunk in stream)  # type: ignore[attr-defined]
+    assert tokens == 100
+    assert own_server.process.wait(60) == 0
+    assert not Path(f"/proc/{engine}").exists()
+
+
+def test_second_signal_stops_now(own_server: RunningServer) -> None:
+    client = own_server.client()
+    stream = client.completions.create(model=client.models.list().data[0].id, stream=True, **LONG)
+    next(iter(stream))
+    own_server.process.send_signal(signal.SIGTERM)
+    eventually(lambda: "stopping" in own_server.lines[-1], "the first signal")
+    own_server.process.send_signal(signal.SIGTERM)
+    with pytest.raises(openai.APIError):
+        list(stream)
+    assert own_server.process.wait(60) == 0
+
+
+def test_children_die_with_the_parent(own_server: RunningServer) -> None:
+    engine = own_server.engine_pid()
+    own_server.process.kill()
+    eventually(lambda: not Path(f"/proc/{engine}").exists(), "the end of the engine")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--model", "/nowhere"), "/nowhere"),
+        (("--kv-cache-memory-bytes", "1MiB", "--num-threads", "1"), "kv_cache_memory_bytes"),
+        (("--api-key-file", "/nowhere/keys", *ENGINE), "api_key_file"),
+    ],
+)
+def test_start_up_failures_end_with_cause_and_remedy(flags: tuple[str, ...], named: str) -> None:
+    server = RunningServer.start(*flags)
+    assert not server.url and server.process.wait(60) == 2
+    assert server.lines[-1].startswith("quire: error: ") and named in server.lines[-1]
+    assert "Traceback" not in "".join(server.lines)
+
+
+def test_port_in_use(server: RunningServer) -> None:
+    port = server.url.rpartition(":")[2]
+    other = RunningServer.start("--port", port)
+    assert not other.url and f"port={port}" in other.lines[-1]
+    assert isinstance(other.process, subprocess.Popen) and other.process.wait(60) == 2
