@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +15,16 @@ from quire.config.cli import (
     add_engine_arguments,
     add_sampling_arguments,
     engine_arguments,
+    engine_options,
     sampling_arguments,
 )
+from quire.config.server import ServerOptions
 from quire.protocol.errors import OptionError
 from quire.protocol.sampling import RepetitionDetectionParams, SamplingParams
 from quire.terminal import prompt_from_input, run_chat, standard_input, write
 
 if TYPE_CHECKING:
+    from quire.client.batch import Post
     from quire.client.terminal_client import TerminalClient
 
 MAX_TOKENS = 128
@@ -116,12 +120,35 @@ def run_batch(arguments: Arguments) -> int:
     from quire.client import run_batch
 
     if arguments.url is None:
-        raise OptionError("--url is missing: give the address of a running server.")
-    _refuse_engine_flags(arguments)
-    poster = partial(run_batch.server_poster, arguments.url, arguments.api_key)
+        poster: run_batch.Poster = partial(_engine_poster, arguments)
+    else:
+        _refuse_engine_flags(arguments)
+        poster = partial(run_batch.server_poster, arguments.url, arguments.api_key)
     return run_batch.run_file(
         arguments.input_file, arguments.output_file, poster, arguments.concurrency
     )
+
+
+@contextlib.asynccontextmanager
+async def _engine_poster(arguments: Arguments) -> AsyncIterator[Post]:
+    """Posts to the routes of a server that is not there: its application, without a socket."""
+    engine_options(arguments)
+    try:
+        from quire.server.app import build_app
+        from quire.server.state import ServerState
+    except ImportError as error:
+        raise OptionError(
+            f"run-batch needs the package {error.name!r}; install it with "
+            "pip install 'quire-llm[server]', or give the --url of a running server."
+        ) from None
+    from quire import AsyncLLM
+    from quire.client.asgi import post_asgi
+
+    llm = AsyncLLM(**engine_arguments(arguments))
+    try:
+        yield partial(post_asgi, build_app(ServerState.of(llm, ServerOptions())))
+    finally:
+        llm.shutdown()
 
 
 def _client(arguments: Arguments) -> TerminalClient:
