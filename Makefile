@@ -10,12 +10,13 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := pyproject.toml $(wildcard setup.py) \
 	$(shell find quire -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
-.PHONY: help demo test test-slow lint format bench wheel clean
+.PHONY: help demo test test-slow sanitize lint format bench wheel clean
 
 help:
 	@echo "make demo       install, then generate text with the embedded model"
 	@echo "make test       lint, type check and all tests but the slow ones"
 	@echo "make test-slow  the slow tests"
+	@echo "make sanitize   the C++ kernels under the address, undefined and thread sanitizers"
 	@echo "make lint       ruff and mypy"
 	@echo "make format     let ruff rewrite the code"
 	@echo "make bench      the benchmarks: $(BENCHMARKS)"
@@ -31,6 +32,10 @@ test: lint
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+sanitize: $(BIN)/python
+	$(BIN)/python tests/kernels/native/run.py address undefined
+	$(BIN)/python tests/kernels/native/run.py thread
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
