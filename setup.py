@@ -27,6 +27,7 @@ PORTABLE = {
     "kernel_generic.cpp": [],
     "quantized.cpp": [EXACT],
     "linear_generic.cpp": [EXACT],
+    "packing.cpp": [EXACT],
 }
 X86_64 = {
     "kernel_avx2.cpp": ["-mavx2", "-mfma"],

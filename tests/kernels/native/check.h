@@ -45,5 +45,6 @@ void test_write();
 void test_float_linear();
 void test_packed_linear();
 void test_packed_rows();
+void test_pack_int8();
 
 }  // namespace check

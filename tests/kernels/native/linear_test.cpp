@@ -15,6 +15,8 @@ int quire_packed_linear(const quire::PackedMatrix* matrix, const float* x, int64
                         int32_t num_threads);
 int quire_packed_rows(const quire::PackedMatrix* matrix, const int64_t* ids, int64_t count,
                       float* out);
+void quire_pack_int8(const float* rows, int64_t stride, int64_t num_rows, int32_t num_inputs,
+                     uint8_t* groups);
 }
 
 namespace check {
@@ -165,10 +167,11 @@ bool is_super(quire::Kind kind) { return quire::layout_of(kind).is_super; }
 
 }  // namespace
 
+// Every number of outputs that a group may lack, and every number of tokens that a tile may.
 void test_float_linear() {
   Random random(static_cast<uint32_t>(num_threads));
-  for (int tokens : {1, 2, 3, 5, 12, 13, 25, 31})
-    for (int outputs : {1, 15, 16, 33}) run_float({tokens, outputs, tokens + 2}, tokens % 2, random);
+  for (int outputs = 1; outputs <= 3 * quire::kPacked; ++outputs)
+    run_float({(outputs * 7 + num_threads) % 31 + 1, outputs, outputs + 2}, outputs % 2, random);
   for (const Shape& shape : {Shape{1, 700, 150}, Shape{14, 129, 67}, Shape{60, 17, 130}})
     run_float(shape, true, random);
 }
@@ -177,8 +180,8 @@ void test_packed_linear() {
   Random random(static_cast<uint32_t>(num_threads));
   for (quire::Kind kind : kKinds) {
     const int unit = is_super(kind) ? 256 : 32;
-    for (int tokens = 1; tokens <= 9; ++tokens)
-      run_packed(kind, {tokens, 4 * tokens, unit}, tokens % 2, random);
+    for (int outputs = 1; outputs <= quire::kRows + 1; ++outputs)
+      run_packed(kind, {(outputs + num_threads) % 9 + 1, outputs, unit}, outputs % 2, random);
     for (const Shape& shape : {Shape{2, 245, 256}, Shape{17, 33, 256}, Shape{59, 7, 512}})
       run_packed(kind, shape, true, random);
   }
@@ -198,6 +201,30 @@ void test_packed_rows() {
     for (const int64_t wrong : {int64_t{-1}, int64_t{33 + num_threads}})
       equal("a row that is not there", quire_packed_rows(&weights.matrix, &wrong, 1, found.data()),
             -1);
+  }
+}
+
+void test_pack_int8() {
+  Random random(static_cast<uint32_t>(num_threads));
+  for (int rows : {1, 31, 32, 33 + num_threads}) {
+    const int inputs = 64, stride = inputs + kGap, groups = (rows + 31) / 32;
+    Floats weights = random.normals(static_cast<size_t>(rows * stride - kGap));
+    for (int i = 0; i < 32; ++i) weights[static_cast<size_t>(i)] = 0;
+    std::vector<uint8_t> data(static_cast<size_t>(groups) *
+                              quire::layout_of(quire::Kind::kQ8_0).group_bytes(inputs));
+    quire_pack_int8(weights.data(), stride, rows, inputs, data.data());
+    const quire::PackedMatrix matrix = {data.data(), quire::Kind::kQ8_0, rows, inputs};
+    for (int64_t row = 0; row < rows; ++row) {
+      Floats found(static_cast<size_t>(inputs));
+      equal("quire_packed_rows", quire_packed_rows(&matrix, &row, 1, found.data()), 0);
+      for (int i = 0; i < inputs; ++i) {
+        const float* block = &weights[static_cast<size_t>(row * stride + i / 32 * 32)];
+        float largest = 0;
+        for (int j = 0; j < 32; ++j) largest = std::fmax(largest, std::fabs(block[j]));
+        // Half of a step, and what float16 makes of the scale.
+        near("a weight", found[static_cast<size_t>(i)], block[i % 32], largest * (0.5 / 127 + 1e-3));
+      }
+    }
   }
 }
 

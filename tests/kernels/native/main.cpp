@@ -45,7 +45,7 @@ struct Test {
 constexpr Test kTests[] = {
     {"attention", test_attention},       {"write", test_write},
     {"float linear", test_float_linear}, {"packed linear", test_packed_linear},
-    {"packed rows", test_packed_rows},
+    {"packed rows", test_packed_rows},   {"pack int8", test_pack_int8},
 };
 
 void run(const Test& test) {
