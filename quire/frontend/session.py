@@ -11,6 +11,7 @@ from quire.config.options import EngineOptions
 from quire.engine.startup import start_engine
 from quire.frontend.chat_inputs import parse_conversations, render_conversations
 from quire.frontend.collector import Collector
+from quire.frontend.garbage import no_full_collections
 from quire.frontend.generation_defaults import generation_defaults
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.tokenizer import Tokenizer, load_tokenizer
@@ -21,11 +22,12 @@ from quire.protocol.sampling import SamplingParams
 class Session:
     def __init__(self, arguments: dict[str, Any]) -> None:
         configure_logging()
-        engine = start_engine(EngineOptions.from_arguments(**arguments))
+        with no_full_collections():  # importing torch alone would cause several
+            engine = start_engine(EngineOptions.from_arguments(**arguments))
+            self._tokenizer = _load_tokenizer(engine.model, engine.options)
         self.options = engine.options
         self.model_config = engine.model
         self.core = engine.core
-        self._tokenizer = _load_tokenizer(engine.model, engine.options)
         self.default_params: SamplingParams = generation_defaults(
             engine.options.model.generation_config, engine.model.generation
         )

@@ -22,6 +22,7 @@ from quire.worker.memory import (
     count_blocks,
     describe_cache,
     explaining,
+    return_free_memory,
 )
 from quire.worker.model_runner import ModelRunner
 from quire.worker.request_table import RequestTable
@@ -81,6 +82,7 @@ class Worker:
                 seed=options.model.seed,
                 quantization=options.model.quantization,
             )
+        return_free_memory()
         torch.set_num_threads(options.device.num_threads)
         self._options, self._config, self._backend = options, model_config, backend
         self.groups_prefixes = (
