@@ -63,7 +63,7 @@ def measure_here(options: dict[str, str] | None) -> Figures:
     from quire import LLM, SamplingParams
 
     wanted = SamplingParams(temperature=0.0, max_tokens=1)
-    llm = LLM(**options)  # type: ignore[arg-type]
+    llm = LLM(**options)
     llm.generate("The capital of France is", wanted, use_tqdm=False)
     figures = {
         "seconds": seconds_since_start(),
