@@ -10,12 +10,14 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := pyproject.toml $(wildcard setup.py) \
 	$(shell find quire -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
-.PHONY: help demo test test-slow lint format bench wheel clean
+.PHONY: help demo test test-slow sanitize emulate lint format bench wheel clean
 
 help:
 	@echo "make demo       install, then generate text with the embedded model"
 	@echo "make test       lint, type check and all tests but the slow ones"
 	@echo "make test-slow  the slow tests"
+	@echo "make sanitize   the C++ kernels under the address, undefined and thread sanitizers"
+	@echo "make emulate    the C++ kernels on emulated processors: x86-64 without AVX, with AVX2, ARM"
 	@echo "make lint       ruff and mypy"
 	@echo "make format     let ruff rewrite the code"
 	@echo "make bench      the benchmarks: $(BENCHMARKS)"
@@ -31,6 +33,17 @@ test: lint
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+sanitize: $(BIN)/python
+	$(BIN)/python tests/kernels/native/run.py address undefined
+	$(BIN)/python tests/kernels/native/run.py thread
+
+# Needs Debian's packages qemu-user and g++-aarch64-linux-gnu, or the like of another system.
+emulate: $(BIN)/python
+	$(BIN)/python tests/kernels/native/run.py --runner "qemu-x86_64 -cpu Nehalem"
+	$(BIN)/python tests/kernels/native/run.py --runner "qemu-x86_64 -cpu Haswell"
+	$(BIN)/python tests/kernels/native/run.py --compiler aarch64-linux-gnu-g++ \
+		--runner "qemu-aarch64 -L /usr/aarch64-linux-gnu"
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

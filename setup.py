@@ -27,6 +27,7 @@ PORTABLE = {
     "kernel_generic.cpp": [],
     "quantized.cpp": [EXACT],
     "linear_generic.cpp": [EXACT],
+    "packing.cpp": [EXACT],
 }
 X86_64 = {
     "kernel_avx2.cpp": ["-mavx2", "-mfma"],
@@ -59,11 +60,15 @@ def run(command: list[str]) -> str:
     return result.stdout
 
 
+def flags_for(machine: str) -> dict[str, list[str]]:
+    """Source files for what the compiler calls its machine, each with its own flags."""
+    return {**PORTABLE, **X86_64} if machine.startswith("x86_64") else PORTABLE
+
+
 def build_library(target: Path, objects: Path) -> None:
     """Compiles the sources into the shared library `target`."""
     compiler = find_compiler()
-    machine = run([*compiler, "-dumpmachine"])
-    flags = {**PORTABLE, **X86_64} if machine.startswith("x86_64") else PORTABLE
+    flags = flags_for(run([*compiler, "-dumpmachine"]))
     objects.mkdir(parents=True, exist_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)
 
@@ -99,14 +104,15 @@ class PlatformWheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-setup(
-    ext_modules=[
-        Extension(
-            "quire.kernels.cpu.libquire_cpu",
-            sources=sorted(str(path) for path in SOURCES.glob("*.cpp")),
-            depends=sorted(str(path) for path in SOURCES.glob("*.h")),
-            optional=True,
-        )
-    ],
-    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
-)
+if __name__ == "__main__":
+    setup(
+        ext_modules=[
+            Extension(
+                "quire.kernels.cpu.libquire_cpu",
+                sources=sorted(str(path) for path in SOURCES.glob("*.cpp")),
+                depends=sorted(str(path) for path in SOURCES.glob("*.h")),
+                optional=True,
+            )
+        ],
+        cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
+    )

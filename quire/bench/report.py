@@ -67,24 +67,28 @@ def check_outputs(arguments: Arguments) -> None:
 
 def publish(report: Report, arguments: Arguments, subject: Subject) -> None:
     """Print the table and write the files that were asked for."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=report.title, title_justify="left", title_style="bold")
-    for index, column in enumerate(report.header):
-        table.add_column(column, justify="right" if index else "left", overflow="fold")
-    for row in report.rows:
-        table.add_row(*row)
-    console = Console(highlight=False)
-    console.print(table)
-    for note in report.notes:
-        console.print(note, style="dim", markup=False)
+    for line in table_lines(report):
+        print(line)
     if arguments.json is not None:
         document = {**_circumstances(report, subject), **report.figures}
         text = json.dumps(document, indent=1, default=_plain)
         Path(arguments.json).write_text(text + "\n", encoding="utf-8")
     if arguments.plot is not None:
         _plot(report, arguments.plot)
+
+
+def table_lines(report: Report) -> list[str]:
+    """The report as text: first columns begin in line, the others end in line."""
+    rows = [list(report.header), *map(list, report.rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        return "  ".join(cells).rstrip()
+
+    rule = "  ".join("-" * width for width in widths)
+    return [report.title, "", line(rows[0]), rule, *map(line, rows[1:]), "", *report.notes]
 
 
 def _circumstances(report: Report, subject: Subject) -> dict[str, Any]:

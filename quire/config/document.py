@@ -78,7 +78,7 @@ ENVIRONMENT = """\
 | variable | meaning |
 | --- | --- |
 | `QUIRE_LOG_LEVEL` | How much Quire says on standard error: `DEBUG`, `INFO` (default), `WARNING` or `ERROR`. No effect where the application has set up logging itself. |
-| `OMP_NUM_THREADS` | Upper bound of CPU threads; the option `num_threads` overrides it. |
+| `OMP_NUM_THREADS` | CPU threads, instead of the cores that may be used; the option `num_threads` overrides it. |
 | `XDG_CACHE_HOME` | `quire pull` keeps the embedded model in its folder `quire`. (default: `~/.cache`) |
 | `HF_HOME`, `HF_TOKEN`, `HF_HUB_OFFLINE` | Read by huggingface_hub: where models from the hub are kept, the access token, and whether to stay offline. |
 | `CXX` | The C++ compiler, when Quire is installed from source. |

@@ -248,7 +248,7 @@ class DeviceOptions(CheckedOptions):
         "Read a prefix that running requests share once for each of them instead of once for all.",
     )
     num_threads: int | None = option(
-        None, "CPU threads.", default_text="the cores this process may use", minimum=1
+        None, "CPU threads.", default_text="the physical cores this process may use", minimum=1
     )
 
 

@@ -50,7 +50,7 @@ def resolve(options: EngineOptions, model: ModelConfig, device: DeviceInfo) -> R
         device=device.type,
         dtype=_dtype(options, model, device, notes),
         max_model_len=_max_model_len(options, model, notes),
-        num_threads=options.device.num_threads or device.num_threads,
+        num_threads=_num_threads(options, device, notes),
         max_steps_in_flight=options.scheduler.max_steps_in_flight
         or (1 if device.type == "cpu" else 2),
     )
@@ -130,6 +130,15 @@ def _check_quantization(options: EngineOptions, model: ModelConfig, device: Devi
             f"model={model.source.name!r} is quantised with {method!r}, which is not supported "
             "yet. Use an unquantised checkpoint or a GGUF file."
         )
+
+
+def _num_threads(options: EngineOptions, device: DeviceInfo, notes: list[str]) -> int:
+    if options.device.num_threads is not None:
+        return options.device.num_threads
+    if device.type == "cpu":
+        threads = "thread" if device.num_threads == 1 else "threads"
+        notes.append(f"{device.num_threads} {threads}: {device.why_num_threads}")
+    return device.num_threads
 
 
 def _quantization(

@@ -12,6 +12,7 @@ from quire.engine.core import EngineCore
 from quire.engine.startup import start_engine
 from quire.frontend.chat_inputs import parse_conversations, render_conversations
 from quire.frontend.collector import Collector
+from quire.frontend.garbage import no_full_collections
 from quire.frontend.generation_defaults import generation_defaults
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.tokenizer import Tokenizer, load_tokenizer
@@ -57,8 +58,9 @@ class Session:
 def start_session(arguments: dict[str, Any]) -> tuple[Session, EngineCore]:
     """An engine in this process, and its one client."""
     configure_logging()
-    engine = start_engine(EngineOptions.from_arguments(**arguments))
-    return Session(engine.model, engine.options), engine.core
+    with no_full_collections():  # importing torch alone would cause several
+        engine = start_engine(EngineOptions.from_arguments(**arguments))
+        return Session(engine.model, engine.options), engine.core
 
 
 def request_failure(error: str, death: str | None) -> QuireError:

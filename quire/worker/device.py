@@ -9,7 +9,8 @@ from importlib.util import find_spec
 
 import torch
 
-from quire.config.device import DeviceInfo, cpu_device, cpu_threads
+from quire.config.device import DeviceInfo, cpu_device
+from quire.config.threads import choose_num_threads
 from quire.kernels import cpu
 from quire.protocol.errors import OptionError
 
@@ -26,12 +27,14 @@ def detect_device(wanted: str) -> DeviceInfo:
     if torch.version.hip is None:
         check_capability(name, torch.cuda.get_device_capability(), torch.cuda.get_arch_list())
     free, total = torch.cuda.mem_get_info()
+    threads = choose_num_threads()
     return DeviceInfo(
         "cuda",
         name,
         total,
         free,
-        cpu_threads(),
+        threads.count,
+        threads.reason,
         torch.cuda.is_bf16_supported(including_emulation=False),
     )
 

@@ -24,6 +24,7 @@ from quire.worker.memory import (
     describe_cache,
     device_memory,
     explaining,
+    return_free_memory,
 )
 from quire.worker.model_runner import ModelRunner
 from quire.worker.request_table import RequestTable
@@ -83,6 +84,7 @@ class Worker:
                 seed=options.model.seed,
                 quantization=options.model.quantization,
             )
+        return_free_memory()
         torch.set_num_threads(options.device.num_threads)
         self._options, self._config, self._backend = options, model_config, backend
         self._device_info, self._weight_bytes = device, held_weight_bytes(model)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -59,6 +62,26 @@ def test_builds_from_the_sources_alone(tree: Path, native: None) -> None:
     _, built = build(tree)
     loaded, description = library.load(built)
     assert loaded is not None and description.startswith("native library")
+    if platform.machine() == "x86_64" and shutil.which("objdump") and shutil.which("nm"):
+        check_objects(next((tree / "objects").rglob("library.o")).parent)
+
+
+def check_objects(folder: Path) -> None:
+    """Whatever runs before an instruction set is chosen, or without it, runs on any x86-64."""
+    flags = runpy.run_path(str(ROOT / "setup.py"))
+    for name in flags["PORTABLE"]:
+        code = output("objdump", "-d", "--no-show-raw-insn", folder / name.replace(".cpp", ".o"))
+        wide = re.search(r"%[yz]mm|\tv(mov|add|mul|p|z|cvt|f)\w*", code)
+        assert wide is None, f"{name} has {wide and wide[0]}"
+    for name in flags["X86_64"]:
+        # The linker keeps one copy of a weak function, which might be the one for AVX-512.
+        symbols = output("nm", "--defined-only", "-C", folder / name.replace(".cpp", ".o"))
+        shared = [line for line in symbols.splitlines() if line.split()[1] in "WVu"]
+        assert not shared, f"{name} shares {shared[0]}"
+
+
+def output(*command: str | Path) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def test_library_has_no_openmp_of_its_own(native: None) -> None:

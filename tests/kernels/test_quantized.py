@@ -225,7 +225,29 @@ def test_int8_is_what_gguf_makes(native: None) -> None:
     found = native_kernel.packed_rows(packed, torch.arange(40))
     assert torch.equal(found, twin.dequantize_rows("Q8_0", torch.from_numpy(expected)))
     small = weight[:20].bfloat16()
+    assert torch.equal(
+        native_kernel.quantize_int8(small).data, native_kernel.quantize_int8(small.float()).data
+    )
     assert torch.equal(twin.quantize_int8(small).data, twin.quantize_int8(small.float()).data)
+
+
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(1, 32), (33, 64), (2100, 96), (4128, 32)])
+def test_int8_is_packed_as_blocks_are(native: None, num_outputs: int, num_inputs: int) -> None:
+    """All bytes, for more rows than are worked on at a time, and for scales of every size."""
+    weight = torch.randn(num_outputs, num_inputs) * torch.logspace(-12, 8, num_outputs)[:, None]
+    weight[::7] = (weight[::7] / weight[::7].abs().amax() * 254).round() / 2
+    expected = native_kernel.pack_blocks("Q8_0", twin.quantize_int8(weight).data, num_inputs)
+    found = native_kernel.quantize_int8(weight.t().contiguous().t())
+    assert torch.equal(found.data, expected.data)
+
+
+def test_int8_of_wrong_weights_does_not_look_right(native: None) -> None:
+    for value in (torch.nan, torch.inf, -torch.inf):
+        weight = torch.ones(3, 64)
+        weight[1, 40] = value
+        rows = native_kernel.packed_rows(native_kernel.quantize_int8(weight), torch.arange(3))
+        assert not rows[1, 32:].isfinite().any()
+        assert torch.equal(rows[0], rows[2]) and torch.equal(rows[1, :32], rows[0, :32])
 
 
 @pytest.mark.parametrize("kind", KINDS)

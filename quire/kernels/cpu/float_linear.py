@@ -19,8 +19,10 @@ def pack_weight(*parts: Tensor) -> Tensor:
     Missing outputs of the last group are 0. Nothing is copied on the way, for parts may be large.
     """
     total, num_inputs = sum(len(part) for part in parts), parts[0].shape[1]
-    packed = torch.zeros(-(-total // GROUP), num_inputs, GROUP)
+    packed = torch.empty(-(-total // GROUP), num_inputs, GROUP)
     by_output = packed.transpose(1, 2)
+    if total % GROUP:
+        packed[-1] = 0.0
     at = 0
     for part in parts:
         while len(part):

@@ -11,7 +11,7 @@ import torch
 
 LIBRARY = Path(__file__).with_name("libquire_cpu.so")
 ISAS = ("generic", "avx2", "avx512")
-ABI = 2
+ABI = 3
 
 
 class AttentionCall(ctypes.Structure):
@@ -108,6 +108,13 @@ PACKED_ROWS = (
     ctypes.c_int64,  # count
     ctypes.c_void_p,  # out
 )
+PACK_INT8 = (
+    ctypes.c_void_p,  # rows
+    ctypes.c_int64,  # stride
+    ctypes.c_int64,  # num_rows
+    ctypes.c_int32,  # num_inputs
+    ctypes.c_void_p,  # groups
+)
 
 
 def available() -> tuple[bool, str]:
@@ -156,6 +163,8 @@ def load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     library.quire_float_linear.argtypes = (ctypes.POINTER(FloatLinearCall),)
     library.quire_packed_linear.argtypes = PACKED_LINEAR
     library.quire_packed_rows.argtypes = PACKED_ROWS
+    library.quire_pack_int8.argtypes = PACK_INT8
+    library.quire_pack_int8.restype = None
     library.quire_set_parallel.argtypes = (ctypes.c_void_p,)
     library.quire_set_parallel.restype = None
     parallel = find_parallel()

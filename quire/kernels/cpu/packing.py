@@ -30,6 +30,11 @@ def pack_rows(kind: str, rows: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
+def int8_group_bytes(num_inputs: int) -> int:
+    """What a group of rows takes in 8 bits: a number for each weight, a float16 for every 32."""
+    return GROUP * (num_inputs + num_inputs // 16)
+
+
 def pack_groups(kind: str, rows: Tensor) -> Tensor:
     """The same for rows that are not too many."""
     missing = -len(rows) % GROUP

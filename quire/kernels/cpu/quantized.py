@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu.library import NativeMatrix, native
-from quire.kernels.cpu.packing import pack_rows
-from quire.kernels.torch.quantized import KINDS, check_rows, int8_rows
+from quire.kernels.cpu.packing import GROUP, int8_group_bytes, pack_rows
+from quire.kernels.torch.quantized import KINDS, check_inputs, check_rows
 
 __all__ = [
     "KINDS",
@@ -25,6 +25,9 @@ __all__ = [
     "packed_rows",
     "quantize_int8",
 ]
+
+# Rows that are rounded at a time, to bound the memory for them in float32.
+ROWS_AT_ONCE = 64 * GROUP
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,16 @@ def pack_blocks(kind: str, rows: Tensor, num_inputs: int) -> PackedMatrix:
 
 def quantize_int8(weight: Tensor) -> PackedMatrix:
     """Weights [outputs, inputs] of any floating type in 8 bits."""
-    return pack_blocks("Q8_0", int8_rows(weight), weight.shape[1])
+    num_outputs, num_inputs = weight.shape
+    check_inputs("Q8_0", num_inputs)
+    data = torch.empty(-(-num_outputs // GROUP), int8_group_bytes(num_inputs), dtype=torch.uint8)
+    parts = zip(weight.split(ROWS_AT_ONCE), data.split(ROWS_AT_ONCE // GROUP), strict=True)
+    for part, groups in parts:
+        rows = part.float().contiguous()
+        native().quire_pack_int8(
+            rows.data_ptr(), rows.stride(0), len(rows), num_inputs, groups.data_ptr()
+        )
+    return PackedMatrix("Q8_0", num_outputs, num_inputs, data)
 
 
 def packed_linear(

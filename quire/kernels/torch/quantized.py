@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.torch.gguf_blocks import BLOCK_SIZES, dequantize_blocks
+from quire.kernels.torch.gguf_blocks import BLOCK_SIZES, CHUNK_ELEMENTS, dequantize_blocks
 
 KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 """GGUF's names of the block formats."""
@@ -86,15 +86,24 @@ def round_activations(x: Tensor) -> Tensor:
 def int8_rows(weight: Tensor) -> Tensor:
     """Weights [outputs, inputs] as rows of Q8_0 blocks: float16 max / 127, then 32 int8."""
     check_inputs("Q8_0", weight.shape[1])
-    blocks = weight.float().reshape(-1, 32)
+    elements, block_bytes = BLOCK_SIZES["Q8_0"]
+    blocks = weight.reshape(-1, elements)
+    stored = torch.empty(len(blocks), block_bytes, dtype=torch.uint8)
+    step = CHUNK_ELEMENTS // elements
+    for start in range(0, len(blocks), step):
+        _round_to_int8(blocks[start : start + step].float(), stored[start : start + step])
+    return stored.view(weight.shape[0], -1)
+
+
+def _round_to_int8(blocks: Tensor, stored: Tensor) -> None:
     scale = blocks.abs().amax(-1, keepdim=True) / 127
     scaled = blocks * torch.where(scale == 0, 0.0, 1 / scale)
     size = scaled.abs()
     # Halves go away from zero, as in GGUF; torch.round takes them to even numbers.
     whole = size.floor()
-    numbers = (whole + (size - whole >= 0.5)).copysign(scaled).to(torch.int8)
-    stored = torch.cat((scale.half().view(torch.uint8), numbers.view(torch.uint8)), dim=1)
-    return stored.view(weight.shape[0], -1)
+    whole += size.sub_(whole) >= 0.5
+    stored[:, :2] = scale.half().view(torch.uint8)
+    stored[:, 2:] = whole.copysign_(scaled).to(torch.int8).view(torch.uint8)
 
 
 def check_rows(kind: str, rows: Tensor, num_inputs: int) -> None:

@@ -5,6 +5,8 @@
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "half.h"
@@ -114,6 +116,16 @@ QUIRE_INLINE void store_narrow(int8_t* p, Ints x) {
 
 #else
 
+#if defined(__aarch64__)
+
+QUIRE_INLINE Floats fma(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
+QUIRE_INLINE Ints round(Floats x) { return vcvtnq_s32_f32(x); }
+QUIRE_INLINE Floats load_halves(const uint8_t* p) {
+  return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
+}
+
+#else
+
 QUIRE_INLINE Floats fma(Floats a, Floats b, Floats c) { return a * b + c; }
 
 // For numbers of at most 22 bits; halves go to even, as the processor's own conversions do.
@@ -130,6 +142,8 @@ QUIRE_INLINE Floats load_halves(const uint8_t* p) {
   for (int i = 0; i < kLanes; ++i) values[i] = load_half(p + 2 * i);
   return values;
 }
+
+#endif
 
 // One byte for each lane.
 QUIRE_INLINE Floats load_unsigned(const uint8_t* p) {
@@ -232,6 +246,29 @@ QUIRE_INLINE void dot(Weights weights, const uint8_t* x, const uint8_t* start,
   if (!start) return;
   QUIRE_UNROLL
   for (int t = 0; t < T; ++t) sums[0][t] += splat_int(load_int(start + 4 * t));
+}
+
+#elif defined(__aarch64__)
+
+// Without its offset a weight of 8 bits is an int8 like any other.
+template <int BITS, int QUADS, int T, typename Weights>
+QUIRE_INLINE void dot(Weights weights, const uint8_t* x, const uint8_t* start,
+                      Ints (&sums)[1][T]) {
+  QUIRE_UNROLL
+  for (int t = 0; t < T; ++t)
+    sums[0][t] = start && BITS < 8 ? splat_int(load_int(start + 4 * t)) : Ints{};
+  QUIRE_UNROLL
+  for (int q = 0; q < QUADS; ++q) {
+    const Bytes bytes = BITS < 8 ? weights(0, q) : weights(0, q) ^ 128;
+    const int8x16_t w = vreinterpretq_s8_u8(bytes);
+    QUIRE_UNROLL
+    for (int t = 0; t < T; ++t) {
+      const int8x16_t input = vreinterpretq_s8_s32(vdupq_n_s32(load_int(x + 4 * (q * T + t))));
+      const int16x8_t low = vmull_s8(vget_low_s8(w), vget_low_s8(input));
+      const int16x8_t high = vmull_high_s8(w, input);
+      sums[0][t] += (Ints)vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high));
+    }
+  }
 }
 
 #else

@@ -1,0 +1,183 @@
+// Attention over a paged cache against softmax in double precision, and writing to the cache.
+
+#include "attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "check.h"
+
+extern "C" {
+int quire_paged_attention(const quire::AttentionCall* call);
+void quire_write_kv(const quire::WriteCall* call);
+}
+
+namespace check {
+namespace {
+
+struct Request {
+  int queries, context;
+};
+
+struct Case {
+  std::vector<Request> requests;
+  int heads, kv_heads, head_dim, block_size, window;
+};
+
+constexpr int kNoWindow = 1 << 30;
+
+size_t size(int64_t count) { return static_cast<size_t>(count); }
+
+// Blocks of all requests in one cache, in random order; what no request may see is NaN.
+struct Cache {
+  Floats keys, values;
+  std::vector<int32_t> tables;
+  int64_t table_stride = 1, token_stride, head_stride, block_stride;
+  int block_size;
+
+  Cache(const Case& c, Random& random)
+      : token_stride(c.head_dim),
+        head_stride(token_stride * c.block_size),
+        block_stride(head_stride * c.kv_heads),
+        block_size(c.block_size) {
+    int total = 0;
+    for (const Request& request : c.requests) {
+      const int blocks = (request.context + block_size - 1) / block_size;
+      table_stride = std::max<int64_t>(table_stride, blocks);
+      total += blocks;
+    }
+    std::vector<int32_t> order(size(total));
+    for (int i = 0; i < total; ++i) order[size(i)] = i;
+    for (int i = total - 1; i > 0; --i) std::swap(order[size(i)], order[size(random.integer(0, i))]);
+    keys.assign(size(total * block_stride), std::numeric_limits<float>::quiet_NaN());
+    values = keys;
+    tables.assign(c.requests.size() * size(table_stride), -1);
+    for (size_t r = 0, next = 0; r < c.requests.size(); ++r) {
+      for (int i = 0; i < c.requests[r].context; i += block_size)
+        tables[r * size(table_stride) + size(i / block_size)] = order[next++];
+      for (int head = 0; head < c.kv_heads; ++head)
+        for (int i = 0; i < c.requests[r].context; ++i)
+          for (int d = 0; d < c.head_dim; ++d) {
+            keys[at(r, head, i) + size(d)] = random.normal();
+            values[at(r, head, i) + size(d)] = random.normal();
+          }
+    }
+  }
+
+  size_t at(size_t request, int head, int position) const {
+    const int64_t block = tables[request * size(table_stride) + size(position / block_size)];
+    return size(block * block_stride + head * head_stride + position % block_size * token_stride);
+  }
+};
+
+double dot(const float* a, const float* b, int count) {
+  double sum = 0;
+  for (int i = 0; i < count; ++i) sum += static_cast<double>(a[i]) * b[i];
+  return sum;
+}
+
+// The result of one query and head.
+std::vector<double> expected(const Case& c, const Cache& cache, const float* q, float scale,
+                             size_t request, int kv_head, int position) {
+  const int first = std::max(0, position - c.window + 1);
+  std::vector<double> scores, out(size(c.head_dim), 0.0);
+  for (int i = first; i <= position; ++i)
+    scores.push_back(scale * dot(q, &cache.keys[cache.at(request, kv_head, i)], c.head_dim));
+  const double largest = *std::max_element(scores.begin(), scores.end());
+  double total = 0;
+  for (int i = first; i <= position; ++i) {
+    const double weight = std::exp(scores[size(i - first)] - largest);
+    const float* value = &cache.values[cache.at(request, kv_head, i)];
+    for (int d = 0; d < c.head_dim; ++d) out[size(d)] += weight * value[d];
+    total += weight;
+  }
+  for (double& element : out) element /= total;
+  return out;
+}
+
+void run(const Case& c, Random& random) {
+  const Cache cache(c, random);
+  std::vector<int32_t> query_start = {0}, context_lens;
+  for (const Request& request : c.requests) {
+    query_start.push_back(query_start.back() + request.queries);
+    context_lens.push_back(request.context);
+  }
+  const int64_t width = int64_t{c.heads} * c.head_dim;
+  const Floats q = random.normals(size(query_start.back() * width));
+  Floats out(q.size(), std::numeric_limits<float>::quiet_NaN());
+  quire::AttentionCall call = {};
+  call.q = q.data();
+  call.keys = cache.keys.data();
+  call.values = cache.values.data();
+  call.out = out.data();
+  call.query_start = query_start.data();
+  call.context_lens = context_lens.data();
+  call.block_tables = cache.tables.data();
+  call.q_stride = call.out_stride = width;
+  call.block_stride = cache.block_stride;
+  call.head_stride = cache.head_stride;
+  call.token_stride = cache.token_stride;
+  call.table_stride = cache.table_stride;
+  call.num_requests = static_cast<int32_t>(c.requests.size());
+  call.num_heads = c.heads;
+  call.num_kv_heads = c.kv_heads;
+  call.head_dim = c.head_dim;
+  call.block_size = c.block_size;
+  call.window = c.window;
+  call.scale = 1.0f / std::sqrt(static_cast<float>(c.head_dim));
+  call.num_threads = num_threads;
+  equal("quire_paged_attention", quire_paged_attention(&call), 0);
+  const int group = c.heads / c.kv_heads;
+  for (size_t r = 0; r < c.requests.size(); ++r)
+    for (int i = 0; i < c.requests[r].queries; ++i)
+      for (int head = 0; head < c.heads; ++head) {
+        const size_t row = size((query_start[r] + i) * width + int64_t{head} * c.head_dim);
+        const int position = c.requests[r].context - c.requests[r].queries + i;
+        const auto wanted = expected(c, cache, &q[row], call.scale, r, head / group, position);
+        for (int d = 0; d < c.head_dim; ++d)
+          near("an element", out[row + size(d)], wanted[size(d)], 2e-6);
+      }
+}
+
+}  // namespace
+
+void test_attention() {
+  Random random(static_cast<uint32_t>(num_threads));
+  run({{{1, 1}, {1, 37}, {0, 5}, {1, 300}}, 9, 3, 64, 16, kNoWindow}, random);
+  run({{{7, 7}, {33, 60}, {1, 130}}, 4, 4, 18, 4, kNoWindow}, random);
+  run({{{70, 90}, {2, 150}}, 8, 2, 33, 32, 40}, random);
+  run({{{1, 9}, {12, 12}, {5, 70}}, 6, 1, 80, 8, 5}, random);
+  run({{{40, 64}}, 2, 1, 128, 64, 1}, random);
+}
+
+void test_write() {
+  Random random(static_cast<uint32_t>(num_threads));
+  constexpr int kHeads = 3, kDim = 20, kBlockSize = 8, kBlocks = 200;
+  constexpr int64_t kStride = kHeads * kDim, kBlockStride = kStride * kBlockSize;
+  for (int tokens : {1, 31, 33, 1600}) {
+    const Floats k = random.normals(size(tokens * kStride)), v = random.normals(k.size());
+    Floats keys(size(kBlocks * kBlockStride), 7.0f), values(keys);
+    std::vector<int64_t> slots;  // the last ones, backwards
+    for (int i = 0; i < tokens; ++i) slots.push_back(kBlocks * kBlockSize - 1 - i);
+    const quire::WriteCall call = {k.data(),     v.data(), keys.data(),       values.data(),
+                                   slots.data(), kStride,  kStride,           kBlockStride,
+                                   int64_t{kBlockSize} * kDim, kDim, tokens, kHeads,
+                                   kDim,         kBlockSize, num_threads};
+    quire_write_kv(&call);
+    for (int slot = 0; slot < kBlocks * kBlockSize; ++slot)
+      for (int head = 0; head < kHeads; ++head) {
+        const int token = kBlocks * kBlockSize - 1 - slot;
+        const size_t to = size(slot / kBlockSize * kBlockStride +
+                               (head * kBlockSize + slot % kBlockSize) * kDim);
+        const size_t from = size(token * kStride + head * kDim);
+        for (size_t d = 0; d < kDim; ++d) {
+          near("a key", keys[to + d], token < tokens ? k[from + d] : 7.0f, 0);
+          near("a value", values[to + d], token < tokens ? v[from + d] : 7.0f, 0);
+        }
+      }
+  }
+}
+
+}  // namespace check

@@ -1,0 +1,50 @@
+// What the tests of the library share: random data, comparisons, and a team of threads.
+#pragma once
+
+#include <cstdint>
+#include <random>
+#include <vector>
+
+extern "C" {
+void quire_set_parallel(void* gomp_parallel);
+int quire_best_isa();
+int quire_set_isa(int isa);
+}
+
+namespace check {
+
+// Exactly as many elements as are asked for, so that a read or write beside them is an error that the
+// address sanitizer sees.
+using Floats = std::vector<float>;
+
+class Random {
+ public:
+  explicit Random(uint32_t seed) : engine_(seed) {}
+  // Between two numbers, both included.
+  int integer(int low, int high) { return std::uniform_int_distribution<int>(low, high)(engine_); }
+  float normal() { return std::normal_distribution<float>()(engine_); }
+  Floats normals(size_t count) {
+    Floats values(count);
+    for (float& value : values) value = normal();
+    return values;
+  }
+
+ private:
+  std::mt19937 engine_;
+};
+
+// Notes a failure if `found` is not within `tolerance` of `expected`; NaN never is.
+void near(const char* what, double found, double expected, double tolerance);
+void equal(const char* what, int64_t found, int64_t expected);
+
+// The number of threads of the case that runs, and what is said of it when it fails.
+extern int num_threads;
+
+void test_attention();
+void test_write();
+void test_float_linear();
+void test_packed_linear();
+void test_packed_rows();
+void test_pack_int8();
+
+}  // namespace check

@@ -1,0 +1,231 @@
+// Linear layers against sums in double precision.
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "check.h"
+#include "float_linear.h"
+#include "quantized.h"
+
+extern "C" {
+int quire_float_linear(const quire::FloatLinearCall* call);
+int quire_packed_linear(const quire::PackedMatrix* matrix, const float* x, int64_t x_stride,
+                        int64_t num_tokens, const float* bias, float* out, int64_t out_stride,
+                        int32_t num_threads);
+int quire_packed_rows(const quire::PackedMatrix* matrix, const int64_t* ids, int64_t count,
+                      float* out);
+void quire_pack_int8(const float* rows, int64_t stride, int64_t num_rows, int32_t num_inputs,
+                     uint8_t* groups);
+}
+
+namespace check {
+namespace {
+
+struct Shape {
+  int tokens, outputs, inputs;
+};
+
+// Rows of x and out lie `kGap` floats further apart than they must; those are not to be touched.
+constexpr int kGap = 3;
+constexpr float kUntouched = 7.0f;
+
+struct Tensors {
+  Floats x, bias, out;
+  int64_t x_stride, out_stride;
+
+  Tensors(const Shape& shape, Random& random)
+      : x(random.normals(row_floats(shape.tokens, shape.inputs))),
+        bias(random.normals(static_cast<size_t>(shape.outputs))),
+        out(row_floats(shape.tokens, shape.outputs), kUntouched),
+        x_stride(shape.inputs + kGap),
+        out_stride(shape.outputs + kGap) {
+    for (int t = 0; t < shape.tokens; ++t)
+      for (int o = 0; o < shape.outputs; ++o)
+        out[static_cast<size_t>(t * out_stride + o)] = std::numeric_limits<float>::quiet_NaN();
+  }
+
+  // The last row has no gap.
+  static size_t row_floats(int rows, int width) {
+    return static_cast<size_t>(rows * (width + kGap) - kGap);
+  }
+};
+
+// `weight` is [outputs, inputs]; `tolerance` is relative to the sum of the magnitudes of the products.
+void compare(const Shape& shape, const Tensors& found, const Floats& x, const Floats& weight,
+             bool has_bias, double tolerance) {
+  for (int t = 0; t < shape.tokens; ++t) {
+    for (int o = 0; o < shape.outputs; ++o) {
+      double sum = has_bias ? found.bias[static_cast<size_t>(o)] : 0.0, size = std::fabs(sum);
+      for (int i = 0; i < shape.inputs; ++i) {
+        const double product = static_cast<double>(x[static_cast<size_t>(t * found.x_stride + i)]) *
+                               weight[static_cast<size_t>(o * shape.inputs + i)];
+        sum += product;
+        size += std::fabs(product);
+      }
+      near("an output", found.out[static_cast<size_t>(t * found.out_stride + o)], sum,
+           tolerance * size + 1e-30);
+    }
+    if (t + 1 < shape.tokens)
+      for (int i = 0; i < kGap; ++i)
+        near("what lies beside the outputs",
+             found.out[static_cast<size_t>(t * found.out_stride + shape.outputs + i)], kUntouched, 0);
+  }
+}
+
+void run_float(const Shape& shape, bool has_bias, Random& random) {
+  Tensors tensors(shape, random);
+  const Floats weight = random.normals(static_cast<size_t>(shape.outputs * shape.inputs));
+  const int groups = (shape.outputs + quire::kPacked - 1) / quire::kPacked;
+  Floats packed(static_cast<size_t>(groups * shape.inputs * quire::kPacked));
+  for (int o = 0; o < shape.outputs; ++o)
+    for (int i = 0; i < shape.inputs; ++i)
+      packed[static_cast<size_t>((o / quire::kPacked * shape.inputs + i) * quire::kPacked +
+                                 o % quire::kPacked)] =
+          weight[static_cast<size_t>(o * shape.inputs + i)];
+  const quire::FloatLinearCall call = {
+      tensors.x.data(), packed.data(),      has_bias ? tensors.bias.data() : nullptr,
+      tensors.out.data(), tensors.x_stride, tensors.out_stride,
+      shape.tokens,     shape.outputs,      shape.inputs,
+      num_threads};
+  equal("quire_float_linear", quire_float_linear(&call), 0);
+  compare(shape, tensors, tensors.x, weight, has_bias, 1e-6);
+}
+
+constexpr uint16_t kHalfOne = 0x3c00;
+
+void put_halves(uint8_t* at, Random& random) {
+  for (int row = 0; row < quire::kRows; ++row) {
+    const uint16_t half = static_cast<uint16_t>(kHalfOne - random.integer(0, 0x1000));
+    std::memcpy(at + 2 * row, &half, sizeof half);
+  }
+}
+
+// Packed weights of random numbers and scales; all but the scales may be any bytes.
+struct Weights {
+  std::vector<uint8_t> data;
+  quire::PackedMatrix matrix;
+
+  Weights(quire::Kind kind, int outputs, int inputs, Random& random)
+      : matrix{nullptr, kind, outputs, inputs} {
+    const quire::Layout layout = quire::layout_of(kind);
+    const size_t group_bytes = layout.group_bytes(inputs);
+    const int groups = (outputs + quire::kRows - 1) / quire::kRows;
+    data.resize(static_cast<size_t>(groups) * group_bytes);
+    for (uint8_t& byte : data) byte = static_cast<uint8_t>(random.integer(0, 255));
+    const int count = inputs / quire::kBlock / (layout.is_super ? quire::kBlocksInSuper : 1);
+    const bool has_minima = kind == quire::Kind::kQ4_1 || kind == quire::Kind::kQ4_K;
+    for (int group = 0; group < groups; ++group)
+      for (int i = 0; i < count; ++i) {
+        uint8_t* at = data.data() + static_cast<size_t>(group) * group_bytes +
+                      layout.scales_at(inputs) + static_cast<size_t>(i * layout.scale_bytes);
+        put_halves(at, random);
+        if (has_minima) put_halves(at + quire::kHalves, random);
+      }
+    matrix.data = data.data();
+  }
+
+  Floats rows() const {
+    std::vector<int64_t> ids(static_cast<size_t>(matrix.num_outputs));
+    for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int64_t>(i);
+    Floats result(ids.size() * static_cast<size_t>(matrix.num_inputs));
+    equal("quire_packed_rows",
+          quire_packed_rows(&matrix, ids.data(), matrix.num_outputs, result.data()), 0);
+    return result;
+  }
+};
+
+// Inputs as the library is to round them: 8 bits with a scale for every 32.
+Floats rounded(const Shape& shape, const Tensors& tensors) {
+  Floats result = tensors.x;
+  for (int t = 0; t < shape.tokens; ++t)
+    for (int block = 0; block < shape.inputs; block += quire::kBlock) {
+      float* x = result.data() + t * tensors.x_stride + block;
+      float largest = 0;
+      for (int i = 0; i < quire::kBlock; ++i) largest = std::fmax(largest, std::fabs(x[i]));
+      const float scale = largest / 127.0f, inverse = 127.0f / largest;
+      for (int i = 0; i < quire::kBlock; ++i) x[i] = std::nearbyint(x[i] * inverse) * scale;
+    }
+  return result;
+}
+
+void run_packed(quire::Kind kind, const Shape& shape, bool has_bias, Random& random) {
+  Tensors tensors(shape, random);
+  const Weights weights(kind, shape.outputs, shape.inputs, random);
+  const int status = quire_packed_linear(
+      &weights.matrix, tensors.x.data(), tensors.x_stride, shape.tokens,
+      has_bias ? tensors.bias.data() : nullptr, tensors.out.data(), tensors.out_stride, num_threads);
+  equal("quire_packed_linear", status, 0);
+  // Minima may cancel what they are added to.
+  compare(shape, tensors, rounded(shape, tensors), weights.rows(), has_bias, 3e-5);
+}
+
+constexpr quire::Kind kKinds[] = {quire::Kind::kQ8_0, quire::Kind::kQ4_0, quire::Kind::kQ4_1,
+                                  quire::Kind::kQ4_K, quire::Kind::kQ6_K};
+
+bool is_super(quire::Kind kind) { return quire::layout_of(kind).is_super; }
+
+}  // namespace
+
+// Every number of outputs that a group may lack, and every number of tokens that a tile may.
+void test_float_linear() {
+  Random random(static_cast<uint32_t>(num_threads));
+  for (int outputs = 1; outputs <= 3 * quire::kPacked; ++outputs)
+    run_float({(outputs * 7 + num_threads) % 31 + 1, outputs, outputs + 2}, outputs % 2, random);
+  for (const Shape& shape : {Shape{1, 700, 150}, Shape{14, 129, 67}, Shape{60, 17, 130}})
+    run_float(shape, true, random);
+}
+
+void test_packed_linear() {
+  Random random(static_cast<uint32_t>(num_threads));
+  for (quire::Kind kind : kKinds) {
+    const int unit = is_super(kind) ? 256 : 32;
+    for (int outputs = 1; outputs <= quire::kRows + 1; ++outputs)
+      run_packed(kind, {(outputs + num_threads) % 9 + 1, outputs, unit}, outputs % 2, random);
+    for (const Shape& shape : {Shape{2, 245, 256}, Shape{17, 33, 256}, Shape{59, 7, 512}})
+      run_packed(kind, shape, true, random);
+  }
+}
+
+void test_packed_rows() {
+  Random random(static_cast<uint32_t>(num_threads));
+  for (quire::Kind kind : kKinds) {
+    const Weights weights(kind, 33 + num_threads, 512, random);
+    const Floats rows = weights.rows();
+    const int64_t ids[] = {32, 0, 31, 32 + num_threads};
+    Floats found(4 * 512);
+    equal("quire_packed_rows", quire_packed_rows(&weights.matrix, ids, 4, found.data()), 0);
+    for (size_t i = 0; i < 4; ++i)
+      equal("rows differ",
+            std::memcmp(&found[i * 512], &rows[static_cast<size_t>(ids[i]) * 512], 512 * 4), 0);
+    for (const int64_t wrong : {int64_t{-1}, int64_t{33 + num_threads}})
+      equal("a row that is not there", quire_packed_rows(&weights.matrix, &wrong, 1, found.data()),
+            -1);
+  }
+}
+
+void test_pack_int8() {
+  Random random(static_cast<uint32_t>(num_threads));
+  for (int rows : {1, 31, 32, 33 + num_threads}) {
+    const int inputs = 64, stride = inputs + kGap, groups = (rows + 31) / 32;
+    Floats weights = random.normals(static_cast<size_t>(rows * stride - kGap));
+    for (int i = 0; i < 32; ++i) weights[static_cast<size_t>(i)] = 0;
+    std::vector<uint8_t> data(static_cast<size_t>(groups) *
+                              quire::layout_of(quire::Kind::kQ8_0).group_bytes(inputs));
+    quire_pack_int8(weights.data(), stride, rows, inputs, data.data());
+    const quire::PackedMatrix matrix = {data.data(), quire::Kind::kQ8_0, rows, inputs};
+    for (int64_t row = 0; row < rows; ++row) {
+      Floats found(static_cast<size_t>(inputs));
+      equal("quire_packed_rows", quire_packed_rows(&matrix, &row, 1, found.data()), 0);
+      for (int i = 0; i < inputs; ++i) {
+        const float* block = &weights[static_cast<size_t>(row * stride + i / 32 * 32)];
+        float largest = 0;
+        for (int j = 0; j < 32; ++j) largest = std::fmax(largest, std::fabs(block[j]));
+        // Half of a step, and what float16 makes of the scale.
+        near("a weight", found[static_cast<size_t>(i)], block[i % 32], largest * (0.5 / 127 + 1e-3));
+      }
+    }
+  }
+}
+
+}  // namespace check

@@ -1,0 +1,85 @@
+// Runs every entry point of the library with every instruction set that the processor has and 1 to 8
+// threads. It is compiled with sanitizers, or for another processor, together with the library.
+//
+// The threads are the test's own: the thread sanitizer knows when they begin and end, which it does
+// not know of those of an OpenMP runtime that was compiled without it.
+
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+
+#include "check.h"
+
+namespace check {
+
+int num_threads = 1;
+
+namespace {
+
+constexpr int kMaxFailuresShown = 20;
+int isa = 0;
+const char* running = "";
+int passed = 0, failed = 0;
+bool has_failed = false;
+
+void fail(const char* what, double found, double expected) {
+  if (!has_failed && failed < kMaxFailuresShown)
+    std::printf("FAILED %s, instruction set %d, %d threads: %s is %.9g instead of %.9g\n", running,
+                isa, num_threads, what, found, expected);
+  has_failed = true;
+}
+
+// Stands in for GOMP_parallel.
+void run_team(void (*body)(void*), void* data, unsigned count, unsigned) {
+  std::vector<std::thread> others;
+  for (unsigned i = 1; i < count; ++i) others.emplace_back(body, data);
+  body(data);
+  for (std::thread& other : others) other.join();
+}
+
+struct Test {
+  const char* name;
+  void (*run)();
+};
+
+constexpr Test kTests[] = {
+    {"attention", test_attention},       {"write", test_write},
+    {"float linear", test_float_linear}, {"packed linear", test_packed_linear},
+    {"packed rows", test_packed_rows},   {"pack int8", test_pack_int8},
+};
+
+void run(const Test& test) {
+  running = test.name;
+  has_failed = false;
+  test.run();
+  ++(has_failed ? failed : passed);
+}
+
+}  // namespace
+
+void near(const char* what, double found, double expected, double tolerance) {
+  const double difference = found > expected ? found - expected : expected - found;
+  if (!(difference <= tolerance)) fail(what, found, expected);
+}
+
+void equal(const char* what, int64_t found, int64_t expected) {
+  if (found != expected) fail(what, static_cast<double>(found), static_cast<double>(expected));
+}
+
+}  // namespace check
+
+int main() {
+  using namespace check;
+  quire_set_parallel(reinterpret_cast<void*>(run_team));
+  for (isa = 0; isa <= quire_best_isa(); ++isa) {
+    if (quire_set_isa(isa) != 0) {
+      std::printf("FAILED: instruction set %d cannot be set\n", isa);
+      return EXIT_FAILURE;
+    }
+    for (num_threads = 1; num_threads <= 8; ++num_threads)
+      for (const Test& test : kTests) run(test);
+  }
+  std::printf("instruction sets 0 to %d, 1 to 8 threads\n%d passed, %d failed\n", quire_best_isa(),
+              passed, failed);
+  return failed ? EXIT_FAILURE : EXIT_SUCCESS;
+}
