@@ -12,7 +12,8 @@ from typing import Any
 from quire.engine.core import EngineCore
 from quire.metrics.instruments import Readings
 from quire.protocol.errors import RequestError
-from quire.protocol.messages import ID_SEPARATOR, KEY_BITS
+from quire.protocol.messages import ID_SEPARATOR
+from quire.protocol.request import KEY_BITS
 from quire.protocol.snapshot import EngineSnapshot
 from quire.scheduler.pause import Pause
 

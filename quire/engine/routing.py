@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.protocol.messages import KEY_BITS
 from quire.protocol.output import StepOutput
 from quire.protocol.plan import BoolArray, LogprobArrays
+from quire.protocol.request import KEY_BITS
 
 
 def split_by_client(output: StepOutput) -> dict[int, StepOutput]:

@@ -17,7 +17,7 @@ from quire.frontend.generation_defaults import generation_defaults
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.tokenizer import Tokenizer, load_tokenizer
 from quire.protocol.errors import EngineDeadError, OverloadedError, QuireError
-from quire.protocol.messages import KEY_BITS
+from quire.protocol.request import KEY_BITS
 from quire.protocol.sampling import SamplingParams
 
 

@@ -21,9 +21,6 @@ from quire.protocol.errors import (
 from quire.protocol.output import StepOutput
 from quire.protocol.request import NewRequest
 
-KEY_BITS = 40
-"""Sequences a client can number: key = client_index << KEY_BITS | n."""
-
 ID_SEPARATOR = "#"
 """Between the name that a caller gave a request and the key that makes it unique."""
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from quire.protocol.plan import Int32Array
 from quire.protocol.sampling import SamplingParams
 
+KEY_BITS = 40
+"""Sequences a client can number: key = client_index << KEY_BITS | n."""
+
 
 @dataclass(slots=True)
 class NewRequest:

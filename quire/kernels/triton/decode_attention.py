@@ -137,9 +137,10 @@ def _decode_kernel(
         for piece in range(pieces):
             place = (request * NUM_HEADS + head) * prefix_splits + piece
             lse = tl.load(prefix_lse_ptr + place, in_group, 0.0)
-            part_mask = q_mask & (lse > float("-inf"))[:, None]
+            # Both are loaded at once; where lse is -inf there may be anything.
             part_ptr = prefix_partial_ptr + place[:, None] * HEAD_DIM + dims[None, :]
-            part = tl.load(part_ptr, part_mask, 0.0)
+            part = tl.load(part_ptr, q_mask, 0.0)
+            part = tl.where((lse > float("-inf"))[:, None], part, 0.0)
             new_top = tl.maximum(top, lse)
             shrink, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top)
             total = total * shrink + weight

@@ -16,7 +16,7 @@ from quire.protocol.plan import Int32Array
 
 PROGRAMS_WANTED = 512
 """Decode programs that fill a large GPU; contexts are split until there are about as many."""
-PROGRAMS_UNSPLIT = 2048
+PROGRAMS_UNSPLIT = 1024
 """From here on whole contexts are read at full speed; below, pieces even out their lengths."""
 MIN_SPLITS, MAX_SPLITS = 4, 64
 PREFIX_PROGRAMS_WANTED = 256
