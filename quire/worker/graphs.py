@@ -51,6 +51,13 @@ class StepGraphs:
         keys += [GraphKey(size, None) for size in self._mixed.sizes]
         return sorted(keys, key=lambda key: key.num_tokens, reverse=True)
 
+    def compile(self) -> None:
+        """Go through one graph of each kind, so that its kernels are compiled."""
+        kinds = {(key.decode is None, key.decode and key.decode[1]): key for key in self.keys}
+        for key in kinds.values():
+            self._prepare(key)
+            self._forward(key)
+
     def capture(self, keys: list[GraphKey]) -> None:
         for key in keys:
             self._prepare(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,6 +13,9 @@ from quire.protocol.plan import AddedRow, StepPlan
 from quire.protocol.sampling import SamplingParams
 from quire.worker.model_runner import ModelRunner
 from quire.worker.warm_up import compile_kernels
+
+if TYPE_CHECKING:
+    from quire.worker.graphs import StepGraphs
 
 GRAPHS_TRIED = 4
 """The largest one, and some more to learn what each further one adds."""
@@ -25,9 +29,10 @@ class TrialBytes:
     used: int
     """By everybody, before the trial."""
     step: int
-    """Rows and the largest step: activations, logits, sampling, libraries, kernels."""
+    """Rows and the largest step: activations, logits, sampling, libraries, kernels; inputs and
+    logits of CUDA graphs."""
     graphs: int
-    """All CUDA graphs."""
+    """What capturing all CUDA graphs adds."""
 
 
 def used_bytes() -> int:
@@ -51,18 +56,18 @@ def run_trial(
     used = used_bytes()
     runner = build_runner()
     runner.kv.data.zero_()
-    compile_kernels(runner, shares_prefixes, num_threads)
+    graphs = _make_graphs(runner, num_rows, num_tokens, shares_prefixes) if with_graphs else None
+    compile_kernels(runner, graphs, shares_prefixes, num_threads)
     runner.execute(largest_step(num_rows, num_tokens, runner.table.token_ids.shape[1]))
     runner.sample().result()
     torch.cuda.synchronize()
     # What torch has cached shows how far the memory was filled.
     free, total = torch.cuda.mem_get_info()
     step = total - free - used
-    sizes = (num_rows, num_tokens, shares_prefixes)
-    graphs = _graph_bytes(runner, *sizes) if with_graphs else 0
-    del runner
+    for_graphs = _graph_bytes(graphs) if graphs is not None else 0
+    del runner, graphs
     used_bytes()
-    return TrialBytes(total, used, step, graphs)
+    return TrialBytes(total, used, step, for_graphs)
 
 
 def largest_step(num_rows: int, num_tokens: int, max_len: int) -> StepPlan:
@@ -93,13 +98,18 @@ def largest_step(num_rows: int, num_tokens: int, max_len: int) -> StepPlan:
     )
 
 
-def _graph_bytes(runner: ModelRunner, num_rows: int, num_tokens: int, shares_prefixes: bool) -> int:
-    """Graphs share a pool of memory, which the largest one fills; the driver adds some for each."""
+def _make_graphs(
+    runner: ModelRunner, num_rows: int, num_tokens: int, shares_prefixes: bool
+) -> StepGraphs:
     from quire.worker.graphs import StepGraphs
 
-    before = used_bytes()
     model, attention, table = runner.model, runner.attention, runner.table
-    graphs = StepGraphs(model, attention, table, num_rows, num_tokens, shares_prefixes)
+    return StepGraphs(model, attention, table, num_rows, num_tokens, shares_prefixes)
+
+
+def _graph_bytes(graphs: StepGraphs) -> int:
+    """Graphs share a pool of memory, which the largest one fills; the driver adds some for each."""
+    before = used_bytes()
     first, *others = graphs.keys[:GRAPHS_TRIED]
     with torch.inference_mode():
         graphs.capture([first])

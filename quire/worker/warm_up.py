@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from quire.protocol.plan import MIN_PREFIX_GROUP, AddedRow, Int32Array, StepPlan
 from quire.protocol.sampling import SamplingParams
 from quire.worker.model_runner import ModelRunner
+
+if TYPE_CHECKING:
+    from quire.worker.graphs import StepGraphs
 
 COMPILE_SIZES = (1, 2, 64, 256)
 PARAMS = (
@@ -19,7 +24,9 @@ PARAMS = (
 )
 
 
-def compile_kernels(runner: ModelRunner, shares_prefixes: bool, num_threads: int) -> None:
+def compile_kernels(
+    runner: ModelRunner, graphs: StepGraphs | None, shares_prefixes: bool, num_threads: int
+) -> None:
     """Compile most kernels side by side, which a cold start would otherwise do one by one.
 
     Forward passes of each kind are gone through and compute nothing. Nothing is sampled from them:
@@ -34,6 +41,9 @@ def compile_kernels(runner: ModelRunner, shares_prefixes: bool, num_threads: int
         for plan in warm_up_plans(runner, sizes, shares_prefixes):
             runner.execute(plan)
             runner.update_rows(StepPlan(step=0, freed_rows=plan.rows))
+        if graphs is not None:
+            with torch.inference_mode():
+                graphs.compile()
 
 
 def warm_up(runner: ModelRunner, shares_prefixes: bool) -> None:

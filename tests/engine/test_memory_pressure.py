@@ -182,7 +182,7 @@ async def test_callers_learn_of_their_own_failure(tmp_path: Path) -> None:
             llm.beam_search([{"prompt_token_ids": bad}], BeamSearchParams(2, max_tokens=3))
         assert_at_rest(llm)
     engine = AsyncLLM(str(tmp_path), num_threads=1, kv_cache_memory_bytes="16MiB")
-    core = engine._session.core
+    core = engine.client.core
     core.executor, core.pressure._sleep = ShortExecutor(core.executor, 1000), lambda _: None
     with pytest.raises(OverloadedError, match="out of memory"):
         async for _ in engine.generate(bad, params):
