@@ -128,6 +128,8 @@ class Supervisor:
             if self._ready is not None:
                 api.send(self._ready)
             self._apis[index] = api
+            if self._num_signals:  # it came while this one was being started
+                api.send(Drain())
             async for report in api.reports(FromApi):
                 if isinstance(report, Failed):
                     raise ServerStopped(report.cause)
