@@ -92,7 +92,10 @@ class RunningServer:
             return HttpReply(reply.status, named, reply.read())
 
     def engine_pid(self) -> int:
-        """The process that runs the engine, as the system lists it."""
+        return self.child_pid("quire.engine.process")
+
+    def child_pid(self, module: str) -> int:
+        """The process that runs a module for this server, as the system lists it."""
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
                 continue
@@ -101,9 +104,9 @@ class RunningServer:
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
                 continue
-            if b"quire.engine.process" in command and parent == self.process.pid:
+            if module.encode() in command and parent == self.process.pid:
                 return int(entry.name)
-        raise AssertionError("the engine process is not there")
+        raise AssertionError(f"there is no process of {module}")
 
     def stop(self) -> int:
         if self.process.poll() is None:

@@ -105,6 +105,28 @@ def test_sigterm_finishes_open_requests_first(own_server: RunningServer) -> None
     assert not Path(f"/proc/{engine}").exists()
 
 
+def test_killed_api_process(own_server: RunningServer) -> None:
+    """Its clients lose their connections, its requests end, and another one takes its place."""
+    client = own_server.client()
+    model = client.models.list().data[0].id
+    stream = client.completions.create(model=model, stream=True, **LONG)
+    next(iter(stream))
+    os.kill(own_server.child_pid("quire.server.api_process"), signal.SIGKILL)
+    with pytest.raises(openai.APIError):
+        list(stream)
+
+    def answers() -> bool:
+        try:
+            return own_server.request("GET", "/health").status == 200
+        except OSError:
+            return False
+
+    eventually(answers, "the restart")
+    eventually(lambda: gauge(own_server, "num_requests_running") == 0, "the end of the request")
+    again = client.completions.create(model=model, prompt="Hi", max_tokens=3)
+    assert again.usage is not None and again.usage.completion_tokens == 3
+
+
 def test_second_signal_stops_now(own_server: RunningServer) -> None:
     client = own_server.client()
     stream = client.completions.create(model=client.models.list().data[0].id, stream=True, **LONG)
