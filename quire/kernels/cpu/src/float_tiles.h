@@ -28,32 +28,51 @@ QUIRE_INLINE void store_group(const FloatLinearCall& call, int32_t token, int32_
     out[i] = sums[i / kLanes][i % kLanes] + (bias ? bias[i] : 0.0f);
 }
 
-// `columns` has the inputs of T tokens side by side, [num_inputs][T].
+// Rows of inputs that are addressed from one pointer: it, it + stride and it + 2 * stride.
+constexpr int kRowsPerPointer = 3;
+// How far ahead of their use weights are asked for, in floats.
+constexpr int kFloatsAhead = 512;
+
+// T tokens times G groups. The weights of the first tile come from memory and are asked for early.
 template <int G, int T>
-QUIRE_NOINLINE void multiply_tile(const FloatLinearCall& call, const float* columns, int32_t group,
-                                  int32_t token) {
+QUIRE_NOINLINE void multiply_tile(const FloatLinearCall& call, int32_t group, int32_t token,
+                                  bool is_first) {
+  constexpr int kPointers = (T + kRowsPerPointer - 1) / kRowsPerPointer;
   const int32_t num_inputs = call.num_inputs;
   const size_t panel = static_cast<size_t>(num_inputs) * kPacked;
   const float* weight = call.weight + group * panel;
+  const int64_t stride = call.x_stride;
+  const float* x[kPointers];
+  QUIRE_UNROLL
+  for (int i = 0; i < kPointers; ++i) x[i] = call.x + (token + i * kRowsPerPointer) * stride;
   Floats sums[T][G * kPackedVectors];
   QUIRE_UNROLL
   for (int t = 0; t < T; ++t)
     QUIRE_UNROLL
     for (int v = 0; v < G * kPackedVectors; ++v) sums[t][v] = Floats{};
-  for (int32_t k = 0; k < num_inputs; ++k, columns += T) {
+  const auto add = [&](int32_t k) __attribute__((always_inline)) {
     Floats w[G * kPackedVectors];
     QUIRE_UNROLL
     for (int g = 0; g < G; ++g)
       QUIRE_UNROLL
       for (int v = 0; v < kPackedVectors; ++v)
-        w[g * kPackedVectors + v] = load(weight + g * panel + k * kPacked + v * kLanes);
+        w[g * kPackedVectors + v] = load(weight + g * panel + v * kLanes);
+    weight += kPacked;
     QUIRE_UNROLL
     for (int t = 0; t < T; ++t) {
-      const Floats input = splat(columns[t]);
+      const Floats input = splat(x[t / kRowsPerPointer][t % kRowsPerPointer * stride + k]);
       QUIRE_UNROLL
       for (int v = 0; v < G * kPackedVectors; ++v) sums[t][v] += w[v] * input;
     }
-  }
+  };
+  if (is_first)
+    for (int32_t k = 0; k < num_inputs; ++k) {
+      QUIRE_UNROLL
+      for (int g = 0; g < G; ++g) __builtin_prefetch(weight + g * panel + kFloatsAhead);
+      add(k);
+    }
+  else
+    for (int32_t k = 0; k < num_inputs; ++k) add(k);
   QUIRE_UNROLL
   for (int t = 0; t < T; ++t)
     QUIRE_UNROLL
@@ -63,34 +82,23 @@ QUIRE_NOINLINE void multiply_tile(const FloatLinearCall& call, const float* colu
 
 // Calls the tile that was compiled for this number of tokens.
 template <int G, int T = 1>
-void multiply_tokens(const FloatLinearCall& call, const float* columns, int32_t group, int32_t token,
-                     int32_t count) {
+void multiply_tokens(const FloatLinearCall& call, int32_t group, int32_t token, int32_t count,
+                     bool is_first) {
   if constexpr (T < kTileTokens)
-    if (count > T) return multiply_tokens<G, T + 1>(call, columns, group, token, count);
-  multiply_tile<G, T>(call, columns, group, token);
+    if (count > T) return multiply_tokens<G, T + 1>(call, group, token, count, is_first);
+  multiply_tile<G, T>(call, group, token, is_first);
 }
 
-// Lays the inputs of a tile's tokens side by side.
-void lay_columns(const FloatLinearCall& call, int32_t tile, float* columns) {
-  const TokenTiles tiles(call.num_tokens, kTileTokens);
-  const int32_t first = tiles.first(tile), height = tiles.first(tile + 1) - first;
-  columns += static_cast<size_t>(first) * call.num_inputs;
-  for (int32_t t = 0; t < height; ++t) {
-    const float* x = call.x + (first + t) * call.x_stride;
-    for (int32_t k = 0; k < call.num_inputs; ++k)
-      columns[static_cast<size_t>(k) * height + t] = x[k];
-  }
-}
-
-void multiply_groups(const FloatLinearCall& call, const float* columns, int32_t first, int32_t end) {
+void multiply_groups(const FloatLinearCall& call, int32_t first, int32_t end) {
   const TokenTiles tiles(call.num_tokens, kTileTokens);
   for (int32_t tile = 0; tile < tiles.count; ++tile) {
     const int32_t token = tiles.first(tile), height = tiles.first(tile + 1) - token;
-    const float* x = columns + static_cast<size_t>(token) * call.num_inputs;
     int32_t group = first;
-    for (; group + kTileGroups <= end; group += kTileGroups)
-      multiply_tokens<kTileGroups>(call, x, group, token, height);
-    for (; group < end; ++group) multiply_tokens<1>(call, x, group, token, height);
+    // A single token reads the weights in the order in which they lie.
+    if (height > 1)
+      for (; group + kTileGroups <= end; group += kTileGroups)
+        multiply_tokens<kTileGroups>(call, group, token, height, tile == 0);
+    for (; group < end; ++group) multiply_tokens<1>(call, group, token, height, tile == 0);
   }
 }
 
