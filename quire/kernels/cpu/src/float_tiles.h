@@ -30,13 +30,13 @@ QUIRE_INLINE void store_group(const FloatLinearCall& call, int32_t token, int32_
 
 // Rows of inputs that are addressed from one pointer: it, it + stride and it + 2 * stride.
 constexpr int kRowsPerPointer = 3;
-// How far ahead of their use weights are asked for, in floats.
-constexpr int kFloatsAhead = 512;
+// How far ahead of their use weights are asked for where all tokens fit one tile, in floats.
+constexpr int64_t kFloatsAhead = 512;
 
-// T tokens times G groups. The weights of the first tile come from memory and are asked for early.
+// T tokens times G groups. Weights that lie `ahead` of those in use are asked for, if it is not 0.
 template <int G, int T>
 QUIRE_NOINLINE void multiply_tile(const FloatLinearCall& call, int32_t group, int32_t token,
-                                  bool is_first) {
+                                  int64_t ahead) {
   constexpr int kPointers = (T + kRowsPerPointer - 1) / kRowsPerPointer;
   const int32_t num_inputs = call.num_inputs;
   const size_t panel = static_cast<size_t>(num_inputs) * kPacked;
@@ -65,10 +65,10 @@ QUIRE_NOINLINE void multiply_tile(const FloatLinearCall& call, int32_t group, in
       for (int v = 0; v < G * kPackedVectors; ++v) sums[t][v] += w[v] * input;
     }
   };
-  if (is_first)
+  if (ahead)
     for (int32_t k = 0; k < num_inputs; ++k) {
       QUIRE_UNROLL
-      for (int g = 0; g < G; ++g) __builtin_prefetch(weight + g * panel + kFloatsAhead);
+      for (int g = 0; g < G; ++g) __builtin_prefetch(weight + g * panel + ahead);
       add(k);
     }
   else
@@ -83,23 +83,31 @@ QUIRE_NOINLINE void multiply_tile(const FloatLinearCall& call, int32_t group, in
 // Calls the tile that was compiled for this number of tokens.
 template <int G, int T = 1>
 void multiply_tokens(const FloatLinearCall& call, int32_t group, int32_t token, int32_t count,
-                     bool is_first) {
+                     int64_t ahead) {
   if constexpr (T < kTileTokens)
-    if (count > T) return multiply_tokens<G, T + 1>(call, group, token, count, is_first);
-  multiply_tile<G, T>(call, group, token, is_first);
+    if (count > T) return multiply_tokens<G, T + 1>(call, group, token, count, ahead);
+  multiply_tile<G, T>(call, group, token, ahead);
+}
+
+// G groups, which stay in the cache meanwhile, for the tokens of all tiles.
+template <int G>
+void multiply_all(const FloatLinearCall& call, int32_t group, bool has_next) {
+  const TokenTiles tiles(call.num_tokens, kTileTokens);
+  // Weights come from memory while earlier ones are worked with: those of the next groups if there is
+  // more than one tile to do it in.
+  int64_t ahead = kFloatsAhead;
+  if (tiles.count > 1) ahead = has_next ? int64_t{G} * call.num_inputs * kPacked : 0;
+  for (int32_t tile = 0; tile < tiles.count; ++tile) {
+    const int32_t token = tiles.first(tile), height = tiles.first(tile + 1) - token;
+    multiply_tokens<G>(call, group, token, height, tile == 0 ? ahead : 0);
+  }
 }
 
 void multiply_groups(const FloatLinearCall& call, int32_t first, int32_t end) {
-  const TokenTiles tiles(call.num_tokens, kTileTokens);
-  for (int32_t tile = 0; tile < tiles.count; ++tile) {
-    const int32_t token = tiles.first(tile), height = tiles.first(tile + 1) - token;
-    int32_t group = first;
-    // A single token reads the weights in the order in which they lie.
-    if (height > 1)
-      for (; group + kTileGroups <= end; group += kTileGroups)
-        multiply_tokens<kTileGroups>(call, group, token, height, tile == 0);
-    for (; group < end; ++group) multiply_tokens<1>(call, group, token, height, tile == 0);
-  }
+  int32_t group = first;
+  for (; group + kTileGroups <= end; group += kTileGroups)
+    multiply_all<kTileGroups>(call, group, group + 2 * kTileGroups <= end);
+  for (; group < end; ++group) multiply_all<1>(call, group, group + 2 <= end);
 }
 
 }  // namespace

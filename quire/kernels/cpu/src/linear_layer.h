@@ -35,32 +35,26 @@ class FloatProduct {
 
   int32_t num_inputs() const { return call_.num_inputs; }
   int32_t num_outputs() const { return call_.num_outputs; }
-  int64_t num_tiles() const { return tiles().count; }
-  int64_t first_token(int64_t tile) const { return tiles().first(static_cast<int32_t>(tile)); }
+  // Tokens are prepared, and given to `multiply`, in multiples of this.
+  int64_t tile_tokens() const { return kernel_.tile_tokens; }
   size_t laid_bytes() const { return 0; }
-  void set_memory(const float* x, int64_t x_stride, void*, float* out, int64_t out_stride) {
+  void set_inputs(const float* x, int64_t x_stride, void*) {
     call_.x = x;
     call_.x_stride = x_stride;
-    call_.out = out;
-    call_.out_stride = out_stride;
   }
-  void lay(int64_t) const {}
-  void multiply(int64_t first_group, int64_t end_group, int64_t, int64_t) const {
-    kernel_.multiply(call_, static_cast<int32_t>(first_group), static_cast<int32_t>(end_group));
+  void lay(int64_t, int64_t) const {}
+  // `out` is where the first output of the first of these tokens goes.
+  void multiply(int64_t first_group, int64_t end_group, int64_t first_token, int64_t end_token,
+                float* out, int64_t out_stride) const {
+    FloatLinearCall part = call_;
+    part.x += first_token * call_.x_stride;
+    part.num_tokens = static_cast<int32_t>(end_token - first_token);
+    part.out = out - first_group * kGroupRows;
+    part.out_stride = out_stride;
+    kernel_.multiply(part, static_cast<int32_t>(first_group), static_cast<int32_t>(end_group));
   }
-  // Groups and tiles of a piece. The kernel takes all tokens at once; a few groups of weights stay in
-  // the cache meanwhile.
-  int64_t piece_groups(int64_t num_groups, int64_t threads) const {
-    if (call_.num_tokens > 1) return kTaskGroups;
-    return divide_up(divide_up(num_groups, threads * kPieces), kTaskGroups) * kTaskGroups;
-  }
-  int64_t piece_tiles(int64_t, int64_t, int64_t) const { return num_tiles(); }
 
  private:
-  static constexpr int64_t kPieces = 8;
-
-  TokenTiles tiles() const { return TokenTiles(call_.num_tokens, kernel_.tile_tokens); }
-
   FloatLinearCall call_;
   const Kernel& kernel_;
 };
@@ -76,38 +70,29 @@ class BlockProduct {
 
   int32_t num_inputs() const { return call_.matrix.num_inputs; }
   int32_t num_outputs() const { return call_.matrix.num_outputs; }
-  int64_t num_tiles() const { return divide_up(call_.num_tokens, kernel_.tile_tokens); }
-  int64_t first_token(int64_t tile) const {
-    const int64_t token = tile * kernel_.tile_tokens;
-    return token < call_.num_tokens ? token : call_.num_tokens;
-  }
+  int64_t tile_tokens() const { return kernel_.tile_tokens; }
   size_t laid_bytes() const {
     return static_cast<size_t>(call_.num_tokens * num_inputs() / kBlock *
                                activation_bytes(call_.matrix.kind));
   }
-  void set_memory(const float* x, int64_t x_stride, void* laid, float* out, int64_t out_stride) {
+  void set_inputs(const float* x, int64_t x_stride, void* laid) {
     call_.x = x;
     call_.x_stride = x_stride;
     call_.activations = static_cast<uint8_t*>(laid);
-    call_.out = out;
-    call_.out_stride = out_stride;
   }
-  void lay(int64_t tile) const { kernel_.round_inputs(call_, tile, tile + 1); }
-  void multiply(int64_t first_group, int64_t end_group, int64_t first_tile, int64_t end_tile) const {
-    kernel_.multiply(call_, first_group, end_group, first_tile, end_tile);
+  void lay(int64_t first_token, int64_t end_token) const {
+    kernel_.round_inputs(call_, first_token / tile_tokens(), divide_up(end_token, tile_tokens()));
   }
-  int64_t piece_groups(int64_t num_groups, int64_t threads) const {
-    return divide_up(num_groups, threads * kPieces);
-  }
-  // Where there are few groups, pieces have a part of the tokens.
-  int64_t piece_tiles(int64_t num_groups, int64_t groups, int64_t threads) const {
-    return divide_up(num_tiles(), divide_up(threads * kPieces, divide_up(num_groups, groups)));
+  void multiply(int64_t first_group, int64_t end_group, int64_t first_token, int64_t end_token,
+                float* out, int64_t out_stride) const {
+    LinearCall part = call_;
+    part.out = out - first_token * out_stride - first_group * kGroupRows;
+    part.out_stride = out_stride;
+    kernel_.multiply(part, first_group, end_group, first_token / tile_tokens(),
+                     divide_up(end_token, tile_tokens()));
   }
 
  private:
-  // Per thread: enough for threads that are held up to fall behind without being waited for.
-  static constexpr int64_t kPieces = 8;
-
   LinearCall call_;
   const LinearKernel& kernel_;
 };
