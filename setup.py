@@ -24,7 +24,11 @@ SOURCES = Path("quire/kernels/cpu/src")
 EXACT = "-ffp-contract=off"
 PORTABLE = {
     "library.cpp": [],
+    "attention.cpp": [],
+    "linear_layer.cpp": [],
+    "largest.cpp": [],
     "kernel_generic.cpp": [],
+    "pointwise_generic.cpp": [],
     "quantized.cpp": [EXACT],
     "linear_generic.cpp": [EXACT],
     "packing.cpp": [EXACT],
@@ -32,6 +36,8 @@ PORTABLE = {
 X86_64 = {
     "kernel_avx2.cpp": ["-mavx2", "-mfma"],
     "kernel_avx512.cpp": ["-mavx512f"],
+    "pointwise_avx2.cpp": ["-mavx2", "-mfma"],
+    "pointwise_avx512.cpp": ["-mavx512f"],
     "linear_avx2.cpp": ["-mavx2", "-mfma", "-mf16c", EXACT],
     "linear_vnni.cpp": ["-mavx512f", "-mavx512bw", "-mavx512vnni", EXACT],
 }

@@ -1,4 +1,4 @@
-"""Chooses between a GPU kernel and its plain-torch twin by where the tensors lie."""
+"""Chooses between a kernel and its plain-torch twin by where the tensors lie."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels import cpu
 from quire.kernels.torch.heads import rms_norm as rms_norm_twin
 from quire.kernels.torch.penalties import PenaltySettings
 from quire.kernels.torch.penalties import count_uses as count_uses_twin
@@ -93,6 +94,10 @@ def choose_tokens(
         from quire.kernels.triton import sampling
 
         return sampling.choose_tokens(scores, rows, positions, settings, kinds)
+    if not kinds.draws and scores.dtype == torch.float32 and cpu.available()[0]:
+        from quire.kernels.cpu.sampling import largest
+
+        return largest(scores)
     return choose_tokens_twin(scores, rows, positions, settings)
 
 

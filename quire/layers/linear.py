@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from quire.kernels import dispatch
 from quire.layers.activation import GatedActivation
 from quire.layers.norm import Norm, RMSNorm
 from quire.layers.parallel import Axis, Part, Placement, WeightedLayer, divided, whole
@@ -40,12 +39,10 @@ class Linear(WeightedLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(activation(forward(norm(x + residual))), x + residual), in few kernels where possible;
         the residual may be overwritten. Outputs are joined also where `forward` splits them."""
-        weight = self.scheme.plain_weight(self)
         is_known = activation is None or activation.is_silu
-        if weight is not None and isinstance(norm, RMSNorm) and is_known:
-            return dispatch.norm_linear(
-                x, residual, norm.weight, norm.eps, weight, self.bias, activation is not None
-            )
+        if isinstance(norm, RMSNorm) and is_known:
+            gated = activation is not None
+            return self.scheme.apply_after_norm(self, x, residual, norm, self.bias, gated)
         normal, total = norm.add_and_normalize(x, residual)
         out = self.scheme.apply(self, normal, self.bias)
         return activation(out) if activation is not None else out, total
@@ -111,7 +108,7 @@ class QKVLinear(Linear):
         return self.split(super().forward(x))
 
     def split(self, joined: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return joined.view(joined.shape[0], -1, self.head_dim).split(self.heads, dim=1)
+        return joined.view(joined.shape[0], -1, self.head_dim).split_with_sizes(self.heads, dim=1)
 
 
 class RowLinear(Linear):

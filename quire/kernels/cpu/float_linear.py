@@ -7,10 +7,12 @@ import ctypes
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.library import FloatLinearCall, native
+from quire.kernels.cpu.library import FloatLinearCall, NativeMatrix, native
 
 GROUP = 16
 """Outputs that lie together, as in src/float_linear.h."""
+FLOAT_KIND = -1
+"""Takes the place of a format of blocks."""
 
 
 def pack_weight(*parts: Tensor) -> Tensor:
@@ -36,6 +38,12 @@ def pack_weight(*parts: Tensor) -> Tensor:
                 by_output[group, first : first + count] = part[:count]
             at, part = at + count, part[count:]
     return packed
+
+
+def handle(packed: Tensor, num_outputs: int) -> ctypes._Pointer[NativeMatrix]:
+    """What `norm_linear` takes. It holds an address: the packed weight must outlive it."""
+    matrix = NativeMatrix(packed.data_ptr(), FLOAT_KIND, num_outputs, packed.shape[1])
+    return ctypes.pointer(matrix)
 
 
 def packed_linear(

@@ -64,6 +64,40 @@ class WriteCall(ctypes.Structure):
     )
 
 
+class HeadsCall(ctypes.Structure):
+    """Mirrors `HeadsCall` in src/attention.h."""
+
+    _fields_ = (
+        ("q", ctypes.c_void_p),
+        ("q_stride", ctypes.c_int64),
+        ("cos", ctypes.c_void_p),
+        ("sin", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("q_norm", ctypes.c_void_p),
+        ("k_norm", ctypes.c_void_p),
+        ("num_heads", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+    )
+
+
+class LayerCall(ctypes.Structure):
+    """Mirrors `Layer` in src/linear_layer.h."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("num_tokens", ctypes.c_int64),
+        ("norm_weight", ctypes.c_void_p),
+        ("eps", ctypes.c_float),
+        ("residual", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("is_gated", ctypes.c_bool),
+        ("out", ctypes.c_void_p),
+        ("out_stride", ctypes.c_int64),
+        ("num_threads", ctypes.c_int32),
+    )
+
+
 class FloatLinearCall(ctypes.Structure):
     """Mirrors `FloatLinearCall` in src/float_linear.h."""
 
@@ -100,6 +134,14 @@ PACKED_LINEAR = (
     ctypes.c_void_p,  # bias
     ctypes.c_void_p,  # out
     ctypes.c_int64,  # out_stride
+    ctypes.c_int32,  # num_threads
+)
+LARGEST = (
+    ctypes.c_void_p,  # x
+    ctypes.c_int64,  # stride
+    ctypes.c_int64,  # num_rows
+    ctypes.c_int32,  # width
+    ctypes.c_void_p,  # out
     ctypes.c_int32,  # num_threads
 )
 PACKED_ROWS = (
@@ -165,6 +207,11 @@ def load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     library.quire_packed_rows.argtypes = PACKED_ROWS
     library.quire_pack_int8.argtypes = PACK_INT8
     library.quire_pack_int8.restype = None
+    library.quire_norm_linear.argtypes = (ctypes.POINTER(NativeMatrix), ctypes.POINTER(LayerCall))
+    heads = (HeadsCall, WriteCall, AttentionCall)
+    library.quire_attend_heads.argtypes = tuple(ctypes.POINTER(call) for call in heads)
+    library.quire_largest.argtypes = LARGEST
+    library.quire_largest.restype = None
     library.quire_set_parallel.argtypes = (ctypes.c_void_p,)
     library.quire_set_parallel.restype = None
     parallel = find_parallel()

@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu.library import NativeMatrix, native
+from quire.kernels.cpu.norm_linear import norm_linear as native_norm_linear
+from quire.kernels.cpu.norm_linear import require_rows
 from quire.kernels.cpu.packing import GROUP, int8_group_bytes, pack_rows
 from quire.kernels.torch.quantized import KINDS, check_inputs, check_rows
 
 __all__ = [
     "KINDS",
     "PackedMatrix",
+    "norm_linear",
     "pack_blocks",
     "packed_linear",
     "packed_rows",
@@ -76,18 +79,18 @@ def packed_linear(
     A token with an infinity or NaN gets NaN for all outputs. `out` may be some columns of a wider
     tensor.
     """
-    x_stride = row_stride("x", x, matrix.num_inputs)
+    x_stride = require_rows("x", x, matrix.num_inputs)
     num_tokens = x.shape[0]
     if out is None:
         out = torch.empty(num_tokens, matrix.num_outputs)
         out_stride = matrix.num_outputs
     else:
-        out_stride = row_stride("out", out, matrix.num_outputs)
+        out_stride = require_rows("out", out, matrix.num_outputs)
         if out.shape[0] != num_tokens:
             raise ValueError(f"out has {out.shape[0]} rows for {num_tokens} tokens")
     bias_address = None
     if bias is not None:
-        row_stride("bias", bias.unsqueeze(0), matrix.num_outputs)
+        require_rows("bias", bias.unsqueeze(0), matrix.num_outputs)
         bias_address = bias.data_ptr()
     status = linear_entry()(
         matrix.handle,
@@ -104,6 +107,19 @@ def packed_linear(
     return out
 
 
+def norm_linear(
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    matrix: PackedMatrix,
+    bias: Tensor | None = None,
+    gated: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`packed_linear` of norm(x + residual), and x + residual; see the twin."""
+    return native_norm_linear(matrix.handle, x, residual, norm_weight, eps, bias, gated)
+
+
 def packed_rows(matrix: PackedMatrix, ids: Tensor) -> Tensor:
     """The rows that `ids` [n] name, exactly, in float32 [n, inputs]."""
     ids = ids.to(torch.int64).contiguous()
@@ -117,15 +133,3 @@ def packed_rows(matrix: PackedMatrix, ids: Tensor) -> Tensor:
 def linear_entry() -> ctypes._NamedFuncPointer:
     """The library's function; to look it up takes longer than to call it."""
     return native().quire_packed_linear
-
-
-def row_stride(name: str, x: Tensor, width: int) -> int:
-    """Elements from one row to the next; refuses what the library would read or write wrongly."""
-    if x.dim() == 2 and x.dtype == torch.float32 and x.is_cpu and x.shape[1] == width:
-        stride, inner_stride = x.stride()
-        if inner_stride == 1 or width == 1:
-            return stride
-    raise ValueError(
-        f"{name} must be float32 [tokens, {width}] on the CPU, contiguous in its rows; "
-        f"got {x.dtype} {list(x.shape)} on {x.device} with strides {x.stride()}"
-    )

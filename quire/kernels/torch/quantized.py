@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES, CHUNK_ELEMENTS, dequantize_blocks
+from quire.kernels.torch.heads import rms_norm
 
 KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 """GGUF's names of the block formats."""
@@ -58,6 +59,25 @@ def packed_linear(
     if bias is not None:
         result += bias
     return result if out is None else out.copy_(result)
+
+
+def norm_linear(
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    matrix: PackedMatrix,
+    bias: Tensor | None = None,
+    gated: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(`packed_linear` of norm(x + residual), x + residual), with silu(gate) * up of the first if
+    `gated`; the residual may be overwritten."""
+    total = x if residual is None else x + residual
+    out = packed_linear(rms_norm(total, norm_weight, eps), matrix, bias)
+    if not gated:
+        return out, total
+    gate, up = out.chunk(2, dim=-1)
+    return F.silu(gate) * up, total
 
 
 def packed_rows(matrix: PackedMatrix, ids: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import cpu
+from quire.kernels.cpu.heads import HeadsStep
 from quire.layers.attention.backend import BLOCK_SIZES, AttentionInputs, BackendSupport
 from quire.layers.attention.heads import Heads
 
@@ -34,6 +35,7 @@ class CpuBackend:
         self, kv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
     ) -> None:
         self.layers = kv.unbind(0)
+        self.caches = [cpu.kv_addresses(layer) for layer in self.layers]
 
     @classmethod
     def missing(cls) -> str | None:
@@ -45,22 +47,26 @@ class CpuBackend:
         return f"cpu ({cpu.available()[1]})"
 
     def plan(self, inputs: AttentionInputs) -> CpuStep:
-        return CpuStep(self.layers, inputs)
+        return CpuStep(self.layers[0], self.caches, inputs)
 
 
 class CpuStep:
     """A step over the layers of a cache."""
 
-    def __init__(self, layers: tuple[Tensor, ...], inputs: AttentionInputs) -> None:
-        self.layers = layers
-        self.inputs = inputs  # the prepared calls hold addresses of these tensors
-        self.write = cpu.prepare_write(layers[0], inputs.slots)
-        self.attention = cpu.prepare_attention(
-            layers[0], inputs.query_start, inputs.context_lens, inputs.block_tables
+    def __init__(
+        self, kv_layer: Tensor, caches: list[tuple[int, int]], inputs: AttentionInputs
+    ) -> None:
+        self.caches = caches
+        self.inputs = inputs  # the step holds addresses of these tensors
+        self.step = HeadsStep(
+            kv_layer, inputs.slots, inputs.query_start, inputs.context_lens, inputs.block_tables
         )
 
     def attend(self, layer_index: int, heads: Heads, scale: float, window: int | None) -> Tensor:
-        q, k, v = heads.prepared()
-        layer = self.layers[layer_index]
-        cpu.write(self.write, layer, k, v)
-        return cpu.attend(self.attention, q, layer, scale, window)
+        rotation, norms = heads.rotation, heads.norms
+        if rotation is not None:
+            self.step.set_rotation(rotation.cos, rotation.sin, rotation.positions)
+        if norms is not None:
+            self.step.set_norms(norms.q_weight, norms.k_weight, norms.eps)
+        caches = self.caches[layer_index]
+        return self.step.attend(caches, heads.q, heads.k, heads.v, scale, window)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from types import ModuleType
 from typing import Protocol
@@ -12,11 +13,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire.kernels import cpu
-from quire.kernels.cpu.float_linear import GROUP, pack_weight, packed_linear
+from quire.kernels import cpu, dispatch
+from quire.kernels.cpu.float_linear import GROUP, handle, pack_weight, packed_linear
+from quire.kernels.cpu.library import NativeMatrix
+from quire.kernels.cpu.norm_linear import norm_linear
 from quire.kernels.cpu.quantized import PackedMatrix
 from quire.kernels.torch.gguf_blocks import BlockRows
 from quire.layers.parallel import Axis, Placement, WeightedLayer
+from quire.layers.quantization.scheme import NormWeight
 
 INT8_BLOCK = 32
 Weight = Tensor | BlockRows
@@ -33,6 +37,12 @@ class Matrix(Protocol):
 
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
         """x W^T + bias, into `out` if given."""
+        ...
+
+    def multiply_normal(
+        self, x: Tensor, residual: Tensor | None, norm: NormWeight, bias: Tensor | None, gated: bool
+    ) -> tuple[Tensor, Tensor]:
+        """`multiply` of norm(x + residual), and x + residual; see `Scheme.apply_after_norm`."""
         ...
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -53,6 +63,15 @@ class FloatMatrix:
 
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
         return packed_linear(x, self.packed, self.num_outputs, bias, out)
+
+    @cached_property
+    def _handle(self) -> ctypes._Pointer[NativeMatrix]:
+        return handle(self.packed, self.num_outputs)
+
+    def multiply_normal(
+        self, x: Tensor, residual: Tensor | None, norm: NormWeight, bias: Tensor | None, gated: bool
+    ) -> tuple[Tensor, Tensor]:
+        return norm_linear(self._handle, x, residual, norm.weight, norm.eps, bias, gated)
 
     def rows(self, ids: Tensor) -> Tensor:
         return self.packed[ids // GROUP, :, ids % GROUP]
@@ -75,6 +94,14 @@ class BlockMatrix:
 
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
         result: Tensor = self.kernels.packed_linear(x, self.blocks, bias, out)
+        return result
+
+    def multiply_normal(
+        self, x: Tensor, residual: Tensor | None, norm: NormWeight, bias: Tensor | None, gated: bool
+    ) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = self.kernels.norm_linear(
+            x, residual, norm.weight, norm.eps, self.blocks, bias, gated
+        )
         return result
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -176,9 +203,21 @@ class Packed:
             first = part.stop
         return out
 
+    def apply_after_norm(
+        self,
+        layer: WeightedLayer,
+        x: Tensor,
+        residual: Tensor | None,
+        norm: NormWeight,
+        bias: Tensor | None,
+        gated: bool,
+    ) -> tuple[Tensor, Tensor]:
+        if len(layer.matrices) == 1:
+            return layer.matrices[0].multiply_normal(x, residual, norm, bias, gated)
+        normal, total = dispatch.rms_norm(x, norm.weight, norm.eps, residual)
+        out = self.apply(layer, normal, bias)
+        return dispatch.silu_and_mul(out) if gated else out, total
+
     def rows(self, layer: WeightedLayer, ids: Tensor) -> Tensor:
         (matrix,) = layer.matrices
         return matrix.rows(ids)
-
-    def plain_weight(self, layer: WeightedLayer) -> Tensor | None:
-        return None

@@ -10,6 +10,13 @@ from quire.kernels import dispatch
 from quire.layers.parallel import Axis, Placement, WeightedLayer
 
 
+class NormWeight(Protocol):
+    """What a scheme needs of an RMSNorm."""
+
+    weight: torch.nn.Parameter
+    eps: float
+
+
 class Scheme(Protocol):
     """A weight format. One object serves all layers of a model; parameters belong to the layers."""
 
@@ -33,8 +40,17 @@ class Scheme(Protocol):
     def rows(self, layer: WeightedLayer, ids: torch.Tensor) -> torch.Tensor:
         """The rows of the matrix that `ids` name: an embedding."""
 
-    def plain_weight(self, layer: WeightedLayer) -> torch.Tensor | None:
-        """The matrix itself for kernels that do more than `apply`; None where there is none."""
+    def apply_after_norm(
+        self,
+        layer: WeightedLayer,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: NormWeight,
+        bias: torch.Tensor | None,
+        gated: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(`apply` of the RMSNorm of x + residual, x + residual), with silu(gate) * up of the
+        first if `gated`; the residual may be overwritten."""
 
 
 class Unquantized:
@@ -60,5 +76,14 @@ class Unquantized:
     def rows(self, layer: WeightedLayer, ids: torch.Tensor) -> torch.Tensor:
         return dispatch.embedding(ids, layer.get_parameter("weight"))
 
-    def plain_weight(self, layer: WeightedLayer) -> torch.Tensor | None:
-        return layer.get_parameter("weight")
+    def apply_after_norm(
+        self,
+        layer: WeightedLayer,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: NormWeight,
+        bias: torch.Tensor | None,
+        gated: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = layer.get_parameter("weight")
+        return dispatch.norm_linear(x, residual, norm.weight, norm.eps, weight, bias, gated)

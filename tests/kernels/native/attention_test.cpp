@@ -12,6 +12,8 @@
 extern "C" {
 int quire_paged_attention(const quire::AttentionCall* call);
 void quire_write_kv(const quire::WriteCall* call);
+int quire_attend_heads(const quire::HeadsCall* heads, const quire::WriteCall* write,
+                       const quire::AttentionCall* call);
 }
 
 namespace check {
@@ -97,15 +99,88 @@ std::vector<double> expected(const Case& c, const Cache& cache, const float* q, 
   return out;
 }
 
-void run(const Case& c, Random& random) {
-  const Cache cache(c, random);
+// New keys and values that are not in the cache yet, and what is to be done to them and to queries.
+struct NewHeads {
+  static constexpr float kEpsilon = 1e-5f;
+  const Case& c;
+  Floats k, v, cos, sin, q_norm, k_norm;
+  std::vector<int64_t> slots, positions;
+
+  NewHeads(const Case& c, const Cache& cache, Random& random) : c(c) {
+    for (size_t r = 0; r < c.requests.size(); ++r)
+      for (int i = 0; i < c.requests[r].queries; ++i) {
+        const int position = c.requests[r].context - c.requests[r].queries + i;
+        positions.push_back(position);
+        const size_t block = cache.at(r, 0, position) / size(cache.block_stride);
+        slots.push_back(static_cast<int64_t>(block) * c.block_size + position % c.block_size);
+      }
+    k = random.normals(positions.size() * size(c.kv_heads) * size(c.head_dim));
+    v = random.normals(k.size());
+    q_norm = random.normals(size(c.head_dim));
+    k_norm = random.normals(size(c.head_dim));
+    for (int i = 0; i < 512 * c.head_dim / 2; ++i) {
+      const float angle = random.normal();
+      cos.push_back(std::cos(angle));
+      sin.push_back(std::sin(angle));
+    }
+  }
+
+  std::vector<double> prepared(const float* x, const Floats& norm, size_t token) const {
+    double squares = 0;
+    for (int i = 0; i < c.head_dim; ++i) squares += double{x[i]} * x[i];
+    const double scale = 1 / std::sqrt(squares / c.head_dim + kEpsilon);
+    const int half = c.head_dim / 2;
+    std::vector<double> out(size(c.head_dim));
+    for (int i = 0; i < half; ++i) {
+      const size_t at = size(positions[token] * half + i);
+      const double a = x[i] * scale * norm[size(i)], b = x[i + half] * scale * norm[size(i + half)];
+      out[size(i)] = a * cos[at] - b * sin[at];
+      out[size(i + half)] = b * cos[at] + a * sin[at];
+    }
+    return out;
+  }
+
+  // Attends with `call`, whose queries are `q`, and checks what became of them and of the cache.
+  void attend(quire::AttentionCall& call, Cache& cache, Floats& q) const {
+    const int64_t stride = int64_t{c.kv_heads} * c.head_dim;
+    const Floats raw = q;
+    const quire::HeadsCall heads = {q.data(),        call.q_stride, cos.data(),    sin.data(),
+                                    positions.data(), q_norm.data(), k_norm.data(), c.heads, kEpsilon};
+    const quire::WriteCall write = {
+        k.data(), v.data(), cache.keys.data(), cache.values.data(), slots.data(), stride, stride,
+        cache.block_stride, cache.head_stride, cache.token_stride,
+        static_cast<int64_t>(positions.size()), c.kv_heads, c.head_dim, c.block_size, num_threads};
+    equal("quire_attend_heads", quire_attend_heads(&heads, &write, &call), 0);
+    for (size_t token = 0; token < positions.size(); ++token) {
+      for (int head = 0; head < c.heads; ++head) {
+        const size_t at = token * size(call.q_stride) + size(head * c.head_dim);
+        const auto wanted = prepared(&raw[at], q_norm, token);
+        for (int d = 0; d < c.head_dim; ++d) near("a query", q[at + size(d)], wanted[size(d)], 1e-5);
+      }
+      for (int head = 0; head < c.kv_heads; ++head) {
+        const size_t at = token * size(stride) + size(head * c.head_dim);
+        const size_t to = size(slots[token] / c.block_size * cache.block_stride +
+                               head * cache.head_stride +
+                               slots[token] % c.block_size * cache.token_stride);
+        const auto wanted = prepared(&k[at], k_norm, token);
+        for (int d = 0; d < c.head_dim; ++d) {
+          near("a key", cache.keys[to + size(d)], wanted[size(d)], 1e-5);
+          near("a value", cache.values[to + size(d)], v[at + size(d)], 0);
+        }
+      }
+    }
+  }
+};
+
+void run(const Case& c, Random& random, bool has_new_heads = false) {
+  Cache cache(c, random);
   std::vector<int32_t> query_start = {0}, context_lens;
   for (const Request& request : c.requests) {
     query_start.push_back(query_start.back() + request.queries);
     context_lens.push_back(request.context);
   }
   const int64_t width = int64_t{c.heads} * c.head_dim;
-  const Floats q = random.normals(size(query_start.back() * width));
+  Floats q = random.normals(size(query_start.back() * width));
   Floats out(q.size(), std::numeric_limits<float>::quiet_NaN());
   quire::AttentionCall call = {};
   call.q = q.data();
@@ -128,7 +203,10 @@ void run(const Case& c, Random& random) {
   call.window = c.window;
   call.scale = 1.0f / std::sqrt(static_cast<float>(c.head_dim));
   call.num_threads = num_threads;
-  equal("quire_paged_attention", quire_paged_attention(&call), 0);
+  if (has_new_heads)
+    NewHeads(c, cache, random).attend(call, cache, q);
+  else
+    equal("quire_paged_attention", quire_paged_attention(&call), 0);
   const int group = c.heads / c.kv_heads;
   for (size_t r = 0; r < c.requests.size(); ++r)
     for (int i = 0; i < c.requests[r].queries; ++i)
@@ -137,7 +215,7 @@ void run(const Case& c, Random& random) {
         const int position = c.requests[r].context - c.requests[r].queries + i;
         const auto wanted = expected(c, cache, &q[row], call.scale, r, head / group, position);
         for (int d = 0; d < c.head_dim; ++d)
-          near("an element", out[row + size(d)], wanted[size(d)], 2e-6);
+          near("an element", out[row + size(d)], wanted[size(d)], 3e-6);
       }
 }
 
@@ -150,6 +228,13 @@ void test_attention() {
   run({{{70, 90}, {2, 150}}, 8, 2, 33, 32, 40}, random);
   run({{{1, 9}, {12, 12}, {5, 70}}, 6, 1, 80, 8, 5}, random);
   run({{{40, 64}}, 2, 1, 128, 64, 1}, random);
+}
+
+void test_attend_heads() {
+  Random random(static_cast<uint32_t>(num_threads));
+  run({{{1, 1}, {1, 37}, {0, 5}, {1, 300}}, 9, 3, 64, 16, kNoWindow}, random, true);
+  run({{{7, 7}, {33, 60}, {1, 130}}, 4, 4, 18, 4, kNoWindow}, random, true);
+  run({{{70, 90}, {2, 150}}, 8, 2, 80, 32, 40}, random, true);
 }
 
 void test_write() {

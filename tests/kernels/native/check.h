@@ -46,5 +46,8 @@ void test_float_linear();
 void test_packed_linear();
 void test_packed_rows();
 void test_pack_int8();
+void test_norm_linear();
+void test_attend_heads();
+void test_largest();
 
 }  // namespace check

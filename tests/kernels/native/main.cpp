@@ -46,6 +46,8 @@ constexpr Test kTests[] = {
     {"attention", test_attention},       {"write", test_write},
     {"float linear", test_float_linear}, {"packed linear", test_packed_linear},
     {"packed rows", test_packed_rows},   {"pack int8", test_pack_int8},
+    {"norm linear", test_norm_linear},   {"attend heads", test_attend_heads},
+    {"largest", test_largest},
 };
 
 void run(const Test& test) {

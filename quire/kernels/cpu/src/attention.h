@@ -55,6 +55,20 @@ struct WriteCall {
   int32_t num_threads;
 };
 
+// What is still to be done to the heads of new tokens: queries are prepared where they are, keys on
+// their way into the cache. `HeadsCall` mirrors this struct.
+struct HeadsCall {
+  float* q;  // [tokens, num_heads, head_dim]
+  int64_t q_stride;
+  const float* cos;  // [positions, head_dim / 2] or null: no rotation
+  const float* sin;
+  const int64_t* positions;  // [tokens]
+  const float* q_norm;       // [head_dim] or null
+  const float* k_norm;
+  int32_t num_heads;
+  float eps;
+};
+
 // The heads that share a KV head are packed as extra query rows: row = query * group + head in group.
 inline int32_t group_size(const AttentionCall& call) { return call.num_heads / call.num_kv_heads; }
 
@@ -83,12 +97,12 @@ struct Kernel {
   // Joins consecutive partials of the rows of `task` into the result.
   void (*merge)(const AttentionCall& call, const Task& task, const float* partials, int32_t count);
   int32_t tile_tokens;  // tokens of a linear layer that are computed together
-  // Lays the inputs of a tile of tokens side by side, at its place among the columns of all.
-  void (*lay_columns)(const FloatLinearCall& call, int32_t tile, float* columns);
   // Computes the outputs of some groups for all tokens.
-  void (*multiply)(const FloatLinearCall& call, const float* columns, int32_t first_group,
-                   int32_t end_group);
+  void (*multiply)(const FloatLinearCall& call, int32_t first_group, int32_t end_group);
 };
+
+// That of the instruction set in use.
+const Kernel& chosen_kernel();
 
 extern const Kernel kernel_generic;
 #if defined(__x86_64__)

@@ -8,8 +8,6 @@ namespace quire {
 
 // Outputs are packed in groups: weight[group][input][kPacked]. The last group is padded with zeros.
 constexpr int32_t kPacked = 16;
-// Groups that one task computes, for all tokens.
-constexpr int32_t kTaskGroups = 2;
 
 // x W^T + bias. `FloatLinearCall` in ../library.py mirrors this struct field by field; strides count
 // floats.

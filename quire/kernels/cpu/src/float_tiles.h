@@ -28,32 +28,51 @@ QUIRE_INLINE void store_group(const FloatLinearCall& call, int32_t token, int32_
     out[i] = sums[i / kLanes][i % kLanes] + (bias ? bias[i] : 0.0f);
 }
 
-// `columns` has the inputs of T tokens side by side, [num_inputs][T].
+// Rows of inputs that are addressed from one pointer: it, it + stride and it + 2 * stride.
+constexpr int kRowsPerPointer = 3;
+// How far ahead of their use weights are asked for where all tokens fit one tile, in floats.
+constexpr int64_t kFloatsAhead = 512;
+
+// T tokens times G groups. Weights that lie `ahead` of those in use are asked for, if it is not 0.
 template <int G, int T>
-QUIRE_NOINLINE void multiply_tile(const FloatLinearCall& call, const float* columns, int32_t group,
-                                  int32_t token) {
+QUIRE_NOINLINE void multiply_tile(const FloatLinearCall& call, int32_t group, int32_t token,
+                                  int64_t ahead) {
+  constexpr int kPointers = (T + kRowsPerPointer - 1) / kRowsPerPointer;
   const int32_t num_inputs = call.num_inputs;
   const size_t panel = static_cast<size_t>(num_inputs) * kPacked;
   const float* weight = call.weight + group * panel;
+  const int64_t stride = call.x_stride;
+  const float* x[kPointers];
+  QUIRE_UNROLL
+  for (int i = 0; i < kPointers; ++i) x[i] = call.x + (token + i * kRowsPerPointer) * stride;
   Floats sums[T][G * kPackedVectors];
   QUIRE_UNROLL
   for (int t = 0; t < T; ++t)
     QUIRE_UNROLL
     for (int v = 0; v < G * kPackedVectors; ++v) sums[t][v] = Floats{};
-  for (int32_t k = 0; k < num_inputs; ++k, columns += T) {
+  const auto add = [&](int32_t k) __attribute__((always_inline)) {
     Floats w[G * kPackedVectors];
     QUIRE_UNROLL
     for (int g = 0; g < G; ++g)
       QUIRE_UNROLL
       for (int v = 0; v < kPackedVectors; ++v)
-        w[g * kPackedVectors + v] = load(weight + g * panel + k * kPacked + v * kLanes);
+        w[g * kPackedVectors + v] = load(weight + g * panel + v * kLanes);
+    weight += kPacked;
     QUIRE_UNROLL
     for (int t = 0; t < T; ++t) {
-      const Floats input = splat(columns[t]);
+      const Floats input = splat(x[t / kRowsPerPointer][t % kRowsPerPointer * stride + k]);
       QUIRE_UNROLL
       for (int v = 0; v < G * kPackedVectors; ++v) sums[t][v] += w[v] * input;
     }
-  }
+  };
+  if (ahead)
+    for (int32_t k = 0; k < num_inputs; ++k) {
+      QUIRE_UNROLL
+      for (int g = 0; g < G; ++g) __builtin_prefetch(weight + g * panel + ahead);
+      add(k);
+    }
+  else
+    for (int32_t k = 0; k < num_inputs; ++k) add(k);
   QUIRE_UNROLL
   for (int t = 0; t < T; ++t)
     QUIRE_UNROLL
@@ -63,35 +82,32 @@ QUIRE_NOINLINE void multiply_tile(const FloatLinearCall& call, const float* colu
 
 // Calls the tile that was compiled for this number of tokens.
 template <int G, int T = 1>
-void multiply_tokens(const FloatLinearCall& call, const float* columns, int32_t group, int32_t token,
-                     int32_t count) {
+void multiply_tokens(const FloatLinearCall& call, int32_t group, int32_t token, int32_t count,
+                     int64_t ahead) {
   if constexpr (T < kTileTokens)
-    if (count > T) return multiply_tokens<G, T + 1>(call, columns, group, token, count);
-  multiply_tile<G, T>(call, columns, group, token);
+    if (count > T) return multiply_tokens<G, T + 1>(call, group, token, count, ahead);
+  multiply_tile<G, T>(call, group, token, ahead);
 }
 
-// Lays the inputs of a tile's tokens side by side.
-void lay_columns(const FloatLinearCall& call, int32_t tile, float* columns) {
+// G groups, which stay in the cache meanwhile, for the tokens of all tiles.
+template <int G>
+void multiply_all(const FloatLinearCall& call, int32_t group, bool has_next) {
   const TokenTiles tiles(call.num_tokens, kTileTokens);
-  const int32_t first = tiles.first(tile), height = tiles.first(tile + 1) - first;
-  columns += static_cast<size_t>(first) * call.num_inputs;
-  for (int32_t t = 0; t < height; ++t) {
-    const float* x = call.x + (first + t) * call.x_stride;
-    for (int32_t k = 0; k < call.num_inputs; ++k)
-      columns[static_cast<size_t>(k) * height + t] = x[k];
-  }
-}
-
-void multiply_groups(const FloatLinearCall& call, const float* columns, int32_t first, int32_t end) {
-  const TokenTiles tiles(call.num_tokens, kTileTokens);
+  // Weights come from memory while earlier ones are worked with: those of the next groups if there is
+  // more than one tile to do it in.
+  int64_t ahead = kFloatsAhead;
+  if (tiles.count > 1) ahead = has_next ? int64_t{G} * call.num_inputs * kPacked : 0;
   for (int32_t tile = 0; tile < tiles.count; ++tile) {
     const int32_t token = tiles.first(tile), height = tiles.first(tile + 1) - token;
-    const float* x = columns + static_cast<size_t>(token) * call.num_inputs;
-    int32_t group = first;
-    for (; group + kTileGroups <= end; group += kTileGroups)
-      multiply_tokens<kTileGroups>(call, x, group, token, height);
-    for (; group < end; ++group) multiply_tokens<1>(call, x, group, token, height);
+    multiply_tokens<G>(call, group, token, height, tile == 0 ? ahead : 0);
   }
+}
+
+void multiply_groups(const FloatLinearCall& call, int32_t first, int32_t end) {
+  int32_t group = first;
+  for (; group + kTileGroups <= end; group += kTileGroups)
+    multiply_all<kTileGroups>(call, group, group + 2 * kTileGroups <= end);
+  for (; group < end; ++group) multiply_all<1>(call, group, group + 2 <= end);
 }
 
 }  // namespace

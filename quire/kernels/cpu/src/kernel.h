@@ -61,7 +61,7 @@ void merge(const AttentionCall& call, const Task& task, const float* partials, i
 }
 
 constexpr Kernel kKernel = {kFewRows, kRowVectors * kLanes, scratch_floats, attend,
-                            merge,    kTileTokens,          lay_columns,    multiply_groups};
+                            merge,    kTileTokens,          multiply_groups};
 
 }  // namespace
 }  // namespace quire

@@ -7,8 +7,8 @@ namespace quire {
 namespace {
 
 constexpr int kVectors = kRows / kLanes;  // of rows in a group
-// How far ahead of their use weights are asked for, in bytes.
-constexpr int kAhead = 1024;
+// How far ahead of their use weights are asked for where all tokens fit one tile, in bytes.
+constexpr size_t kAhead = 1024;
 constexpr int kTilesAtOnce = 8;
 
 constexpr int bits_of(Kind kind) {
@@ -105,9 +105,10 @@ inline void store_rows(const LinearCall& call, int64_t row, const Floats* values
     out[row + i] = values[i / kLanes][i % kLanes] + (call.bias ? call.bias[row + i] : 0.0f);
 }
 
-// One group of rows times one tile of T tokens.
+// One group of rows times one tile of T tokens. Weights that lie `ahead` of those in use are asked
+// for, if it is not 0.
 template <Kind K, int T>
-void multiply_tile(const LinearCall& call, int64_t group, int64_t first_token, bool is_first) {
+void multiply_tile(const LinearCall& call, int64_t group, int64_t first_token, size_t ahead) {
   constexpr Layout kLayout = layout_of(K);
   const int32_t num_inputs = call.matrix.num_inputs;
   const int num_blocks = num_inputs / kBlock;
@@ -118,10 +119,10 @@ void multiply_tile(const LinearCall& call, int64_t group, int64_t first_token, b
   Floats sums[kVectors][T] = {};
   for (int block = 0; block < num_blocks; ++block) {
     const int inner = kLayout.is_super ? block % kBlocksInSuper : 0;
-    if (is_first) {
+    if (ahead) {
       QUIRE_UNROLL
       for (int i = 0; i < kLayout.number_bytes; i += 64)
-        __builtin_prefetch(numbers + kAhead + i);
+        __builtin_prefetch(numbers + ahead + i);
     }
     add_block<K, T>(numbers, scales, inner, x, sums);
     numbers += kLayout.number_bytes;
@@ -137,11 +138,11 @@ void multiply_tile(const LinearCall& call, int64_t group, int64_t first_token, b
 
 // Calls the kernel that was compiled for the number of tokens.
 template <Kind K, int T = kTile>
-void multiply_tokens(const LinearCall& call, int64_t group, int64_t first, bool is_first) {
+void multiply_tokens(const LinearCall& call, int64_t group, int64_t first, size_t ahead) {
   if constexpr (T > 1)
     if (call.num_tokens - first < T)
-      return multiply_tokens<K, T - 1>(call, group, first, is_first);
-  multiply_tile<K, T>(call, group, first, is_first);
+      return multiply_tokens<K, T - 1>(call, group, first, ahead);
+  multiply_tile<K, T>(call, group, first, ahead);
 }
 
 template <Kind K>
@@ -151,9 +152,15 @@ void multiply_groups(const LinearCall& call, int64_t first_group, int64_t end_gr
   // outputs lie on a page each.
   for (int64_t start = first_tile; start < end_tile; start += kTilesAtOnce) {
     const int64_t end = start + kTilesAtOnce < end_tile ? start + kTilesAtOnce : end_tile;
-    for (int64_t group = first_group; group < end_group; ++group)
+    for (int64_t group = first_group; group < end_group; ++group) {
+      // Weights come from memory while earlier ones are worked with: those of the next group if there
+      // is more than one tile to do it in.
+      size_t ahead = kAhead;
+      if (end - start > 1)
+        ahead = group + 1 < end_group ? layout_of(K).group_bytes(call.matrix.num_inputs) : 0;
       for (int64_t tile = start; tile < end; ++tile)
-        multiply_tokens<K>(call, group, tile * kTile, tile == first_tile);
+        multiply_tokens<K>(call, group, tile * kTile, tile == first_tile ? ahead : 0);
+    }
   }
 }
 

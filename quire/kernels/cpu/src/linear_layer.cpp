@@ -1,0 +1,240 @@
+// The entry points for linear layers: shares the inputs, then the outputs, among threads.
+
+#include "linear_layer.h"
+
+#include <cstdlib>
+
+#include "dispatch.h"
+#include "pointwise.h"
+
+namespace quire {
+namespace {
+
+// Below this many multiply-adds waking other threads costs more than it gains.
+constexpr int64_t kSerialProducts = 100000;
+// Inputs that are prepared by one thread without asking others to help.
+constexpr int64_t kInputsAtOnce = 4096;
+// Pieces per thread: enough for threads that are held up to fall behind without being waited for.
+constexpr int64_t kPieces = 8;
+// Tokens whose gates and values are kept apart until they meet.
+constexpr int64_t kGatedTokens = 48;
+
+size_t padded(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// How the outputs are cut into pieces: rectangles of groups and tokens.
+struct Pieces {
+  int64_t num_groups, groups, num_tokens, tokens;
+
+  // Where there are few groups, pieces have a part of the tokens.
+  Pieces(int64_t num_groups, int64_t num_tokens, int64_t tile, int64_t threads)
+      : num_groups(num_groups),
+        groups(divide_up(divide_up(num_groups, threads * kPieces), 2) * 2),
+        num_tokens(num_tokens) {
+    const int64_t across = divide_up(threads * kPieces, divide_up(num_groups, groups));
+    tokens = divide_up(divide_up(num_tokens, tile), across) * tile;
+  }
+  int64_t across() const { return divide_up(num_tokens, tokens); }
+  int64_t count() const { return divide_up(num_groups, groups) * across(); }
+};
+
+template <typename Product>
+struct Job {
+  const Layer& layer;
+  const Product& product;
+  const Pointwise& pointwise;
+  const Pieces pieces;
+  float* normal;   // [num_tokens, num_inputs], with a norm
+  float* wide;     // [num_tokens, num_outputs], with gates that do not fill groups
+  float* scratch;  // for each thread, with gates that fill groups
+  size_t scratch_floats;
+  size_t next_member;
+  Phase laying, multiplying;
+
+  void lay(int64_t first, int64_t end) const {
+    if (layer.norm_weight) {
+      const int32_t n = product.num_inputs();
+      for (int64_t token = first; token < end; ++token) {
+        float* residual = layer.residual ? layer.residual + token * n : nullptr;
+        pointwise.normalize(layer.x + token * layer.x_stride, residual, layer.norm_weight, layer.eps,
+                            n, residual, normal + token * n);
+      }
+    }
+    product.lay(first, end);
+  }
+
+  // Pieces of the same groups follow each other.
+  void multiply(int64_t piece, float* own_scratch) const {
+    const int64_t group = piece / pieces.across() * pieces.groups;
+    const int64_t token = piece % pieces.across() * pieces.tokens;
+    const int64_t end_group = least(group + pieces.groups, pieces.num_groups);
+    const int64_t end_token = least(token + pieces.tokens, pieces.num_tokens);
+    if (scratch) return multiply_gated(group, end_group, token, end_token, own_scratch);
+    float* out = wide ? wide : layer.out;
+    const int64_t stride = wide ? product.num_outputs() : layer.out_stride;
+    product.multiply(group, end_group, token, end_token,
+                     out + token * stride + group * Product::kGroupRows, stride);
+  }
+
+  void multiply_gated(int64_t group, int64_t end_group, int64_t first, int64_t end_token,
+                      float* gates) const {
+    const int64_t width = (end_group - group) * Product::kGroupRows;
+    const int64_t step = gated_tokens(product);
+    for (int64_t token = first; token < end_token; token += step) {
+      const int64_t end = least(token + step, end_token);
+      product.multiply(group, end_group, token, end, gates, 2 * width);
+      product.multiply(group + pieces.num_groups, end_group + pieces.num_groups, token, end,
+                       gates + width, 2 * width);
+      for (int64_t t = token; t < end; ++t) {
+        const float* from = gates + (t - token) * 2 * width;
+        pointwise.silu_and_mul(from, from + width, static_cast<int32_t>(width),
+                               layer.out + t * layer.out_stride + group * Product::kGroupRows);
+      }
+    }
+  }
+
+  // A whole number of tiles.
+  static int64_t gated_tokens(const Product& product) {
+    return divide_up(kGatedTokens, product.tile_tokens()) * product.tile_tokens();
+  }
+
+  // The gates that no piece could apply, because groups have gates and values.
+  void apply_gates() const {
+    const int64_t width = product.num_outputs();
+    for (int64_t token = 0; token < layer.num_tokens; ++token)
+      pointwise.silu_and_mul(wide + token * width, wide + token * width + width / 2,
+                             static_cast<int32_t>(width / 2), layer.out + token * layer.out_stride);
+  }
+};
+
+template <typename Product>
+void work(void* data) {
+  Job<Product>& job = *static_cast<Job<Product>*>(data);
+  const size_t member = __atomic_fetch_add(&job.next_member, 1, __ATOMIC_RELAXED);
+  float* scratch = job.scratch + member * job.scratch_floats;
+  const int64_t tile = job.product.tile_tokens();
+  job.laying.run([&](int64_t first, int64_t end) {
+    job.lay(first * tile, least(end * tile, job.layer.num_tokens));
+  });
+  job.laying.wait();
+  job.multiplying.run([&](int64_t first, int64_t end) {
+    for (int64_t piece = first; piece < end; ++piece) job.multiply(piece, scratch);
+  });
+}
+
+// Working space, cut from one piece of memory.
+struct Space {
+  size_t bytes = 0;
+  size_t add(size_t count) {
+    const size_t at = bytes;
+    bytes += padded(count);
+    return at;
+  }
+};
+
+// Returns 0, or -1 if there is no memory.
+template <typename Product>
+int compute(const Layer& layer, Product product) {
+  const int64_t num_tokens = layer.num_tokens, num_outputs = product.num_outputs();
+  const int64_t num_inputs = num_tokens * product.num_inputs();
+  if (num_tokens == 0 || num_outputs == 0) return 0;
+  const bool is_small = num_inputs * num_outputs < kSerialProducts;
+  const int64_t threads = is_small || layer.num_threads < 1 ? 1 : layer.num_threads;
+  const bool fills_groups = layer.is_gated && num_outputs % (2 * Product::kGroupRows) == 0;
+  const bool is_wide = layer.is_gated && !fills_groups;
+  const int64_t tile = product.tile_tokens();
+  const int64_t rows = fills_groups ? num_outputs / 2 : num_outputs;
+  const Pieces pieces(divide_up(rows, Product::kGroupRows), num_tokens, tile, threads);
+
+  const size_t scratch_floats = static_cast<size_t>(
+      fills_groups ? Job<Product>::gated_tokens(product) * 2 * pieces.groups * Product::kGroupRows : 0);
+  Space space;
+  const size_t laid = space.add(product.laid_bytes());
+  const size_t normal = space.add(layer.norm_weight ? sizeof(float) * static_cast<size_t>(num_inputs) : 0);
+  const size_t wide = space.add(is_wide ? sizeof(float) * static_cast<size_t>(num_tokens * num_outputs) : 0);
+  const size_t scratch = space.add(sizeof(float) * scratch_floats * static_cast<size_t>(threads));
+  void* memory = nullptr;
+  if (space.bytes && posix_memalign(&memory, 64, space.bytes) != 0) return -1;
+  char* at = static_cast<char*>(memory);
+  const auto floats = [&](size_t offset) { return reinterpret_cast<float*>(at + offset); };
+  product.set_inputs(layer.norm_weight ? floats(normal) : layer.x,
+                     layer.norm_weight ? product.num_inputs() : layer.x_stride, at + laid);
+  Job<Product> job = {layer,
+                      product,
+                      chosen_pointwise(),
+                      pieces,
+                      floats(normal),
+                      is_wide ? floats(wide) : nullptr,
+                      fills_groups ? floats(scratch) : nullptr,
+                      scratch_floats,
+                      0,
+                      Phase(divide_up(num_tokens, tile), kInputsAtOnce / (tile * product.num_inputs())),
+                      Phase(pieces.count(), 1)};
+  run_parallel(work<Product>, &job, static_cast<int32_t>(threads));
+  if (is_wide) job.apply_gates();
+  std::free(memory);
+  return 0;
+}
+
+const LinearKernel& chosen_blocks() {
+#if defined(__x86_64__)
+  static const bool has_vnni =
+      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni");
+  if (chosen_isa() == 2 && has_vnni) return linear_vnni;
+  if (chosen_isa() >= 1) return linear_avx2;
+#endif
+  return linear_generic;
+}
+
+int compute_blocks(const PackedMatrix& matrix, const Layer& layer) {
+  return compute(layer, BlockProduct(matrix, layer.bias, layer.num_tokens, chosen_blocks()));
+}
+
+int compute_floats(const FloatLinearCall& call, const Layer& layer) {
+  return compute(layer, FloatProduct(call, chosen_kernel()));
+}
+
+}  // namespace
+}  // namespace quire
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// out = x W^T + bias. Strides count floats. Returns 0, or -1 if there is no memory.
+int quire_packed_linear(const quire::PackedMatrix* matrix, const float* x, int64_t x_stride,
+                        int64_t num_tokens, const float* bias, float* out, int64_t out_stride,
+                        int32_t num_threads) {
+  const quire::Layer layer = {x,    x_stride, num_tokens, nullptr,    0.0f,       nullptr,
+                              bias, false,    out,        out_stride, num_threads};
+  return quire::compute_blocks(*matrix, layer);
+}
+
+// The same for a weight in float32.
+int quire_float_linear(const quire::FloatLinearCall* call) {
+  const quire::Layer layer = {call->x, call->x_stride, call->num_tokens, nullptr,
+                              0.0f,    nullptr,        call->bias,       false,
+                              call->out, call->out_stride, call->num_threads};
+  return quire::compute_floats(*call, layer);
+}
+
+// A linear layer after a norm, and with gates if `layer` says so. The matrix is of quantised blocks,
+// or of packed floats if its kind is -1.
+int quire_norm_linear(const quire::PackedMatrix* matrix, const quire::Layer* layer) {
+  using namespace quire;
+  if (static_cast<int32_t>(matrix->kind) >= 0) return compute_blocks(*matrix, *layer);
+  const FloatLinearCall call = {layer->x,
+                                reinterpret_cast<const float*>(matrix->data),
+                                layer->bias,
+                                layer->out,
+                                layer->x_stride,
+                                layer->out_stride,
+                                static_cast<int32_t>(layer->num_tokens),
+                                matrix->num_outputs,
+                                matrix->num_inputs,
+                                layer->num_threads};
+  return compute_floats(call, *layer);
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

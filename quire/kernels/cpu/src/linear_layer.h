@@ -1,0 +1,100 @@
+// Linear layers with what comes before and after them, for any form of the weight.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "attention.h"
+#include "phase.h"
+#include "quantized.h"
+
+namespace quire {
+
+struct Layer {
+  const float* x;  // [num_tokens, num_inputs]
+  int64_t x_stride;
+  int64_t num_tokens;
+  // With a norm, x + residual is what is normalised, and it becomes the residual. Without a residual
+  // that is x.
+  const float* norm_weight;  // or null
+  float eps;
+  float* residual;    // [num_tokens, num_inputs], contiguous, or null
+  const float* bias;  // or null
+  bool is_gated;      // the outputs are gates, then as many values: out = silu(gate) * value
+  float* out;
+  int64_t out_stride;
+  int32_t num_threads;
+};
+
+// A weight in float32, packed as float_linear.h says.
+class FloatProduct {
+ public:
+  static constexpr int32_t kGroupRows = kPacked;
+
+  FloatProduct(const FloatLinearCall& call, const Kernel& kernel) : call_(call), kernel_(kernel) {}
+
+  int32_t num_inputs() const { return call_.num_inputs; }
+  int32_t num_outputs() const { return call_.num_outputs; }
+  // Tokens are prepared, and given to `multiply`, in multiples of this.
+  int64_t tile_tokens() const { return kernel_.tile_tokens; }
+  size_t laid_bytes() const { return 0; }
+  void set_inputs(const float* x, int64_t x_stride, void*) {
+    call_.x = x;
+    call_.x_stride = x_stride;
+  }
+  void lay(int64_t, int64_t) const {}
+  // `out` is where the first output of the first of these tokens goes.
+  void multiply(int64_t first_group, int64_t end_group, int64_t first_token, int64_t end_token,
+                float* out, int64_t out_stride) const {
+    FloatLinearCall part = call_;
+    part.x += first_token * call_.x_stride;
+    part.num_tokens = static_cast<int32_t>(end_token - first_token);
+    part.out = out - first_group * kGroupRows;
+    part.out_stride = out_stride;
+    kernel_.multiply(part, static_cast<int32_t>(first_group), static_cast<int32_t>(end_group));
+  }
+
+ private:
+  FloatLinearCall call_;
+  const Kernel& kernel_;
+};
+
+// A weight in quantised blocks.
+class BlockProduct {
+ public:
+  static constexpr int32_t kGroupRows = kRows;
+
+  BlockProduct(const PackedMatrix& matrix, const float* bias, int64_t num_tokens,
+               const LinearKernel& kernel)
+      : call_{matrix, nullptr, 0, bias, nullptr, 0, num_tokens, nullptr}, kernel_(kernel) {}
+
+  int32_t num_inputs() const { return call_.matrix.num_inputs; }
+  int32_t num_outputs() const { return call_.matrix.num_outputs; }
+  int64_t tile_tokens() const { return kernel_.tile_tokens; }
+  size_t laid_bytes() const {
+    return static_cast<size_t>(call_.num_tokens * num_inputs() / kBlock *
+                               activation_bytes(call_.matrix.kind));
+  }
+  void set_inputs(const float* x, int64_t x_stride, void* laid) {
+    call_.x = x;
+    call_.x_stride = x_stride;
+    call_.activations = static_cast<uint8_t*>(laid);
+  }
+  void lay(int64_t first_token, int64_t end_token) const {
+    kernel_.round_inputs(call_, first_token / tile_tokens(), divide_up(end_token, tile_tokens()));
+  }
+  void multiply(int64_t first_group, int64_t end_group, int64_t first_token, int64_t end_token,
+                float* out, int64_t out_stride) const {
+    LinearCall part = call_;
+    part.out = out - first_token * out_stride - first_group * kGroupRows;
+    part.out_stride = out_stride;
+    kernel_.multiply(part, first_group, end_group, first_token / tile_tokens(),
+                     divide_up(end_token, tile_tokens()));
+  }
+
+ private:
+  LinearCall call_;
+  const LinearKernel& kernel_;
+};
+
+}  // namespace quire

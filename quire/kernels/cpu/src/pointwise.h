@@ -1,0 +1,32 @@
+// What happens to the numbers of a token between its matrix products: the contract between the entry
+// points and the kernels, which are compiled once per instruction set.
+#pragma once
+
+#include <cstdint>
+
+namespace quire {
+
+struct Pointwise {
+  // total = x + residual (or x without a residual, then total is not written);
+  // out = total / rms(total) * weight. All have n numbers; total may be the residual itself, and out
+  // may be x.
+  void (*normalize)(const float* x, const float* residual, const float* weight, float eps, int32_t n,
+                    float* total, float* out);
+  // out = gate / (1 + exp(-gate)) * up.
+  void (*silu_and_mul)(const float* gate, const float* up, int32_t n, float* out);
+  // Turns element i of the first half of x with element i of the second; out may be x.
+  void (*rotate)(const float* x, const float* cos, const float* sin, int32_t half, float* out);
+  // The first of the largest numbers, or the first NaN. n is at least 1.
+  int32_t (*largest)(const float* x, int32_t n);
+};
+
+extern const Pointwise pointwise_generic;
+#if defined(__x86_64__)
+extern const Pointwise pointwise_avx2;
+extern const Pointwise pointwise_avx512;
+#endif
+
+// That of the instruction set in use.
+const Pointwise& chosen_pointwise();
+
+}  // namespace quire

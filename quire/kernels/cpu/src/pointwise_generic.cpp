@@ -1,0 +1,3 @@
+#include "pointwise_kernel.h"
+
+const quire::Pointwise quire::pointwise_generic = quire::kPointwise;

@@ -1,0 +1,117 @@
+// Pointwise work for the instruction set this file is compiled for.
+#pragma once
+
+#include "pointwise.h"
+#include "vector.h"
+
+namespace quire {
+namespace {
+
+constexpr float kLog2OfE = 1.4426950408889634f;
+
+// The numbers that do not fill a vector, with zeros for those missing.
+QUIRE_INLINE Floats load_some(const float* p, int count) {
+  Floats x = {};
+  std::memcpy(&x, p, sizeof(float) * static_cast<size_t>(count));
+  return x;
+}
+QUIRE_INLINE void store_some(float* p, Floats x, int count) {
+  std::memcpy(p, &x, sizeof(float) * static_cast<size_t>(count));
+}
+
+// Gives `one` every vector of n numbers: where it begins, and functions that load and store there.
+template <typename One>
+QUIRE_INLINE void for_each_vector(int32_t n, One one) {
+  int32_t i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    one(
+        i, [](const float* p) __attribute__((always_inline)) { return load(p); },
+        [](float* p, Floats x) __attribute__((always_inline)) { store(p, x); });
+  const int left = n - i;
+  if (left > 0)
+    one(
+        i, [left](const float* p) __attribute__((always_inline)) { return load_some(p, left); },
+        [left](float* p, Floats x) __attribute__((always_inline)) { store_some(p, x, left); });
+}
+
+void normalize(const float* x, const float* residual, const float* weight, float eps, int32_t n,
+               float* total, float* out) {
+  Floats squares = {};
+  const float* from = residual ? total : x;
+  if (residual)
+    for_each_vector(n, [&](int32_t i, auto get, auto put) __attribute__((always_inline)) {
+      put(total + i, get(x + i) + get(residual + i));
+    });
+  for_each_vector(n, [&](int32_t i, auto get, auto) __attribute__((always_inline)) {
+    const Floats value = get(from + i);
+    squares += value * value;
+  });
+  const Floats scale = splat(1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(n) + eps));
+  for_each_vector(n, [&](int32_t i, auto get, auto put) __attribute__((always_inline)) {
+    put(out + i, get(weight + i) * (get(from + i) * scale));
+  });
+}
+
+QUIRE_INLINE Floats silu(Floats x) {
+  const Floats minus = x < 0.0f ? x : -x;
+  const Floats e = exp2(minus * kLog2OfE);  // at most 1
+  return x * ((x < 0.0f ? e : splat(1.0f)) / (e + 1.0f));
+}
+
+void silu_and_mul(const float* gate, const float* up, int32_t n, float* out) {
+  for_each_vector(n, [&](int32_t i, auto get, auto put) __attribute__((always_inline)) {
+    put(out + i, silu(get(gate + i)) * get(up + i));
+  });
+}
+
+void rotate(const float* x, const float* cos, const float* sin, int32_t half, float* out) {
+  for_each_vector(half, [&](int32_t i, auto get, auto put) __attribute__((always_inline)) {
+    const Floats first = get(x + i), second = get(x + half + i);
+    const Floats c = get(cos + i), s = get(sin + i);
+    put(out + i, first * c - second * s);
+    put(out + half + i, second * c + first * s);
+  });
+}
+
+// The largest of n numbers, not below `least`; NaN if one of them is.
+QUIRE_INLINE float largest_of(const float* x, int32_t n, float least) {
+  Floats top = splat(least);
+  Ints unordered = {};
+  int32_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    const Floats value = load(x + i);
+    top = max(value, top);
+    unordered |= value != value;
+  }
+  float highest = max(top);
+  bool has_nan = false;
+  for (int lane = 0; lane < kLanes; ++lane) has_nan |= unordered[lane] != 0;
+  for (; i < n; ++i) {
+    has_nan |= x[i] != x[i];
+    if (x[i] > highest) highest = x[i];
+  }
+  return has_nan ? __builtin_nanf("") : highest;
+}
+
+int32_t largest(const float* x, int32_t n) {
+  constexpr int32_t kPart = 1024;
+  float highest = -__builtin_inff();
+  int32_t i = 0;  // before or at the place looked for
+  for (int32_t first = 0; first < n; first += kPart) {
+    const float found = largest_of(x + first, n - first < kPart ? n - first : kPart, highest);
+    if (found == highest) continue;
+    highest = found;
+    i = first;
+    if (found != found) break;
+  }
+  if (highest != highest)
+    while (x[i] == x[i]) ++i;
+  else
+    while (x[i] != highest) ++i;
+  return i;
+}
+
+constexpr Pointwise kPointwise = {normalize, silu_and_mul, rotate, largest};
+
+}  // namespace
+}  // namespace quire
