@@ -80,13 +80,13 @@ class Batch:
 def engine_phases(llm: LLM) -> Phases:
     from quire.layers.attention.cpu import CpuStep
 
-    core, model = llm._core, llm._core.executor.runner.model
+    core: Any = llm._core
     return {
         "schedule and apply": (core.scheduler, "schedule"),
         "apply": (core.scheduler, "apply"),
         "forward": (core.executor, "execute"),
         "layers": (CpuStep, "decode"),
-        "logits": (model, "logits"),
+        "logits": (core.executor.runner.model, "logits"),
         "choose tokens": (core.executor, "sample"),
     }
 
@@ -104,7 +104,8 @@ def layer_phases() -> Phases:
 
 def profile_batch(llm: LLM, size: int, context: int) -> dict[str, float]:
     """Milliseconds by row of the table."""
-    decoder = llm._core.executor.runner.model.model
+    core: Any = llm._core
+    decoder = core.executor.runner.model.model
     native = decoder.native_decoder
     assert native is not None, "the native library is not there"
     batch = Batch(llm, size, context)
@@ -152,8 +153,12 @@ def main(words: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(words)
     figures: dict[str, dict[str, float]] = {}
     for precision in arguments.precisions:
-        options = {"max_model_len": 1024, "max_num_seqs": 64, "enable_prefix_caching": False}
-        llm = LLM(**options, **PRECISIONS[precision])
+        llm = LLM(
+            max_model_len=1024,
+            max_num_seqs=64,
+            enable_prefix_caching=False,
+            **PRECISIONS[precision],
+        )
         for size in arguments.batches:
             figures[f"{precision}, {size}"] = profile_batch(llm, size, arguments.context)
         del llm
