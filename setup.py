@@ -27,6 +27,7 @@ PORTABLE = {
     "attention.cpp": [],
     "linear_layer.cpp": [],
     "largest.cpp": [],
+    "decoder.cpp": [],
     "kernel_generic.cpp": [],
     "pointwise_generic.cpp": [],
     "quantized.cpp": [EXACT],

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
 
 from quire.config.model import ModelConfig
+from quire.kernels.cpu.decoder import Decoder
 from quire.layers.activation import GatedActivation
 from quire.layers.attention.backend import AttentionStep
+from quire.layers.attention.cpu import CpuStep
 from quire.layers.attention.heads import HeadNorms, Heads, Rotation
+from quire.layers.decoder import DecoderLayerParts, native_decoder
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.linear import MergedLinear, QKVLinear, RowLinear
 from quire.layers.norm import RMSNorm
@@ -100,6 +104,24 @@ class LlamaLayer(nn.Module):
         x, residual = self.self_attn(self.input_layernorm, x, residual, rotation, attention)
         return self.mlp(self.post_attention_layernorm, x, residual)
 
+    def parts(self) -> DecoderLayerParts | None:
+        """What `forward` is made of, if other code knows how to do it."""
+        attention, mlp = self.self_attn, self.mlp
+        if not mlp.activation.is_silu:
+            return None
+        return DecoderLayerParts(
+            attention_norm=self.input_layernorm,
+            qkv=attention.qkv_proj,
+            head_norms=(attention.q_norm, attention.k_norm) if attention.head_norm else None,
+            output=attention.o_proj,
+            network_norm=self.post_attention_layernorm,
+            gate_up=mlp.gate_up_proj,
+            down=mlp.down_proj,
+            num_heads=attention.qkv_proj.heads[0],
+            scale=attention.scale,
+            window=attention.window,
+        )
+
 
 class LlamaModel(nn.Module):
     def __init__(
@@ -125,9 +147,18 @@ class LlamaModel(nn.Module):
     ) -> torch.Tensor:
         x, residual = self.embed_tokens(token_ids), None
         rotation = self.rotary(positions)
+        if isinstance(attention, CpuStep) and self.native_decoder is not None:
+            return self.norm(*attention.decode(self.native_decoder, x, rotation))[0]
         for layer in self.layers:
             x, residual = layer(x, residual, rotation, attention)
         return self.norm(x, residual)[0]
+
+    @cached_property
+    def native_decoder(self) -> Decoder | None:
+        """All layers in one call where their weights, which must be there by now, allow it."""
+        layers = [layer for layer in self.layers if isinstance(layer, LlamaLayer)]
+        parts = [part for layer in layers if (part := layer.parts()) is not None]
+        return native_decoder(parts) if len(parts) == len(self.layers) else None
 
 
 class LlamaForCausalLM(CausalLM):

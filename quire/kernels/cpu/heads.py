@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import cpu
-from quire.kernels.cpu.library import HeadsCall, native
+from quire.kernels.cpu.library import AttentionCall, HeadsCall, WriteCall, native
 
 
 class HeadsStep:
@@ -49,6 +49,11 @@ class HeadsStep:
         self._heads.q_norm = None if q_weight is None else q_weight.data_ptr()
         self._heads.k_norm = None if k_weight is None else k_weight.data_ptr()
         self._heads.eps = eps
+
+    def calls(self, num_heads: int) -> tuple[HeadsCall, WriteCall, AttentionCall]:
+        """What layers that are carried out together share."""
+        self._heads.num_heads = num_heads
+        return self._heads, self._write, self._attention
 
     def attend(
         self,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from quire.kernels import cpu
+from quire.kernels.cpu.decoder import Decoder
 from quire.kernels.cpu.heads import HeadsStep
 from quire.layers.attention.backend import BLOCK_SIZES, AttentionInputs, BackendSupport
-from quire.layers.attention.heads import Heads
+from quire.layers.attention.heads import Heads, Rotation
 
 
 class CpuBackend:
@@ -36,6 +38,8 @@ class CpuBackend:
     ) -> None:
         self.layers = kv.unbind(0)
         self.caches = [cpu.kv_addresses(layer) for layer in self.layers]
+        addresses = [address for layer in self.caches for address in layer]
+        self.cache_array = (ctypes.c_void_p * len(addresses))(*addresses)
 
     @classmethod
     def missing(cls) -> str | None:
@@ -47,16 +51,20 @@ class CpuBackend:
         return f"cpu ({cpu.available()[1]})"
 
     def plan(self, inputs: AttentionInputs) -> CpuStep:
-        return CpuStep(self.layers[0], self.caches, inputs)
+        return CpuStep(self.layers[0], self.caches, self.cache_array, inputs)
 
 
 class CpuStep:
     """A step over the layers of a cache."""
 
     def __init__(
-        self, kv_layer: Tensor, caches: list[tuple[int, int]], inputs: AttentionInputs
+        self,
+        kv_layer: Tensor,
+        caches: list[tuple[int, int]],
+        cache_array: ctypes.Array[ctypes.c_void_p],
+        inputs: AttentionInputs,
     ) -> None:
-        self.caches = caches
+        self.caches, self.cache_array = caches, cache_array
         self.inputs = inputs  # the step holds addresses of these tensors
         self.step = HeadsStep(
             kv_layer, inputs.slots, inputs.query_start, inputs.context_lens, inputs.block_tables
@@ -68,5 +76,12 @@ class CpuStep:
             self.step.set_rotation(rotation.cos, rotation.sin, rotation.positions)
         if norms is not None:
             self.step.set_norms(norms.q_weight, norms.k_weight, norms.eps)
+        else:
+            self.step.set_norms(None, None, 0.0)
         caches = self.caches[layer_index]
         return self.step.attend(caches, heads.q, heads.k, heads.v, scale, window)
+
+    def decode(self, decoder: Decoder, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """All layers at once; see `Decoder.run`."""
+        self.step.set_rotation(rotation.cos, rotation.sin, rotation.positions)
+        return decoder.run(x, self.step, self.cache_array)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,8 +13,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels import cpu, dispatch
+from quire.kernels.cpu.decoder import MatrixHandle
 from quire.kernels.cpu.float_linear import GROUP, handle, pack_weight, packed_linear
-from quire.kernels.cpu.library import NativeMatrix
 from quire.kernels.cpu.norm_linear import norm_linear
 from quire.kernels.cpu.quantized import PackedMatrix
 from quire.kernels.torch.gguf_blocks import BlockRows
@@ -49,6 +48,11 @@ class Matrix(Protocol):
         """Rows of the weight as floats, for an embedding."""
         ...
 
+    @property
+    def native_handle(self) -> MatrixHandle | None:
+        """The matrix as the native library knows it; None if twins compute with it."""
+        ...
+
 
 @dataclass(frozen=True)
 class FloatMatrix:
@@ -65,13 +69,13 @@ class FloatMatrix:
         return packed_linear(x, self.packed, self.num_outputs, bias, out)
 
     @cached_property
-    def _handle(self) -> ctypes._Pointer[NativeMatrix]:
+    def native_handle(self) -> MatrixHandle:
         return handle(self.packed, self.num_outputs)
 
     def multiply_normal(
         self, x: Tensor, residual: Tensor | None, norm: NormWeight, bias: Tensor | None, gated: bool
     ) -> tuple[Tensor, Tensor]:
-        return norm_linear(self._handle, x, residual, norm.weight, norm.eps, bias, gated)
+        return norm_linear(self.native_handle, x, residual, norm.weight, norm.eps, bias, gated)
 
     def rows(self, ids: Tensor) -> Tensor:
         return self.packed[ids // GROUP, :, ids % GROUP]
@@ -91,6 +95,11 @@ class BlockMatrix:
     @property
     def nbytes(self) -> int:
         return self.blocks.data.nbytes
+
+    @property
+    def native_handle(self) -> MatrixHandle | None:
+        handle: MatrixHandle | None = getattr(self.blocks, "handle", None)
+        return handle
 
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
         result: Tensor = self.kernels.packed_linear(x, self.blocks, bias, out)

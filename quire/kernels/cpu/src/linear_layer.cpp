@@ -27,13 +27,18 @@ int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 struct Pieces {
   int64_t num_groups, groups, num_tokens, tokens;
 
-  // Where there are few groups, pieces have a part of the tokens.
-  Pieces(int64_t num_groups, int64_t num_tokens, int64_t tile, int64_t threads)
-      : num_groups(num_groups),
-        groups(divide_up(divide_up(num_groups, threads * kPieces), 2) * 2),
-        num_tokens(num_tokens) {
-    const int64_t across = divide_up(threads * kPieces, divide_up(num_groups, groups));
-    tokens = divide_up(divide_up(num_tokens, tile), across) * tile;
+  // Groups are worked on `together`. Where there are few of them, pieces have a part of the tokens.
+  Pieces(int64_t num_groups, int64_t num_tokens, int64_t together, int64_t tile, int64_t threads)
+      : num_groups(num_groups), num_tokens(num_tokens) {
+    const int64_t wanted = threads * kPieces, steps = divide_up(num_groups, together);
+    // Tokens of one tile only wait for memory, and small pieces come out even. With more, a piece has
+    // groups to ask for while it works on others.
+    if (num_tokens <= tile)
+      groups = (steps < wanted ? 1 : steps / wanted) * together;
+    else
+      groups = divide_up(divide_up(num_groups, wanted), 2) * 2;
+    tokens = divide_up(divide_up(num_tokens, tile), divide_up(wanted, divide_up(num_groups, groups))) *
+             tile;
   }
   int64_t across() const { return divide_up(num_tokens, tokens); }
   int64_t count() const { return divide_up(num_groups, groups) * across(); }
@@ -145,7 +150,8 @@ int compute(const Layer& layer, Product product) {
   const bool is_wide = layer.is_gated && !fills_groups;
   const int64_t tile = product.tile_tokens();
   const int64_t rows = fills_groups ? num_outputs / 2 : num_outputs;
-  const Pieces pieces(divide_up(rows, Product::kGroupRows), num_tokens, tile, threads);
+  const Pieces pieces(divide_up(rows, Product::kGroupRows), num_tokens, Product::kTogether, tile,
+                      threads);
 
   const size_t scratch_floats = static_cast<size_t>(
       fills_groups ? Job<Product>::gated_tokens(product) * 2 * pieces.groups * Product::kGroupRows : 0);

@@ -30,6 +30,7 @@ struct Layer {
 class FloatProduct {
  public:
   static constexpr int32_t kGroupRows = kPacked;
+  static constexpr int64_t kTogether = 2;  // groups
 
   FloatProduct(const FloatLinearCall& call, const Kernel& kernel) : call_(call), kernel_(kernel) {}
 
@@ -63,6 +64,7 @@ class FloatProduct {
 class BlockProduct {
  public:
   static constexpr int32_t kGroupRows = kRows;
+  static constexpr int64_t kTogether = 1;
 
   BlockProduct(const PackedMatrix& matrix, const float* bias, int64_t num_tokens,
                const LinearKernel& kernel)

@@ -1,0 +1,171 @@
+"""Where a decode step on a CPU spends its time, with the embedded model.
+
+    python benchmarks/cpu_step.py
+    python benchmarks/cpu_step.py --precisions int8 --batches 1 8 64 --context 512
+
+The phases of a step are timed as the engine runs them, where all layers are one call of the native
+library; then the layers are taken one by one to see what linear layers (with their norms and gates)
+and attention (with rotation and storing keys and values) take. Medians over steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from harness import markdown_table, say
+from profile_step import timed
+from quire import LLM, SamplingParams
+
+if TYPE_CHECKING:
+    from quire.protocol.plan import StepPlan
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {"dtype": "float32"},
+    "int8": {"quantization": "int8"},
+    "gguf": {"quantization": "gguf"},
+}
+WARM_UP_STEPS, ROUNDS, STEPS = 5, 6, 8
+Phases = dict[str, tuple[object, str]]
+
+
+class Batch:
+    """Requests of an engine that all decode."""
+
+    def __init__(self, llm: LLM, size: int, context: int) -> None:
+        dice = random.Random(0)
+        self.llm, self.size = llm, size
+        self._last: StepPlan | None = None
+        prompts = [
+            {"prompt_token_ids": [dice.randint(1000, 40000) for _ in range(context)]}
+            for _ in range(size)
+        ]
+        room = 2 * ROUNDS * (STEPS + 1) + WARM_UP_STEPS + 200
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=room, detokenize=False)
+        llm._core.on_plan = self._note
+        llm.enqueue(prompts, params)
+        while not self._all_decode():
+            llm._step()
+        for _ in range(WARM_UP_STEPS):
+            llm._step()
+
+    def _note(self, plan: StepPlan) -> None:
+        self._last = plan
+
+    def _all_decode(self) -> bool:
+        plan = self._last
+        return plan is not None and plan.num_tokens == len(plan.rows) == self.size
+
+    def run(self, phases: Phases) -> dict[str, float]:
+        """Milliseconds per step of each phase, and of the whole."""
+        all_phases = {**phases, "step": (self.llm, "_step")}
+        seconds = dict.fromkeys(all_phases, 0.0)
+        self.llm._step()
+        with timed(all_phases, seconds):
+            for _ in range(STEPS):
+                self.llm._step()
+        assert self._all_decode(), "a request ended"
+        return {name: 1e3 * value / STEPS for name, value in seconds.items()}
+
+    def finish(self) -> None:
+        self.llm._core.on_plan = None
+        for request in self.llm._enqueued:
+            self.llm._core.abort(request.engine_id)
+        self.llm.wait_for_completion(use_tqdm=False)
+
+
+def engine_phases(llm: LLM) -> Phases:
+    from quire.layers.attention.cpu import CpuStep
+
+    core: Any = llm._core
+    return {
+        "schedule and apply": (core.scheduler, "schedule"),
+        "apply": (core.scheduler, "apply"),
+        "forward": (core.executor, "execute"),
+        "layers": (CpuStep, "decode"),
+        "logits": (core.executor.runner.model, "logits"),
+        "choose tokens": (core.executor, "sample"),
+    }
+
+
+def layer_phases() -> Phases:
+    from quire.layers.attention.cpu import CpuStep
+    from quire.layers.quantization.packed import Packed
+
+    return {
+        "linear after norm": (Packed, "apply_after_norm"),
+        "linear": (Packed, "apply"),
+        "attention": (CpuStep, "attend"),
+    }
+
+
+def profile_batch(llm: LLM, size: int, context: int) -> dict[str, float]:
+    """Milliseconds by row of the table."""
+    core: Any = llm._core
+    decoder = core.executor.runner.model.model
+    native = decoder.native_decoder
+    assert native is not None, "the native library is not there"
+    batch = Batch(llm, size, context)
+    whole: list[dict[str, float]] = []
+    pieces: list[dict[str, float]] = []
+    for _ in range(ROUNDS):
+        decoder.__dict__["native_decoder"] = native
+        whole.append(batch.run(engine_phases(llm)))
+        decoder.__dict__["native_decoder"] = None
+        pieces.append(batch.run(layer_phases()))
+    decoder.__dict__["native_decoder"] = native
+    batch.finish()
+
+    def median(runs: list[dict[str, float]], name: str) -> float:
+        return statistics.median(run[name] for run in runs)
+
+    logits = median(whole, "logits")
+    host = median(whole, "schedule and apply") + median(whole, "apply")
+    rows = {
+        "all layers, one call": median(whole, "layers"),
+        "inputs of the step, embedding, last norm": median(whole, "forward")
+        - median(whole, "layers")
+        - logits,
+        "logits": logits,
+        "choose and keep tokens": median(whole, "choose tokens"),
+        "schedule, apply": host,
+        "step": median(whole, "step"),
+        "one by one: linear layers": median(pieces, "linear after norm")
+        + median(pieces, "linear")
+        - logits,
+        "one by one: attention": median(pieces, "attention"),
+        "one by one: step": median(pieces, "step"),
+    }
+    rows["the rest: outputs, loop"] = rows["step"] - sum(list(rows.values())[:5])
+    return rows
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 32])
+    parser.add_argument("--context", type=int, default=256, help="tokens in before the first step")
+    arguments = parser.parse_args(words)
+    figures: dict[str, dict[str, float]] = {}
+    for precision in arguments.precisions:
+        llm = LLM(
+            max_model_len=1024,
+            max_num_seqs=64,
+            enable_prefix_caching=False,
+            **PRECISIONS[precision],
+        )
+        for size in arguments.batches:
+            figures[f"{precision}, {size}"] = profile_batch(llm, size, arguments.context)
+        del llm
+    names = list(next(iter(figures.values())))
+    table = [[name, *(f"{figures[one][name]:.2f}" for one in figures)] for name in names]
+    say(markdown_table(["ms", *figures], table))
+
+
+if __name__ == "__main__":
+    main()
