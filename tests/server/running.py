@@ -9,7 +9,10 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,6 +20,17 @@ from urllib.parse import urlsplit
 import openai
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def _transport_errors() -> Iterator[type[Exception]]:
+    for name in ("httpx", "httpx2"):
+        if find_spec(name) is not None:
+            yield import_module(name).TransportError
+
+
+BROKEN_OFF = (openai.APIError, *_transport_errors())
+"""What the openai client raises, or lets through of its HTTP library, when a stream breaks off."""
+
 # The exact weights, so that equal requests give equal tokens however they are batched.
 ENGINE = (
     *("--dtype", "float32", "--num-threads", "1", "--max-model-len", "1024"),
