@@ -99,7 +99,7 @@ export class BlockMap {
 
   // Marked blocks keep the colour of their state where there is room for a ring around it.
   _rings(context, pixels, gap) {
-    const width = Math.max(2, Math.round(pixels / 5));
+    const width = Math.max(2, Math.round(pixels / 7));
     context.strokeStyle = colour("marked");
     context.lineWidth = width;
     for (const block of this.marked) {
