@@ -107,7 +107,26 @@ class ServingOptions(CheckedOptions):
         60.0, "Longest wait for open requests when the server is told to stop.", minimum=0
     )
     metrics_prefix: str = option("quire", "What names of metrics begin with; vllm: as vLLM's do.")
-    log_requests: bool = option(False, "Write a line for each request that ends.")
+
+
+@dataclass(frozen=True)
+class LoggingOptions(CheckedOptions):
+    """What the server tells about requests."""
+
+    enable_log_requests: bool = option(False, "Write a line of JSON for each request that ends.")
+    max_log_len: int = option(
+        0,
+        "Characters of each prompt and output in these lines.",
+        default_text="0, no text",
+        minimum=0,
+    )
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "Where spans for OpenTelemetry go, over HTTP, such as http://localhost:4318/v1/traces; "
+        "needs the extra otel.",
+        default_text="none are made",
+        convert=as_text,
+    )
 
 
 @dataclass(frozen=True)
@@ -117,6 +136,7 @@ class ServerOptions:
     network: NetworkOptions = field(default_factory=NetworkOptions, metadata={"title": "network"})
     access: AccessOptions = field(default_factory=AccessOptions, metadata={"title": "access"})
     serving: ServingOptions = field(default_factory=ServingOptions, metadata={"title": "serving"})
+    logging: LoggingOptions = field(default_factory=LoggingOptions, metadata={"title": "logging"})
 
     def __post_init__(self) -> None:
         network = self.network

@@ -27,8 +27,10 @@ def read_metrics(core: EngineCore) -> Readings:
     return Readings.of(core.read_metrics())
 
 
-def snapshot(core: EngineCore, max_waiting: int = 256) -> EngineSnapshot:
-    return core.snapshot(max_waiting)
+def snapshot(
+    core: EngineCore, max_waiting: int = 256, tables_of: list[int] | None = None
+) -> EngineSnapshot:
+    return core.snapshot(max_waiting, tables_of)
 
 
 def abort_named(core: EngineCore, name: str) -> int:

@@ -13,6 +13,8 @@ from quire.protocol.errors import OptionError
 ADMIN_PREFIX = "/admin/"
 OPEN_PATHS = frozenset({"/", "/health", "/ping"})
 """Routes that need no key: they tell nothing that is worth one."""
+STATIC_PREFIX = "/static/"
+"""So do the files of the page at `/`."""
 
 
 def _digest(key: str) -> bytes:

@@ -89,9 +89,10 @@ class ApiProcess:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         following = asyncio.create_task(self._follow(server, state))
         await asyncio.wait({serving, following}, return_when=asyncio.FIRST_COMPLETED)
-        if not serving.done():  # the supervisor is gone: nobody would stop the engine's clients
-            return
-        await serving
+        if serving.done():  # else the supervisor is gone: nobody would stop the engine's clients
+            await serving
+        if state.tracer is not None:
+            state.tracer.shutdown()
 
     def _connect(self, ready: EngineReady) -> ServerState:
         options = EngineOptions().replace(**ready.options)

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from quire.server.access import ADMIN_PREFIX, OPEN_PATHS, KeyRing
+from quire.server.access import ADMIN_PREFIX, OPEN_PATHS, STATIC_PREFIX, KeyRing
 from quire.server.errors import error_response
 
 Scope = MutableMapping[str, Any]
@@ -37,7 +37,8 @@ class Gate:
             return
         headers = dict(scope["headers"])
         request_id = _request_id(headers)
-        tenant = self._tenant(scope["path"], headers)
+        path = _route(scope)
+        tenant = self._tenant(path, headers)
         state = scope.setdefault("state", {})
         state["request_id"], state["tenant"] = request_id, tenant
         started = False
@@ -49,7 +50,8 @@ class Gate:
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
-        if tenant is None and scope["path"] not in OPEN_PATHS:
+        is_open = path in OPEN_PATHS or path.startswith(STATIC_PREFIX)
+        if tenant is None and not is_open:
             text = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'."
             await error_response(401, text)(scope, receive, answer)
             return
@@ -90,6 +92,12 @@ class Gate:
             return message
 
         return bounded
+
+
+def _route(scope: Scope) -> str:
+    """The path without the part under which a proxy shows this server."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def _request_id(headers: dict[bytes, bytes]) -> str:

@@ -30,6 +30,7 @@ from quire.protocol.control import (
 )
 from quire.protocol.errors import EngineDeadError, QuireError
 from quire.server.children import Child, exit_cause
+from quire.server.tracing import check_tracing
 
 logger = logging.getLogger(__name__)
 
@@ -194,6 +195,8 @@ class Supervisor:
 def serve(engine_options: dict[str, Any], options: ServerOptions) -> int:
     """Run a server until it is told to stop."""
     configure_logging()
+    if options.logging.otlp_traces_endpoint is not None:
+        check_tracing(options.logging.otlp_traces_endpoint)
     listener = bind(options)
 
     async def supervise() -> None:

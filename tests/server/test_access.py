@@ -64,6 +64,7 @@ def test_no_route_but_health_answers_without_a_key(
 ) -> None:
     routes = guarded.request("GET", "/openapi.json", headers=BEARER).json["paths"]
     assert "/metrics" in routes and "/v1/chat/completions" in routes
+    assert "/dashboard/state" in routes
     for path in [*routes, "/docs", "/openapi.json", "/nothing", "//health", "/v1/"]:
         for method in ("GET", "POST"):
             reply = guarded.request(method, path, None, headers)
@@ -72,6 +73,24 @@ def test_no_route_but_health_answers_without_a_key(
             else:
                 assert reply.status == 401, path
                 assert reply.error["type"] == "AuthenticationError"
+
+
+def test_the_page_is_there_without_a_key(guarded: RunningServer) -> None:
+    for path in ("/", "/static/main.js", "/static/style.css"):
+        assert guarded.request("GET", path).status == 200
+
+
+def test_the_page_names_no_requests_of_other_keys(guarded: RunningServer) -> None:
+    client = guarded.client(api_key="second-key")
+    stream = client.completions.create(
+        model="one", prompt="Hi", max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+    )
+    own_id = next(iter(stream)).id
+    for key, seen in (("second-key", own_id), ("first-key", None)):
+        headers = {"Authorization": f"Bearer {key}"}
+        (one,) = guarded.request("GET", "/dashboard/state", headers=headers).json["running"]
+        assert one["request_id"] == seen and one["prompt_tokens"] > 0
+    stream.close()
 
 
 def test_wrong_key_in_the_client(guarded: RunningServer) -> None:

@@ -20,7 +20,7 @@ LONG = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True}
 def small() -> Iterator[RunningServer]:
     """One request runs, two may wait."""
     limits = ("--max-num-seqs", "1", "--max-num-queued-reqs", "2", "--admin-key", "admin")
-    limits += ("--log-requests",)
+    limits += ("--enable-log-requests",)
     server = RunningServer.start(*limits, "--max-num-batched-tokens", "32", *ENGINE)
     assert server.url, "".join(server.lines)
     yield server
