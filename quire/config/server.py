@@ -56,6 +56,13 @@ class NetworkOptions(CheckedOptions):
         rule="a number of bytes or a size such as 32MiB",
         convert=as_bytes,
     )
+    client_timeout_s: float = option(
+        60.0,
+        "Longest wait for a client to send 64 KiB of its request (or the rest of it), or to take "
+        "up more of its reply.",
+        accepts=lambda value: value > 0,
+        rule="above 0",
+    )
 
 
 @dataclass(frozen=True)

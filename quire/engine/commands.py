@@ -61,6 +61,12 @@ def set_log_level(core: EngineCore, level: str) -> None:
     logging.getLogger("quire").setLevel(level)
 
 
+def check_books(core: EngineCore) -> int:
+    """Raise unless every block is accounted for; returns how many are in use."""
+    core.scheduler.check_books()
+    return core.scheduler.kv.pool.num_used
+
+
 def abort_client(core: EngineCore, client_index: int) -> None:
     """End all requests of a client that is gone."""
     for request_id, sequences in list(core.scheduler.requests.items()):
@@ -80,6 +86,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         pause,
         resume,
         set_log_level,
+        check_books,
     )
 }
 

@@ -52,6 +52,10 @@ class KeyRing:
     def is_open(self) -> bool:
         return not self.digests
 
+    @property
+    def is_single(self) -> bool:
+        return len(set(self.digests)) == 1
+
     def find(self, key: str) -> str | None:
         """A name for the holder of a key, or None if the key is not on the ring."""
         own = _digest(key)

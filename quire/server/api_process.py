@@ -33,6 +33,7 @@ from quire.protocol.control import (
 from quire.protocol.errors import QuireError
 from quire.server.app import build_app
 from quire.server.children import MAX_LINE_BYTES
+from quire.server.connection import bounded_connections
 from quire.server.state import ServerState
 
 
@@ -122,8 +123,10 @@ def uvicorn_config(app: Any, options: ServerOptions) -> uvicorn.Config:
     network = options.network
     return uvicorn.Config(
         app,
+        http=bounded_connections(network.client_timeout_s),
+        ws="none",
         log_config=None,
-        log_level="warning",
+        log_level="error",
         access_log=False,
         server_header=False,
         root_path=network.root_path,

@@ -100,11 +100,18 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
+        cause = error.__cause__
+        if error.status_code == 400 and isinstance(cause, ValueError | RecursionError):
+            return error_response(400, f"the body is not JSON that can be read: {cause}.")
         return error_response(error.status_code, str(error.detail))
+
+    @app.exception_handler(RecursionError)
+    async def on_deep_body(request: Request, error: RecursionError) -> Response:
+        return error_response(400, "the body is nested too deeply; send a flatter one.")
 
     @app.exception_handler(Exception)
     async def on_bug(request: Request, error: Exception) -> Response:
-        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        logger.error("%s %r failed", request.method, request.url.path, exc_info=error)
         return error_response(500, "The server failed on this request; its log says why.")
 
 
@@ -114,6 +121,9 @@ def validation_response(error: RequestValidationError) -> Response:
     if first.get("type") == "json_invalid":
         reason = first.get("ctx", {}).get("error", "")
         return error_response(400, f"the body is not JSON: {reason} (at character {where[0]}).")
+    if not where and first.get("type") == "model_attributes_type":
+        text = "the body is not a JSON object; send one, with 'Content-Type: application/json'."
+        return error_response(400, text)
     path = ".".join(where)
     name = where[0] if where else None
     text = f"{path or 'the body'}: {first.get('msg', 'is not valid')}."

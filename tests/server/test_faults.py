@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,22 +13,9 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.running import BROKEN_OFF, ENGINE, RunningServer
+from tests.server.running import BROKEN_OFF, ENGINE, RunningServer, eventually, gauge
 
 LONG: Any = {"prompt": "Once upon a time", "max_tokens": 900, "extra_body": {"ignore_eos": True}}
-
-
-def eventually(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen"
-        time.sleep(0.02)
-
-
-def gauge(server: RunningServer, name: str) -> float:
-    text = server.request("GET", "/metrics").body.decode()
-    (line,) = [x for x in text.splitlines() if x.startswith(f"quire:{name}{{")]
-    return float(line.rpartition(" ")[2])
 
 
 @pytest.fixture
@@ -74,11 +59,7 @@ def test_client_that_leaves_frees_its_blocks(server: RunningServer, model: str) 
     assert gauge(server, "num_requests_running") == 1
     stream.close()
     eventually(lambda: gauge(server, "num_requests_running") == 0, "the end of the stream")
-    address = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((address[0], int(address[1]))) as raw:
-        body = b'{"prompt": "Hi", "max_tokens": 900, "ignore_eos": true}'
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
-        raw.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+    with server.send({"prompt": "Hi", "max_tokens": 900, "ignore_eos": True}):
         eventually(lambda: gauge(server, "num_requests_running") == 1, "the request")
     eventually(lambda: gauge(server, "num_requests_running") == 0, "the end of the request")
     assert gauge(server, "kv_cache_usage_perc") == 0

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.running import ENGINE, RunningServer
-from tests.server.test_faults import eventually, gauge
+from tests.server.running import ADMIN, ENGINE, RunningServer, eventually, gauge
 
-ADMIN = {"Authorization": "Bearer admin"}
 LONG = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True}
 
 
