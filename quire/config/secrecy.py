@@ -19,8 +19,7 @@ def hide_from_process_list(secrets: Iterable[str]) -> None:
     start, end = int(fields[ARG_START]), int(fields[ARG_END])
     if not start < end:
         return
-    memory = (ctypes.c_char * (end - start)).from_address(start)
-    memory[:] = hidden(memory.raw, secrets)  # type: ignore[assignment]
+    ctypes.memmove(start, hidden(ctypes.string_at(start, end - start), secrets), end - start)
 
 
 def hidden(arguments: bytes, secrets: Iterable[str]) -> bytes:

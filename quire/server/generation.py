@@ -108,7 +108,7 @@ class Generation:
             work = self._stream.embeddings(params)
             return await unless_disconnected(self._request.receive, work)
         finally:
-            self._close()
+            self._stream.close()
 
     async def begin(self) -> bool:
         """Wait for the first news, so that a request which fails before gets a status of its own
