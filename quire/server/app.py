@@ -9,6 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from quire import __version__
 from quire.server import admin, metrics, operations
+from quire.server.anthropic import messages
 from quire.server.dashboard import page
 from quire.server.dashboard import state as dashboard_state
 from quire.server.errors import add_error_handlers
@@ -25,7 +26,7 @@ def build_app(state: ServerState) -> Any:
     app.state.server = state
     add_error_handlers(app)
     openai_routes = (completions, chat, embeddings, responses)
-    for module in (operations, metrics, *openai_routes, page, dashboard_state):
+    for module in (operations, metrics, *openai_routes, messages, page, dashboard_state):
         app.include_router(module.router)
     if not state.admin_keys.is_open:
         app.include_router(admin.router)

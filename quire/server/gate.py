@@ -10,6 +10,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 
 from quire.server.access import ADMIN_PREFIX, OPEN_PATHS, STATIC_PREFIX, KeyRing
+from quire.server.dialect import dialect_of
 from quire.server.errors import error_response
 
 Scope = MutableMapping[str, Any]
@@ -34,25 +35,29 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
-        request_id = _request_id(headers)
-        path = _route(scope)
+        headers, path = dict(scope["headers"]), _route(scope)
+        request_id, dialect = _request_id(headers), dialect_of(path)
         tenant = self._tenant(path, headers)
         state = scope.setdefault("state", {})
-        state["request_id"], state["tenant"] = request_id, tenant
+        state |= {"request_id": request_id, "tenant": tenant, "dialect": dialect}
+        ids = [(name, request_id.encode()) for name in dialect.id_headers]
 
         async def answer(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                message["headers"] = [*message["headers"], *ids]
             await send(message)
 
         is_open = path in OPEN_PATHS or path.startswith(STATIC_PREFIX)
         if tenant is None and not is_open:
-            text = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'."
-            await error_response(401, text)(scope, receive, answer)
+            text = (
+                "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or "
+                "'x-api-key: KEY'."
+            )
+            await error_response(401, text, dialect=dialect)(scope, receive, answer)
             return
         if _content_length(headers) > self._max_body_bytes:
-            await error_response(413, self._too_large)(scope, receive, answer)
+            too_large = error_response(413, self._too_large, dialect=dialect)
+            await too_large(scope, receive, answer)
             return
         await self._app(scope, self._bounded(receive), answer)
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -32,12 +33,22 @@ def test_killed_engine(own_server: RunningServer) -> None:
     model = client.models.list().data[0].id
     stream = client.completions.create(model=model, stream=True, **LONG)
     next(iter(stream))
+    chat: Any = {"model": model, "extra_body": {"ignore_eos": True}, "stream": True}
+    events = client.responses.create(input="Hi", max_output_tokens=900, **chat)
+    claude = anthropic.Anthropic(base_url=own_server.url, api_key="none", max_retries=0)
+    hello: Any = [{"role": "user", "content": "Hi"}]
+    message = claude.messages.create(messages=hello, max_tokens=900, **chat)
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(lambda: client.completions.create(model=model, **LONG))
-        eventually(lambda: gauge(own_server, "num_requests_running") == 2, "the second request")
+        eventually(lambda: gauge(own_server, "num_requests_running") == 4, "the last request")
         os.kill(own_server.engine_pid(), signal.SIGKILL)
         with pytest.raises(openai.APIError, match="SIGKILL"):
             list(stream)
+        with pytest.raises(anthropic.APIStatusError, match=r"overloaded_error.*SIGKILL"):
+            list(message)
+        failed: Any = list(events)[-1]
+        assert failed.type == "response.failed" and "SIGKILL" in failed.response.error.message
+        assert failed.response.output[0].status == "incomplete"
         with pytest.raises(openai.InternalServerError, match="SIGKILL") as caught:
             waiting.result()
     assert caught.value.status_code == 503 and "retry-after" in caught.value.response.headers

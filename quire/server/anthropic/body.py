@@ -1,0 +1,82 @@
+"""What a request to `/v1/messages` says: its body, and its turns as a conversation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.protocol.errors import RequestError
+from quire.server.bodies import ConversationBody
+from quire.server.conversation import text_parts
+
+TEXT_BLOCKS = ("text",)
+ROLES = ("user", "assistant", "system")
+
+
+class CountBody(ConversationBody):
+    """A conversation; what is asked of `/v1/messages/count_tokens`."""
+
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None
+    """Marks what to cache; here all prompts are, so marks say nothing new."""
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        if self.n not in (None, 1):
+            raise RequestError(f"n={self.n} is not supported here; send several requests.")
+        if self.tools:
+            raise RequestError(
+                f"tools holds {len(self.tools)} tools, but calls are not supported here yet; "
+                "leave it out."
+            )
+        if (self.tool_choice or {}).get("type") in ("any", "tool"):
+            raise RequestError(f"tool_choice={self.tool_choice!r} is not supported yet.")
+        if (self.thinking or {}).get("type", "disabled") != "disabled":
+            raise RequestError(
+                f"thinking={self.thinking!r} is not supported yet; use {{'type': 'disabled'}}."
+            )
+        if (self.output_config or {}).get("format") is not None:
+            raise RequestError("output_config has a format, which is not supported yet.")
+
+    @property
+    def continues(self) -> bool:
+        """Whether the reply goes on from the last message instead of following it."""
+        return bool(self.messages) and self.messages[-1].get("role") == "assistant"
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages as chat templates read them: turns of the same role become one."""
+        if not self.messages:
+            raise RequestError("messages is an empty list; give at least one message.")
+        turns: list[dict[str, Any]] = []
+        if self.system is not None:
+            turns.append({"role": "system", "content": _text_blocks(self.system, "system")})
+        for index, message in enumerate(self.messages):
+            role, where = message.get("role"), f"messages[{index}]"
+            if role not in ROLES:
+                raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}, got {role!r}.")
+            content = _text_blocks(message.get("content"), f"{where}.content")
+            if turns and turns[-1]["role"] == role:
+                turns[-1]["content"] += content
+            else:
+                turns.append({"role": role, "content": content})
+        return turns
+
+
+class MessagesBody(CountBody):
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        if self.stop is not None and self.stop_sequences is not None:
+            raise RequestError("stop is another name of stop_sequences here; give one of them.")
+
+
+def _text_blocks(content: Any, where: str) -> list[dict[str, Any]]:
+    return text_parts(content, TEXT_BLOCKS, where)
