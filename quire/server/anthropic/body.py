@@ -5,19 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from quire.protocol.errors import RequestError
-from quire.server.bodies import ConversationBody
+from quire.server.bodies import MessageBody
 from quire.server.conversation import text_parts
 
 TEXT_BLOCKS = ("text",)
 ROLES = ("user", "assistant", "system")
 
 
-class CountBody(ConversationBody):
+class CountBody(MessageBody):
     """A conversation; what is asked of `/v1/messages/count_tokens`."""
 
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
@@ -26,13 +25,7 @@ class CountBody(ConversationBody):
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
-        if self.n not in (None, 1):
-            raise RequestError(f"n={self.n} is not supported here; send several requests.")
-        if self.tools:
-            raise RequestError(
-                f"tools holds {len(self.tools)} tools, but calls are not supported here yet; "
-                "leave it out."
-            )
+        self.refuse("logprob_token_ids")
         if (self.tool_choice or {}).get("type") in ("any", "tool"):
             raise RequestError(f"tool_choice={self.tool_choice!r} is not supported yet.")
         if (self.thinking or {}).get("type", "disabled") != "disabled":
