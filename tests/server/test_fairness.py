@@ -42,7 +42,7 @@ def num_waiting(server: RunningServer) -> float:
 def fill_queue(server: RunningServer) -> list[socket.socket]:
     """A's thousand requests, in a few HTTP requests whose replies nobody waits for; A calls itself
     a new tenant in each of them."""
-    body = {"prompt": [f"{i} is a number" for i in range(100)], "max_tokens": 500}
+    body = {"prompt": [f"{i} is a number" for i in range(100)], "max_tokens": 50}
     return [
         server.send(body | {"ignore_eos": True}, headers=bearer("a", **{"X-Tenant": f"part-{i}"}))
         for i in range(NUM_REQUESTS // 100)
