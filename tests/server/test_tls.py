@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import ssl
 import subprocess
 import urllib.error
 import urllib.request
@@ -11,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.server.running import RunningServer
@@ -19,6 +17,7 @@ from tests.server.running import RunningServer
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 
 SITE = "https://pages.example"
+KEY = {"Authorization": "Bearer sesame"}
 
 
 @dataclass
@@ -55,24 +54,18 @@ def secure(files: Files, tiny_model: Path) -> Iterator[RunningServer]:
         *("--root-path", "/behind"),
     )
     assert server.url, "".join(server.lines)
+    server.certificate = files.certificate
     yield server
     assert server.stop() == 0
 
 
-@pytest.fixture(scope="module")
-def client(secure: RunningServer, files: Files) -> Iterator[httpx.Client]:
-    context = ssl.create_default_context(cafile=str(files.certificate))
-    headers = {"Authorization": "Bearer sesame"}
-    with httpx.Client(base_url=secure.url, verify=context, headers=headers) as client:
-        yield client
-
-
-def test_requests_over_https(secure: RunningServer, client: httpx.Client) -> None:
+def test_requests_over_https(secure: RunningServer) -> None:
     assert secure.url.startswith("https://")
     body = {"prompt": "Hi", "max_tokens": 3, "ignore_eos": True}
-    assert client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 3
-    with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as reply:
-        assert reply.read().endswith(b"data: [DONE]\n\n")
+    whole = secure.request("POST", "/v1/completions", body, KEY)
+    assert whole.json["usage"]["completion_tokens"] == 3
+    streamed = secure.request("POST", "/v1/completions", {**body, "stream": True}, KEY)
+    assert streamed.body.endswith(b"data: [DONE]\n\n")
 
 
 def test_who_does_not_know_the_certificate_stays_away(secure: RunningServer) -> None:
@@ -86,27 +79,27 @@ def test_plain_http_is_not_answered(secure: RunningServer) -> None:
         assert not connection.recv(100).startswith(b"HTTP/")
 
 
-def test_only_sites_that_were_named_may_call(client: httpx.Client) -> None:
+def test_only_sites_that_were_named_may_call(secure: RunningServer) -> None:
     wanted = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-tenant"}
-    asked = client.options("/v1/completions", headers={"Origin": SITE, **wanted})
-    assert asked.status_code == 200
-    assert asked.headers["access-control-allow-origin"] == SITE
-    other = client.options("/v1/completions", headers={"Origin": "https://evil.example", **wanted})
-    assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
-    reply = client.get("/version", headers={"Origin": SITE})
-    assert reply.headers["access-control-allow-origin"] == SITE
+    allowed = "access-control-allow-origin"
+    asked = secure.request("OPTIONS", "/v1/completions", None, {"Origin": SITE, **wanted})
+    assert asked.status == 200 and asked.headers[allowed] == SITE
+    elsewhere = {"Origin": "https://evil.example", **wanted}
+    other = secure.request("OPTIONS", "/v1/completions", None, elsewhere)
+    assert other.status == 400 and allowed not in other.headers
+    assert secure.request("GET", "/version", None, {"Origin": SITE, **KEY}).headers[allowed] == SITE
 
 
-@pytest.mark.parametrize("key", ["sesame", "wrong"])
+@pytest.mark.parametrize("key", ["sesame", "wrong", ""])
 def test_admin_routes_need_the_admin_key_wherever_a_proxy_shows_them(
-    client: httpx.Client, key: str
+    secure: RunningServer, key: str
 ) -> None:
     for path in ("/admin/reset_prefix_cache", "/behind/admin/reset_prefix_cache"):
-        reply = client.post(path, headers={"Authorization": f"Bearer {key}"})
-        assert reply.status_code in (401, 404)
-    assert client.get("/health", headers={"Authorization": ""}).status_code == 200
+        reply = secure.request("POST", path, None, {"Authorization": f"Bearer {key}"})
+        assert reply.status in (401, 404)
+    assert secure.request("GET", "/health").status == 200
     headers = {"Authorization": "Bearer open-sesame"}
-    assert client.post("/admin/reset_prefix_cache", headers=headers).status_code == 200
+    assert secure.request("POST", "/admin/reset_prefix_cache", None, headers).status == 200
 
 
 def test_keys_are_not_in_the_list_of_processes(secure: RunningServer) -> None:
