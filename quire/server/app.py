@@ -12,7 +12,7 @@ from quire.server import admin, metrics, operations
 from quire.server.anthropic import messages
 from quire.server.dashboard import page
 from quire.server.dashboard import state as dashboard_state
-from quire.server.errors import add_error_handlers
+from quire.server.errors import ERRORS, add_error_handlers
 from quire.server.finished import Observer, Watch
 from quire.server.gate import Gate
 from quire.server.openai import chat, completions, embeddings, responses
@@ -22,7 +22,7 @@ from quire.server.state import ServerState
 
 def build_app(state: ServerState) -> Any:
     """All routes behind the gate."""
-    app = FastAPI(title="Quire", version=__version__, redoc_url=None)
+    app = FastAPI(title="Quire", version=__version__, redoc_url=None, responses=ERRORS)
     app.state.server = state
     add_error_handlers(app)
     openai_routes = (completions, chat, embeddings, responses)

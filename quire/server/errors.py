@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -27,6 +28,24 @@ logger = logging.getLogger(__name__)
 RETRY_AFTER_S = 5.0
 """When to come back after the engine died: about what a small model takes to start."""
 MAX_MESSAGE = 2000
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorReply(BaseModel):
+    error: ErrorDetail
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorReply, "description": "The request cannot be answered as it is."},
+    "503": {"model": ErrorReply, "description": "Overloaded, or the engine is down."},
+}
+"""Of every route, as the description of the API has them."""
 
 
 class UnknownModelError(RequestError):

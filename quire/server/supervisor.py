@@ -185,10 +185,18 @@ class Supervisor:
 
     async def _drain(self, apis: list[asyncio.Task[None]]) -> None:
         self._tell_apis(Drain())
+        self._listener.close()  # with the last one of those, so that who comes now is refused
+        resuming = asyncio.create_task(self._resume())
         timeout = self._options.serving.drain_timeout_s
         _, slow = await asyncio.wait(apis, timeout=timeout)
+        resuming.cancel()
         if slow:
             logger.warning("open requests were ended after drain_timeout_s=%g", timeout)
+
+    async def _resume(self) -> None:
+        """A paused engine would never finish what is open."""
+        with contextlib.suppress(EngineDeadError):
+            await self._client.command("resume", type(None))
 
     async def _end_children(self) -> None:
         for child in self._children():

@@ -7,6 +7,7 @@ import json
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -73,6 +74,8 @@ class RunningServer:
     process: subprocess.Popen[str]
     url: str = ""
     lines: list[str] = field(default_factory=list)
+    certificate: Path | None = None
+    """Which one its HTTPS clients trust, besides the system's."""
 
     @classmethod
     def start(cls, *flags: str, module: str = "quire", command: str = "serve") -> RunningServer:
@@ -108,7 +111,11 @@ class RunningServer:
     ) -> HttpReply:
         """One request without any client library; `body` is sent as JSON unless it is bytes."""
         address = urlsplit(self.url)
-        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=120)
+        host, port = address.hostname or "", address.port
+        connection = http.client.HTTPConnection(host, port, timeout=120)
+        if address.scheme == "https":
+            trust = ssl.create_default_context(cafile=self.certificate)
+            connection = http.client.HTTPSConnection(host, port, timeout=120, context=trust)
         data = body if body is None or isinstance(body, bytes) else json.dumps(body)
         connection.request(
             method, path, data, {"Content-Type": "application/json", **(headers or {})}

@@ -171,6 +171,7 @@ def test_websockets_are_not_spoken(hasty: RunningServer) -> None:
     assert hasty.request("GET", "/version", None, headers).status == 200
 
 
+@pytest.mark.slow
 def test_a_client_that_never_reads(hasty: RunningServer) -> None:
     """It loses its connection and the engine its request, long before all is generated; a client
     beside it is answered, and the server does not keep what is not read."""
@@ -190,6 +191,7 @@ def test_a_client_that_never_reads(hasty: RunningServer) -> None:
     assert all(after[name] < before[name] + (64 << 20) for name in before), (before, after)
 
 
+@pytest.mark.slow
 def test_thousands_of_aborted_connections(hasty: RunningServer) -> None:
     """Clients that go away before, while or after they are answered leave nothing behind."""
     body = {**BODY, "max_tokens": 500}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,9 @@ NUM_REQUESTS = 1000
 
 @pytest.fixture(scope="module")
 def shared(tiny_model: Path) -> Iterator[RunningServer]:
-    """One request runs at a time; A's thousand fill the queue."""
+    """One request runs at a time; A's thousand fill its place and the queue."""
     keys = ("--api-key", "key-a", "--api-key", "key-b")
-    limits = ("--max-num-seqs", "1", "--max-num-queued-reqs", str(NUM_REQUESTS))
+    limits = ("--max-num-seqs", "1", "--max-num-queued-reqs", str(NUM_REQUESTS - 1))
     server = RunningServer.start("--model", str(tiny_model), *TINY, *keys, *limits)
     assert server.url, "".join(server.lines)
     yield server
@@ -41,7 +42,7 @@ def num_waiting(server: RunningServer) -> float:
 def fill_queue(server: RunningServer) -> list[socket.socket]:
     """A's thousand requests, in a few HTTP requests whose replies nobody waits for; A calls itself
     a new tenant in each of them."""
-    body = {"prompt": [f"{i} is a number" for i in range(100)], "max_tokens": 500}
+    body = {"prompt": [f"{i} is a number" for i in range(100)], "max_tokens": 50}
     return [
         server.send(body | {"ignore_eos": True}, headers=bearer("a", **{"X-Tenant": f"part-{i}"}))
         for i in range(NUM_REQUESTS // 100)
@@ -76,7 +77,7 @@ def unguarded(tiny_model: Path) -> Iterator[RunningServer]:
 
 
 def test_without_keys_the_header_tells_tenants_apart(unguarded: RunningServer) -> None:
-    """A's four fill the queue; B, who has a share of two, is still taken."""
+    """A's five fill the row and the queue; B, who has a share of two, is still taken."""
     assert unguarded.request("POST", "/admin/pause", {"mode": "drain"}, ADMIN).status == 200
     body = {"prompt": "Hi", "max_tokens": 1}
     held = [unguarded.send(body, headers={"X-Tenant": "a"}) for _ in range(5)]
@@ -90,3 +91,14 @@ def test_without_keys_the_header_tells_tenants_apart(unguarded: RunningServer) -
         assert connection.recv(20).startswith(b"HTTP/1.1 200 ")
         connection.close()
     unguarded.assert_at_rest()
+
+
+def test_a_paused_server_finishes_what_is_open_when_it_is_told_to_stop(
+    unguarded: RunningServer,
+) -> None:
+    assert unguarded.request("POST", "/admin/pause", {"mode": "hold"}, ADMIN).status == 200
+    with unguarded.send({"prompt": "Hi", "max_tokens": 1}) as waiting:
+        eventually(lambda: gauge(unguarded, "num_requests_waiting") == 1, "the request")
+        unguarded.process.send_signal(signal.SIGTERM)
+        assert waiting.recv(20).startswith(b"HTTP/1.1 200 ")
+    assert unguarded.process.wait(60) == 0
