@@ -1,0 +1,118 @@
+"""How models write tool calls, and which of these formats a chat template asks for."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import lru_cache
+
+from quire.protocol.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """One way to write calls as text."""
+
+    name: str
+    openers: tuple[str, ...]
+    """Any of these says that a call follows."""
+    closers: tuple[str, ...] = ()
+    is_bare: bool = False
+    """Whether calls also come without a marker, as JSON at the beginning of a line. What looks
+    like one counts only if it names a tool of the request."""
+    names_first: bool = False
+    """Whether a call may be its name and then its arguments, instead of one object."""
+    separators: str = ""
+    """What may stand between calls that have no markers of their own."""
+    has_short_ids: bool = False
+    """Whether the template takes ids of nine letters and digits only."""
+
+    call_start: str = '{"name": '
+    """How a call is written when it is enforced: this, the name, the middle, the arguments, the
+    end; and what stands before, between and after calls."""
+    call_middle: str = ', "arguments": '
+    call_end: str = "}"
+    before: str = ""
+    between: str = "\n"
+    after: str = ""
+
+
+HERMES = ToolFormat(
+    "hermes",
+    openers=("<tool_call>",),
+    closers=("</tool_call>",),
+    call_start='<tool_call>\n{"name": ',
+    call_end="}\n</tool_call>",
+)
+LLAMA3_JSON = ToolFormat(
+    "llama3_json",
+    openers=("<|python_tag|>",),
+    is_bare=True,
+    separators=";,",
+    call_middle=', "parameters": ',
+    between="; ",
+)
+MISTRAL = ToolFormat(
+    "mistral",
+    openers=("[TOOL_CALLS]",),
+    names_first=True,
+    has_short_ids=True,
+    before="[TOOL_CALLS] [",
+    between=", ",
+    after="]",
+)
+JSON = ToolFormat(
+    "json",
+    openers=("```json\n", "```\n"),
+    closers=("```",),
+    is_bare=True,
+    separators=";,",
+)
+FORMATS = {one.name: one for one in (HERMES, LLAMA3_JSON, MISTRAL, JSON)}
+
+# What a template mentions -> the format it asks for, or None: one that cannot be read.
+_SIGNS: tuple[tuple[str, ToolFormat | None], ...] = (
+    ("<function=", None),
+    ("<arg_key>", None),
+    ("<|tool_calls_section_begin|>", None),
+    ("<tool_call>", HERMES),
+    ("[TOOL_CALLS]", MISTRAL),
+    ("<|python_tag|>", LLAMA3_JSON),
+    ("<|start_header_id|>", LLAMA3_JSON),
+)
+
+
+def find_format(template: str, chosen: str = "auto") -> ToolFormat:
+    """The format to read: `chosen` by name, or what the template asks for."""
+    if chosen != "auto":
+        return named_format(chosen)
+    return _detect(template)
+
+
+def named_format(name: str) -> ToolFormat:
+    if name not in FORMATS:
+        raise RequestError(
+            f"tool_call_parser must be one of auto, {', '.join(FORMATS)}, got {name!r}."
+        )
+    return FORMATS[name]
+
+
+@lru_cache(maxsize=64)
+def _detect(template: str) -> ToolFormat:
+    for sign, found in _SIGNS:
+        if sign in template and "tools" in template:
+            if found is not None:
+                return found
+            logger.warning(
+                "tool calls: the chat template has %r, a format that is not read here; calls are "
+                "looked for as JSON. --tool-call-parser sets another format",
+                sign,
+            )
+            return JSON
+    logger.info(
+        "tool calls: the chat template shows no known format, so calls are asked for and read "
+        'as JSON {"name": ..., "arguments": ...}; --tool-call-parser sets another format'
+    )
+    return JSON
