@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.frontend.collector import OpenRequest
+from quire.frontend.embedding import PoolingParams, checked_params, embedding_of
 from quire.frontend.engine_client import EngineClient, ThreadEngineClient
 from quire.frontend.inputs import Prompt, TokenizationOptions, parse_prompts
-from quire.frontend.outputs import RequestOutput
+from quire.frontend.outputs import EmbeddingRequestOutput, RequestOutput
 from quire.frontend.session import Session, request_failure, start_session
 from quire.frontend.tokenizer import Tokenizer
 from quire.metrics.instruments import Metric, Readings
@@ -70,6 +71,13 @@ class OutputStream:
             self._unfinished = [i for i in self._unfinished if not self.requests[i].finished]
         return news
 
+    async def embeddings(self, params: PoolingParams) -> list[EmbeddingRequestOutput]:
+        """The vectors of pooling requests, once they are all there."""
+        while await self.read():
+            pass
+        death = self._llm.client.death
+        return [embedding_of(request, params, death) for request in self.requests]
+
     def close(self) -> None:
         for request in self.requests:
             self._llm.forget(request)
@@ -116,13 +124,7 @@ class AsyncLLM:
         """Outputs of one prompt, as `output_kind` says. Leaving the loop aborts the request."""
         if lora_request is not None:
             raise RequestError(f"lora_request is not supported yet, got {lora_request!r}.")
-        prompts = parse_prompts(prompt)
-        if len(prompts) != 1:
-            raise RequestError(f"generate takes one prompt, got {len(prompts)}.")
-        options = TokenizationOptions.from_kwargs(tokenization_kwargs)
-        self.session.inputs.tokenize(prompts, options)
-        if request_id is not None and self._named(request_id):
-            raise RequestError(f"request_id {request_id!r} is already in use.")
+        prompts = self._parse_one("generate", prompt, request_id, tokenization_kwargs)
         terms = RequestTerms(priority)
         stream = await self.open_stream(prompts, sampling_params, request_id, terms)
         try:
@@ -133,20 +135,41 @@ class AsyncLLM:
         finally:
             stream.close()
 
+    async def embed(
+        self,
+        prompt: Any,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> EmbeddingRequestOutput:
+        """The vector of one prompt. Cancelling the call aborts the request."""
+        params = checked_params(pooling_params, self.model_config.hidden_size)
+        prompts = self._parse_one("embed", prompt, request_id, tokenization_kwargs)
+        stream = await self.open_stream(prompts, params, request_id, RequestTerms(priority))
+        try:
+            return (await stream.embeddings(params))[0]
+        finally:
+            stream.close()
+
     async def open_stream(
         self,
         prompts: Sequence[Prompt],
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         name: str | None = None,
         terms: RequestTerms | None = None,
     ) -> OutputStream:
         """Hand prompts that are tokenised already to the engine: all of them or none."""
         self._bind_loop()
         terms = terms or RequestTerms()
+        pooling = None
+        if isinstance(params, PoolingParams):
+            pooling, params = params.pooling, params.sampling()
         params = params or self.session.default_params
         news, requests = asyncio.Event(), list[OpenRequest]()
         prepared = self.session.inputs.prepare_params(params)
-        made = [self._new_request(prompt, prepared, name, terms) for prompt in prompts]
+        made = [self._new_request(prompt, prepared, name, terms, pooling) for prompt in prompts]
         try:
             for new, prompt in zip(made, prompts, strict=True):
                 known_as = name or f"quire-{new.key}"
@@ -199,11 +222,33 @@ class AsyncLLM:
 
     # --- inside -----------------------------------------------------------------------------------
 
+    def _parse_one(
+        self,
+        method: str,
+        prompt: Any,
+        request_id: str | None,
+        tokenization_kwargs: Mapping[str, Any] | None,
+    ) -> list[Prompt]:
+        """The prompt of a call for a single one, tokenised."""
+        prompts = parse_prompts(prompt)
+        if len(prompts) != 1:
+            raise RequestError(f"{method} takes one prompt, got {len(prompts)}.")
+        options = TokenizationOptions.from_kwargs(tokenization_kwargs)
+        self.session.inputs.tokenize(prompts, options)
+        if request_id is not None and self._named(request_id):
+            raise RequestError(f"request_id {request_id!r} is already in use.")
+        return prompts
+
     def _named(self, name: str) -> list[OpenRequest]:
         return [request for request, _ in self._open.values() if request.request_id == name]
 
     def _new_request(
-        self, prompt: Prompt, params: SamplingParams, name: str | None, terms: RequestTerms
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        name: str | None,
+        terms: RequestTerms,
+        pooling: str | None,
     ) -> NewRequest:
         key, now = self.session.take_keys(params.n), time.monotonic()
         return self.session.inputs.new_request(
@@ -217,6 +262,7 @@ class AsyncLLM:
             tenant=terms.tenant,
             deadline=None if terms.timeout_s is None else now + terms.timeout_s,
             wants_progress=terms.wants_progress,
+            pooling=pooling,
         )
 
     def _bind_loop(self) -> None:

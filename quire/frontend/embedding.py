@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from quire.frontend.collector import OpenRequest
 from quire.frontend.inputs import TokenizationOptions, naming_index, parse_prompts
 from quire.frontend.outputs import EmbeddingOutput, EmbeddingRequestOutput
 from quire.frontend.progress import ProgressBar
 from quire.frontend.session import request_failure
-from quire.protocol.errors import RequestError
+from quire.protocol.errors import QuireError, RequestError
 from quire.protocol.plan import Float32Array
+from quire.protocol.sampling import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from quire.frontend.llm import LLM
@@ -41,18 +43,33 @@ class PoolingParams:
         if self.dimensions is not None and self.dimensions < 1:
             raise RequestError(f"dimensions must be at least 1, got {self.dimensions}.")
 
-    def check_dimensions(self, hidden_size: int) -> None:
-        if self.dimensions is not None and self.dimensions > hidden_size:
-            raise RequestError(
-                f"dimensions={self.dimensions} is more than the model's {hidden_size}; lower it."
-            )
-
     def finish(self, vector: Float32Array) -> Float32Array:
         """A pooled vector as the caller wants it: cut first, then scaled, as vLLM does."""
         vector = vector[: self.dimensions]
         if not self.normalize:
             return vector
         return vector / np.maximum(np.linalg.norm(vector), np.float32(1e-12))
+
+    def sampling(self) -> SamplingParams:
+        """What the engine samples by: one token, which only says that the prompt is complete."""
+        return SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+
+def checked_params(params: PoolingParams | None, hidden_size: int) -> PoolingParams:
+    params = params or PoolingParams()
+    if not isinstance(params, PoolingParams):
+        raise RequestError(f"pooling_params must be PoolingParams, got {params!r}.")
+    if params.dimensions is not None and params.dimensions > hidden_size:
+        raise RequestError(
+            f"dimensions={params.dimensions} is more than the model's {hidden_size}; lower it."
+        )
+    return params
 
 
 def embed(
@@ -65,10 +82,7 @@ def embed(
     tokenization_kwargs: Mapping[str, Any] | None = None,
 ) -> list[EmbeddingRequestOutput]:
     """One vector for each prompt, from the model's last hidden states."""
-    params = pooling_params or PoolingParams()
-    if not isinstance(params, PoolingParams):
-        raise RequestError(f"pooling_params must be PoolingParams, got {params!r}.")
-    params.check_dimensions(llm.model_config.hidden_size)
+    params = checked_params(pooling_params, llm.model_config.hidden_size)
     parsed = parse_prompts(prompts)
     if priority is not None and len(priority) != len(parsed):
         raise RequestError(
@@ -80,13 +94,14 @@ def embed(
     for i, prompt in enumerate(parsed):
         with naming_index(i):
             key = llm._session.take_keys(1)
-            new = inputs.new_pooling(
+            new = inputs.new_request(
                 key,
                 str(key),
                 prompt,
-                params.pooling,
+                params.sampling(),
                 arrival_time=core.clock(),
                 priority=priority[i] if priority is not None else 0,
+                pooling=params.pooling,
             )
             core.check(new)
         news.append(new)
@@ -96,15 +111,33 @@ def embed(
     for new in news:
         sequence = ended[new.key]
         if sequence.embedding is None:
-            reason = sequence.error or f"it ended by {sequence.finish_reason}"
-            raise request_failure(reason, core.death)
+            raise no_vector(sequence.error, sequence.finish_reason, core.death)
         outputs.append(
             EmbeddingRequestOutput(
                 request_id=new.request_id,
                 outputs=EmbeddingOutput(params.finish(sequence.embedding).tolist()),
                 prompt_token_ids=new.prompt_token_ids.tolist(),
                 num_cached_tokens=sequence.num_cached_tokens,
-                finished=True,
             )
         )
     return outputs
+
+
+def no_vector(error: str | None, finish_reason: str | None, death: str | None) -> QuireError:
+    """What to raise for a request that ended before its vector was there."""
+    return request_failure(error or f"the request ended by {finish_reason}", death)
+
+
+def embedding_of(
+    request: OpenRequest, params: PoolingParams, death: str | None
+) -> EmbeddingRequestOutput:
+    """What an ended request of the asyncio API came to."""
+    (sequence,) = request.sequences
+    if sequence.embedding is None:
+        raise no_vector(request.error, sequence.finish_reason, death)
+    return EmbeddingRequestOutput(
+        request_id=request.request_id,
+        outputs=EmbeddingOutput(params.finish(sequence.embedding).tolist()),
+        prompt_token_ids=request.prompt_token_ids,
+        num_cached_tokens=request.num_cached_tokens or 0,
+    )

@@ -332,6 +332,7 @@ class InputProcessor:
         tenant: str = "",
         deadline: float | None = None,
         wants_progress: bool = False,
+        pooling: str | None = None,
     ) -> NewRequest:
         """A request from a checked prompt and prepared parameters."""
         assert prompt.token_ids is not None
@@ -355,25 +356,8 @@ class InputProcessor:
             tenant=tenant,
             deadline=deadline,
             wants_progress=wants_progress,
+            pooling=pooling,
         )
-
-    def new_pooling(
-        self,
-        key: int,
-        request_id: str,
-        prompt: Prompt,
-        pooling: str,
-        *,
-        arrival_time: float,
-        priority: int = 0,
-    ) -> NewRequest:
-        """A request for the pooled hidden states of a checked prompt."""
-        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
-        new = self.new_request(
-            key, request_id, prompt, params, arrival_time=arrival_time, priority=priority
-        )
-        new.pooling = pooling
-        return new
 
     def new_beam_search(
         self,

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from quire.frontend.async_llm import OutputStream, RequestTerms
+from quire.frontend.embedding import PoolingParams
 from quire.frontend.inputs import Prompt, TokenizationOptions
-from quire.frontend.outputs import RequestOutput
+from quire.frontend.outputs import EmbeddingRequestOutput, RequestOutput
 from quire.protocol.errors import RequestError
 from quire.protocol.sampling import SamplingParams
 from quire.server.request_log import log_request
@@ -23,55 +24,9 @@ LONG_TEXT = 16_384
 """Characters from which text is tokenised on another thread, so that streams go on meanwhile."""
 
 
-RESERVED_TEMPLATE_KWARGS = (
-    "messages",
-    "tokenize",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tools",
-    "chat_template_content_format",
-    "return_dict",
-)
-
-
 def state_of(request: Request) -> ServerState:
     state: ServerState = request.app.state.server
     return state
-
-
-async def render_chat(
-    state: ServerState,
-    messages: list[dict[str, Any]],
-    *,
-    chat_template: str | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
-    **settings: Any,
-) -> Prompt:
-    """A conversation as a prompt, not tokenised yet."""
-    kwargs = template_kwargs or {}
-    for name in ("chat_template", *RESERVED_TEMPLATE_KWARGS):
-        if name in kwargs:
-            raise RequestError(
-                f"chat_template_kwargs[{name!r}] is a field of the body; set it there."
-            )
-    if chat_template is not None and not state.options.serving.trust_request_chat_template:
-        raise RequestError(
-            "chat_template is refused in requests; start the server with "
-            "--trust-request-chat-template to allow it, or with --chat-template to set one."
-        )
-    if chat_template is None and not state.llm.session.tokenizer.chat_template:
-        raise RequestError(
-            f"messages cannot be rendered: model {state.model_names[0]!r} has no chat template; "
-            "start the server with --chat-template, or use /v1/completions."
-        )
-
-    def render() -> list[Prompt]:
-        return state.llm.session.render(
-            messages, chat_template=chat_template, template_kwargs=kwargs, **settings
-        )
-
-    size = sum(len(str(message.get("content", ""))) for message in messages)
-    return (await off_loop(size, render))[0]
 
 
 async def off_loop(num_characters: int, function: Callable[[], T]) -> T:
@@ -118,16 +73,19 @@ class Generation:
         cls,
         request: Request,
         prompts: list[Prompt],
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         name: str,
         terms: RequestTerms,
+        field: str = "prompt",
     ) -> Generation:
-        """Hand prompts to the engine; returns once it has accepted them all."""
+        """Hand prompts to the engine; returns once it has accepted them all. `field` is where the
+        body has them."""
         state = state_of(request)
         limit = state.llm.options.scheduler.max_num_queued_reqs
-        if limit and len(prompts) * params.n > limit:
+        num_each = params.n if isinstance(params, SamplingParams) else 1
+        if limit and len(prompts) * num_each > limit:
             raise RequestError(
-                f"prompt holds {len(prompts)} prompts with n={params.n}, which is more than "
+                f"{field} holds {len(prompts)} prompts with n={num_each}, which is more than "
                 f"max_num_queued_reqs={limit}; send fewer at once."
             )
         return cls(request, await state.llm.open_stream(prompts, params, name, terms))
@@ -143,6 +101,14 @@ class Generation:
 
         try:
             return await unless_disconnected(self._request.receive, collect())
+        finally:
+            self._close()
+
+    async def embeddings(self, params: PoolingParams) -> list[EmbeddingRequestOutput] | None:
+        """The vectors in the order of the prompts; None if the client left."""
+        try:
+            work = self._stream.embeddings(params)
+            return await unless_disconnected(self._request.receive, work)
         finally:
             self._close()
 

@@ -10,8 +10,9 @@ from starlette.responses import Response
 
 from quire import __version__
 from quire.protocol.errors import RequestError
+from quire.server.conversation import render_chat
 from quire.server.errors import RETRY_AFTER_S, error_response
-from quire.server.generation import off_loop, render_chat, state_of
+from quire.server.generation import off_loop, state_of
 
 router = APIRouter()
 

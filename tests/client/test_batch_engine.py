@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quire.cli import main
 from tests.tiny import ascii_tokenizer, greedy, save_tiny, text_ids
@@ -30,6 +31,7 @@ def test_answers_are_those_of_the_model(tmp_path: Path, capsys: pytest.CaptureFi
     bodies = {
         "completion": ("/v1/completions", {"prompt": prompts[0], **same}),
         "chat": ("/v1/chat/completions", {"messages": messages, **same}),
+        "embedding": ("/v1/embeddings", {"input": prompts[0], "pooling": "mean"}),
         "refused": ("/v1/completions", {"prompt": "x", "temperature": -1}),
     }
     lines = [
@@ -46,7 +48,12 @@ def test_answers_are_those_of_the_model(tmp_path: Path, capsys: pytest.CaptureFi
     }
     assert results["completion"]["body"]["choices"][0]["text"] == texts[0]
     assert results["chat"]["body"]["choices"][0]["message"]["content"] == texts[1]
+    with torch.no_grad():
+        states = model.base_model(torch.tensor([text_ids(prompts[0])])).last_hidden_state[0]
+    vector = torch.nn.functional.normalize(states.mean(0), dim=0).tolist()
+    (embedding,) = results["embedding"]["body"]["data"]
+    assert embedding["embedding"] == pytest.approx(vector, abs=2e-5)
     assert results["completion"]["request_id"]
     assert results["refused"]["status_code"] == 400
     assert "temperature" in results["refused"]["body"]["error"]["message"]
-    assert "2 completed, 1 failed" in capsys.readouterr().err
+    assert "3 completed, 1 failed" in capsys.readouterr().err

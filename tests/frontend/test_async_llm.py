@@ -14,6 +14,7 @@ from quire import (
     LLM,
     AsyncLLM,
     EngineDeadError,
+    PoolingParams,
     QuireError,
     RequestError,
     RequestOutput,
@@ -270,3 +271,20 @@ async def test_refused_arguments(engine: AsyncLLM) -> None:
         await last(engine.generate([1], params(), lora_request="x"))
     with pytest.raises(QuireError, match="Did you mean block_size"):
         AsyncLLM(blok_size=4)
+
+
+async def test_embeddings_beside_generation(engine: AsyncLLM, llm: LLM) -> None:
+    prompts = PROMPTS[4:6]
+    wanted = llm.embed(prompts, pooling_params=PoolingParams(pooling="mean"), use_tqdm=False)
+    running = asyncio.create_task(last(engine.generate("hello", params(max_tokens=8))))
+    mean = PoolingParams(pooling="mean")
+    found = await asyncio.gather(*(engine.embed(prompt, mean) for prompt in prompts))
+    for one, other in zip(found, wanted, strict=True):
+        assert one.prompt_token_ids == other.prompt_token_ids
+        assert one.outputs.embedding == pytest.approx(other.outputs.embedding, abs=2e-5)
+    assert (await running).finished
+    with pytest.raises(RequestError, match="embed takes one prompt, got 2"):
+        await engine.embed(prompts)
+    with pytest.raises(RequestError, match="dimensions=65 is more"):
+        await engine.embed("x", PoolingParams(dimensions=65))
+    await settled(engine)

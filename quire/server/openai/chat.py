@@ -16,14 +16,9 @@ from quire.frontend.outputs import CompletionOutput, RequestOutput
 from quire.protocol.errors import RequestError
 from quire.protocol.output import RequestProgress
 from quire.protocol.sampling import RequestOutputKind, SamplingParams
+from quire.server.conversation import conversation_prompt
 from quire.server.event_stream import CLIENT_LEFT, EventStream
-from quire.server.generation import (
-    Generation,
-    check_max_tokens,
-    render_chat,
-    state_of,
-    tokenize,
-)
+from quire.server.generation import Generation, check_max_tokens, state_of
 from quire.server.openai.logprobs import chat_logprobs
 from quire.server.openai.schemas import ChatBody
 from quire.server.openai.stream import ChunkWriter
@@ -43,7 +38,7 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     prompt = await _render(state, body)
     params = _params(state, body, prompt)
     reply = ChatReply(body, f"chatcmpl-{body.request_id or request.state.request_id}", model)
-    terms = body.terms(request.state.tenant)
+    terms = body.terms(request.state.tenant, body.wants_progress)
     generation = await Generation.start(request, [prompt], params, reply.id, terms)
     if body.stream:
         if not body.usage_options.include_progress and not await generation.begin():
@@ -70,34 +65,22 @@ def _refuse_unsupported(body: ChatBody) -> None:
 
 async def _render(state: ServerState, body: ChatBody) -> Prompt:
     """The conversation as a tokenised prompt."""
-    kwargs = dict(body.chat_template_kwargs or {})
+    kwargs: dict[str, Any] = {}
     if body.documents is not None:
-        kwargs.setdefault("documents", body.documents)
+        kwargs["documents"] = body.documents
     if body.reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+        kwargs["reasoning_effort"] = body.reasoning_effort
     continues = bool(body.continue_final_message)
     generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-
-    prompt = await render_chat(
+    return await conversation_prompt(
         state,
+        body,
         body.messages,
-        chat_template=body.chat_template,
         template_kwargs=kwargs,
         add_generation_prompt=generates,
         continue_final_message=continues,
         tools=None if body.tool_choice == "none" else body.tools,
     )
-    prompt.cache_salt = body.cache_salt
-    await tokenize(
-        state,
-        [prompt],
-        {
-            "add_special_tokens": bool(body.add_special_tokens),
-            "truncate_prompt_tokens": body.truncate_prompt_tokens,
-            "truncation_side": body.truncation_side,
-        },
-    )
-    return prompt
 
 
 def _params(state: ServerState, body: ChatBody, prompt: Prompt) -> SamplingParams:

@@ -43,7 +43,7 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     prompts = await _prompts(state, body)
     params = _params(state, body, prompts)
     response_id = f"cmpl-{body.request_id or request.state.request_id}"
-    terms = body.terms(request.state.tenant)
+    terms = body.terms(request.state.tenant, body.wants_progress)
     generation = await Generation.start(request, prompts, params, response_id, terms)
     echoes = [_text_of(state, prompt) for prompt in prompts] if body.echo else None
     reply = CompletionReply(body, response_id, model, state.llm.session.tokenizer, echoes)
@@ -77,15 +77,7 @@ async def _prompts(state: ServerState, body: CompletionBody) -> list[Prompt]:
         raise RequestError("prompt is an empty list; give at least one prompt.")
     for prompt in prompts:
         prompt.cache_salt = body.cache_salt
-    await tokenize(
-        state,
-        prompts,
-        {
-            "add_special_tokens": body.add_special_tokens,
-            "truncate_prompt_tokens": body.truncate_prompt_tokens,
-            "truncation_side": body.truncation_side,
-        },
-    )
+    await tokenize(state, prompts, body.tokenization(body.add_special_tokens))
     return prompts
 
 

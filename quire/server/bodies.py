@@ -1,0 +1,135 @@
+"""What bodies of all protocols have in common. Values are checked where they are used, so that HTTP
+and Python say the same about them; here only their types are."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from quire.frontend.async_llm import RequestTerms
+from quire.protocol.errors import RequestError
+from quire.protocol.sampling import RepetitionDetectionParams, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+# Fields of SamplingParams that a body cannot set under their own name, and why.
+NOT_IN_BODIES = {
+    "logprobs": "means another thing in each protocol",
+    "max_tokens": "has another default in each protocol",
+    "output_kind": "follows from `stream`",
+    "flat_logprobs": "is a form of Python objects",
+    "extra_args": "is called vllm_xargs",
+    "bad_words_token_ids": "is made from bad_words",
+    "trace_decode_token_ids": "is not supported",
+    "routed_experts_prompt_start": "is not supported",
+}
+
+_unknown_fields: set[str] = set()
+
+
+class RepetitionDetection(BaseModel):
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 2
+
+
+class RequestBody(BaseModel):
+    """What every request to the engine can say."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    timeout_s: float | None = Field(None, gt=0)
+    request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]{1,128}$")
+
+    def note_unknown_fields(self) -> None:
+        """Fields nobody knows are ignored, which the log says once for each."""
+        for name in self.model_extra or ():
+            if name not in _unknown_fields and len(_unknown_fields) < 1000:
+                _unknown_fields.add(name)
+                logger.warning("bodies have a field %.100r, which is unknown and ignored", name)
+
+    def terms(self, tenant: str, wants_progress: bool = False) -> RequestTerms:
+        return RequestTerms(
+            priority=self.priority or 0,
+            tenant=tenant,
+            timeout_s=self.timeout_s,
+            wants_progress=wants_progress,
+        )
+
+    def tokenization(self, add_special_tokens: bool | None) -> dict[str, Any]:
+        return {
+            "add_special_tokens": add_special_tokens,
+            "truncate_prompt_tokens": self.truncate_prompt_tokens,
+            "truncation_side": self.truncation_side,
+        }
+
+
+class GenerationBody(RequestBody):
+    """What every request for text can say: all of `SamplingParams`."""
+
+    stream: bool | None = False
+    n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    prompt_logprob_token_ids: list[int] | None = None
+    prompt_logprob_start: int | None = None
+    detokenize: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    stream_interval: int | None = None
+    repetition_detection: RepetitionDetection | None = None
+    skip_reading_prefix_cache: bool | None = None
+    structured_outputs: Any = None
+    thinking_token_budget: int | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    use_beam_search: bool | None = None
+
+    def refuse_unsupported(self) -> None:
+        if self.use_beam_search:
+            raise RequestError("use_beam_search is not supported over HTTP; leave it out.")
+
+    def sampling_params(self, defaults: SamplingParams, **own: Any) -> SamplingParams:
+        """The parameters of this body; `own` are those that differ between protocols."""
+        given = {
+            item.name: getattr(self, item.name)
+            for item in dataclasses.fields(SamplingParams)
+            if item.name not in NOT_IN_BODIES and getattr(self, item.name) is not None
+        }
+        if self.repetition_detection is not None:
+            values = self.repetition_detection.model_dump()
+            given["repetition_detection"] = RepetitionDetectionParams(**values)
+        if self.vllm_xargs is not None:
+            given["extra_args"] = self.vllm_xargs
+        return dataclasses.replace(defaults, **{**given, **own})
+
+
+class ConversationBody(GenerationBody):
+    """What every request that goes through the chat template can say."""
+
+    add_special_tokens: bool | None = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None

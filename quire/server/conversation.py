@@ -1,0 +1,78 @@
+"""Conversations as prompts; shared by all protocols that have messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.frontend.inputs import Prompt
+from quire.protocol.errors import RequestError
+from quire.server.bodies import ConversationBody
+from quire.server.generation import off_loop, tokenize
+from quire.server.state import ServerState
+
+RESERVED_TEMPLATE_KWARGS = (
+    "messages",
+    "tokenize",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tools",
+    "chat_template_content_format",
+    "return_dict",
+)
+
+
+async def render_chat(
+    state: ServerState,
+    messages: list[dict[str, Any]],
+    *,
+    chat_template: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Prompt:
+    """A conversation as a prompt, not tokenised yet."""
+    kwargs = template_kwargs or {}
+    for name in ("chat_template", *RESERVED_TEMPLATE_KWARGS):
+        if name in kwargs:
+            raise RequestError(
+                f"chat_template_kwargs[{name!r}] is a field of the body; set it there."
+            )
+    if chat_template is not None and not state.options.serving.trust_request_chat_template:
+        raise RequestError(
+            "chat_template is refused in requests; start the server with "
+            "--trust-request-chat-template to allow it, or with --chat-template to set one."
+        )
+    if chat_template is None and not state.llm.session.tokenizer.chat_template:
+        raise RequestError(
+            f"messages cannot be rendered: model {state.model_names[0]!r} has no chat template; "
+            "start the server with --chat-template, or use /v1/completions."
+        )
+
+    def render() -> list[Prompt]:
+        return state.llm.session.render(
+            messages, chat_template=chat_template, template_kwargs=kwargs, **settings
+        )
+
+    size = sum(len(str(message.get("content", ""))) for message in messages)
+    return (await off_loop(size, render))[0]
+
+
+async def conversation_prompt(
+    state: ServerState,
+    body: ConversationBody,
+    messages: list[dict[str, Any]],
+    *,
+    template_kwargs: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Prompt:
+    """A conversation as a tokenised prompt. The body's own template arguments win."""
+    prompt = await render_chat(
+        state,
+        messages,
+        chat_template=body.chat_template,
+        template_kwargs={**(template_kwargs or {}), **(body.chat_template_kwargs or {})},
+        **settings,
+    )
+    prompt.cache_salt = body.cache_salt
+    await tokenize(state, [prompt], body.tokenization(bool(body.add_special_tokens)))
+    return prompt

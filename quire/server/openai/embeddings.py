@@ -1,0 +1,85 @@
+"""`/v1/embeddings`: one vector for each input, pooled from a causal model's hidden states."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import msgspec
+import numpy as np
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from quire.frontend.embedding import PoolingParams, checked_params
+from quire.frontend.inputs import Prompt, parse_prompts
+from quire.frontend.outputs import EmbeddingRequestOutput
+from quire.protocol.errors import RequestError
+from quire.server.event_stream import CLIENT_LEFT
+from quire.server.generation import Generation, state_of, tokenize
+from quire.server.openai.schemas import EmbeddingBody
+from quire.server.state import ServerState
+
+router = APIRouter()
+
+
+@router.post("/v1/embeddings")
+async def create_embedding(body: EmbeddingBody, request: Request) -> Response:
+    state = state_of(request)
+    model = state.check_model(body.model)
+    body.note_unknown_fields()
+    params = _params(state, body)
+    prompts = await _prompts(state, body)
+    name = f"embd-{body.request_id or request.state.request_id}"
+    terms = body.terms(request.state.tenant)
+    generation = await Generation.start(request, prompts, params, name, terms, "input")
+    outputs = await generation.embeddings(params)
+    if outputs is None:
+        return Response(status_code=CLIENT_LEFT)
+    reply = _reply(outputs, model, body.encoding_format == "base64")
+    return Response(msgspec.json.encode(reply), media_type="application/json")
+
+
+def _params(state: ServerState, body: EmbeddingBody) -> PoolingParams:
+    given = {
+        name: value
+        for name in ("pooling", "normalize", "dimensions")
+        if (value := getattr(body, name)) is not None
+    }
+    return checked_params(PoolingParams(**given), state.llm.model_config.hidden_size)
+
+
+async def _prompts(state: ServerState, body: EmbeddingBody) -> list[Prompt]:
+    try:
+        prompts = parse_prompts(body.input)
+        if not prompts:
+            raise RequestError("it is an empty list; give at least one text.")
+        for prompt in prompts:
+            prompt.cache_salt = body.cache_salt
+        await tokenize(state, prompts, body.tokenization(body.add_special_tokens))
+    except RequestError as error:  # names fields of completions
+        raise RequestError(f"input is refused: {error}") from None
+    return prompts
+
+
+def _reply(outputs: list[EmbeddingRequestOutput], model: str, as_bytes: bool) -> dict[str, Any]:
+    num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    return {
+        "object": "list",
+        "data": [
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": _encoded(output.outputs.embedding, as_bytes),
+            }
+            for index, output in enumerate(outputs)
+        ],
+        "model": model,
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+
+
+def _encoded(vector: list[float], as_bytes: bool) -> list[float] | str:
+    """As numbers, or as the base64 text of little-endian 32-bit floats."""
+    if not as_bytes:
+        return vector
+    return base64.b64encode(np.array(vector, "<f4").tobytes()).decode("ascii")
