@@ -11,7 +11,7 @@ from quire import __version__
 from quire.server import admin, metrics, operations
 from quire.server.errors import add_error_handlers
 from quire.server.gate import Gate
-from quire.server.openai import chat, completions, embeddings
+from quire.server.openai import chat, completions, embeddings, responses
 from quire.server.state import ServerState
 
 
@@ -20,7 +20,7 @@ def build_app(state: ServerState) -> Any:
     app = FastAPI(title="Quire", version=__version__, redoc_url=None)
     app.state.server = state
     add_error_handlers(app)
-    for module in (operations, metrics, completions, chat, embeddings):
+    for module in (operations, metrics, completions, chat, embeddings, responses):
         app.include_router(module.router)
     if not state.admin_keys.is_open:
         app.include_router(admin.router)

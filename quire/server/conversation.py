@@ -76,3 +76,24 @@ async def conversation_prompt(
     prompt.cache_salt = body.cache_salt
     await tokenize(state, [prompt], body.tokenization(bool(body.add_special_tokens)))
     return prompt
+
+
+def text_parts(content: Any, kinds: tuple[str, ...], where: str) -> list[dict[str, Any]]:
+    """A message's content as the text parts that templates read; `kinds` are the names that the
+    protocol has for such parts."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise RequestError(f"{where} must be a text or a list of parts, got {content!r:.80}.")
+    parts = []
+    for index, part in enumerate(content):
+        place = f"{where}[{index}]"
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in kinds:
+            raise RequestError(
+                f"{place} is of type {kind!r}, which is not supported; use {' or '.join(kinds)}."
+            )
+        if not isinstance(part.get("text"), str):
+            raise RequestError(f"{place}.text must be a text, got {part.get('text')!r:.80}.")
+        parts.append({"type": "text", "text": part["text"]})
+    return parts

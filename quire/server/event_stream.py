@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -19,14 +19,24 @@ CLIENT_LEFT = 499
 DONE = b"data: [DONE]\n\n"
 
 
+def error_event(error: QuireError) -> bytes:
+    return b"data: %b\n\n" % msgspec.json.encode(error_body(status_of(error), str(error)))
+
+
 class EventStream(Response):
     """Sends what `events` yields as it comes; an error in mid-stream becomes an event too."""
 
-    def __init__(self, events: AsyncIterator[bytes], last: bytes = DONE) -> None:
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        last: bytes = DONE,
+        write_error: Callable[[QuireError], bytes] = error_event,
+    ) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._events = events
         self._last = last
+        self._write_error = write_error
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await unless_disconnected(receive, self._write(send))
@@ -38,8 +48,6 @@ class EventStream(Response):
                 async for data in events:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             except QuireError as error:
-                data = b"data: %b\n\n" % msgspec.json.encode(
-                    error_body(status_of(error), str(error))
-                )
+                data = self._write_error(error)
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": self._last, "more_body": False})

@@ -21,7 +21,7 @@ from quire.server.event_stream import CLIENT_LEFT, EventStream
 from quire.server.generation import Generation, check_max_tokens, state_of
 from quire.server.openai.logprobs import chat_logprobs
 from quire.server.openai.schemas import ChatBody
-from quire.server.openai.stream import ChunkWriter
+from quire.server.openai.stream import ChunkWriter, printable
 from quire.server.openai.usage import Usage
 from quire.server.state import ServerState
 
@@ -199,5 +199,5 @@ class ChatReply:
     def _role(self) -> str:
         """The role that speaks on: a continued message keeps its own."""
         if self._body.continue_final_message:
-            return str(self._body.messages[-1]["role"]).encode("utf-8", "replace").decode()
+            return printable(str(self._body.messages[-1]["role"]))
         return "assistant"

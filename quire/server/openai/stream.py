@@ -11,6 +11,11 @@ from quire.protocol.output import RequestProgress
 encode = msgspec.json.Encoder().encode
 
 
+def printable(text: str) -> str:
+    """A client's text as a reply can repeat it: JSON may hold half a character, UTF-8 may not."""
+    return text.encode("utf-8", "replace").decode()
+
+
 class ChunkWriter:
     """Writes chunks of one reply. What all of them share is encoded once."""
 

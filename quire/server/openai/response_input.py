@@ -1,0 +1,122 @@
+"""What a request to `/v1/responses` says: its body, and its input items as a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from quire.protocol.errors import RequestError
+from quire.server.bodies import ConversationBody
+from quire.server.conversation import text_parts
+
+LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
+"""What `include` may name. No reasoning is parsed out of texts, so there is none to encrypt."""
+STATEFUL = ("store", "previous_response_id", "conversation", "background", "prompt")
+TEXT_PARTS = ("input_text", "output_text", "text")
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+"""Roles of the protocol, and what chat templates call them."""
+
+
+class ResponseBody(ConversationBody):
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    metadata: dict[str, str] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    truncation: str | None = None
+    stream_options: dict[str, Any] | None = None
+    user: str | None = None
+
+    store: bool | None = None
+    previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    background: bool | None = None
+    prompt: dict[str, Any] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.top_logprobs is not None or LOGPROBS in (self.include or ())
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        for name in STATEFUL:
+            if value := getattr(self, name):
+                raise RequestError(
+                    f"{name}={value!r} is not supported: this server keeps no responses. Leave it "
+                    "out, and send the whole conversation as input."
+                )
+        if self.n not in (None, 1):
+            raise RequestError(f"n={self.n} is not supported here; send several requests.")
+        if self.tools:
+            raise RequestError(
+                f"tools holds {len(self.tools)} tools, but calls are not supported here yet; "
+                "leave it out."
+            )
+        if self.tool_choice not in (None, "auto", "none"):
+            raise RequestError(f"tool_choice={self.tool_choice!r} is not supported yet.")
+        if self.truncation not in (None, "disabled"):
+            raise RequestError(
+                f"truncation={self.truncation!r} is not supported; use 'disabled', or "
+                "truncate_prompt_tokens."
+            )
+        self._refuse_details()
+
+    def _refuse_details(self) -> None:
+        output_format = (self.text or {}).get("format") or {}
+        kind = output_format.get("type") if isinstance(output_format, dict) else output_format
+        if kind not in (None, "text"):
+            raise RequestError(f"text has format {kind!r}, which is not supported yet; use 'text'.")
+        if (self.reasoning or {}).get("summary") is not None:
+            raise RequestError("reasoning has a summary, which is not supported yet; leave it out.")
+        for name in self.include or ():
+            if name not in INCLUDABLE:
+                raise RequestError(
+                    f"include holds {name!r}, which is not supported; use "
+                    f"{' or '.join(map(repr, INCLUDABLE))}."
+                )
+        if self.top_logprobs is not None and self.top_logprobs < 0:
+            raise RequestError(f"top_logprobs must be at least 0, got {self.top_logprobs}.")
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation as chat templates read it."""
+        told = [] if self.instructions is None else [_message("system", self.instructions)]
+        if isinstance(self.input, str):
+            return [*told, _message("user", self.input)]
+        if not self.input:
+            raise RequestError("input is an empty list; give at least one item.")
+        return told + [_read_item(item, f"input[{i}]") for i, item in enumerate(self.input)]
+
+
+def _message(role: str, content: Any, where: str = "input") -> dict[str, Any]:
+    return {"role": role, "content": text_parts(content, TEXT_PARTS, f"{where}.content")}
+
+
+def _read_message(item: dict[str, Any], where: str) -> dict[str, Any]:
+    role = item.get("role")
+    if role not in ROLES:
+        raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}, got {role!r}.")
+    return _message(ROLES[role], item.get("content"), where)
+
+
+ITEM_READERS: dict[str, Callable[[dict[str, Any], str], dict[str, Any]]] = {
+    "message": _read_message
+}
+"""By the type of an input item: what makes a message of it."""
+
+
+def _read_item(item: dict[str, Any], where: str) -> dict[str, Any]:
+    kind = item.get("type") or "message"
+    reader = ITEM_READERS.get(kind) if isinstance(kind, str) else None
+    if reader is None:
+        raise RequestError(
+            f"{where} is of type {kind!r}, which is not supported; use "
+            f"{' or '.join(map(repr, ITEM_READERS))}."
+        )
+    return reader(item, where)

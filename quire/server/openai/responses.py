@@ -1,0 +1,202 @@
+"""`/v1/responses`: OpenAI's Responses API without its state; nothing is kept between requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from quire.frontend.inputs import Prompt
+from quire.frontend.outputs import CompletionOutput, RequestOutput
+from quire.protocol.errors import QuireError
+from quire.protocol.sampling import RequestOutputKind, SamplingParams
+from quire.server.conversation import conversation_prompt
+from quire.server.event_stream import CLIENT_LEFT, EventStream
+from quire.server.generation import Generation, check_max_tokens, state_of
+from quire.server.openai.logprobs import chat_logprobs
+from quire.server.openai.response_input import ResponseBody
+from quire.server.openai.response_items import EventWriter, MessageItem
+from quire.server.openai.stream import printable
+from quire.server.openai.usage import Usage
+from quire.server.state import ServerState
+
+router = APIRouter()
+
+
+@router.post("/v1/responses")
+async def create_response(body: ResponseBody, request: Request) -> Response:
+    state = state_of(request)
+    model = state.check_model(body.model)
+    body.note_unknown_fields()
+    body.refuse_unsupported()
+    prompt = await _render(state, body)
+    params = _params(state, body, prompt)
+    reply = ResponseReply(body, body.request_id or request.state.request_id, model, params)
+    terms = body.terms(request.state.tenant)
+    generation = await Generation.start(request, [prompt], params, reply.id, terms)
+    if body.stream:
+        if not await generation.begin():
+            return Response(status_code=CLIENT_LEFT)
+        return EventStream(reply.events(generation), last=b"", write_error=reply.failure)
+    outputs = await generation.outputs()
+    if outputs is None:
+        return Response(status_code=CLIENT_LEFT)
+    return Response(msgspec.json.encode(reply.whole(outputs[0])), media_type="application/json")
+
+
+async def _render(state: ServerState, body: ResponseBody) -> Prompt:
+    effort = (body.reasoning or {}).get("effort")
+    kwargs = {} if effort is None else {"reasoning_effort": effort}
+    return await conversation_prompt(state, body, body.messages(), template_kwargs=kwargs)
+
+
+def _params(state: ServerState, body: ResponseBody, prompt: Prompt) -> SamplingParams:
+    params = body.sampling_params(
+        state.llm.session.default_params,
+        max_tokens=body.max_output_tokens,
+        logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
+        output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
+    )
+    check_max_tokens(state, [prompt], params.max_tokens, "max_output_tokens")
+    return params
+
+
+class ResponseReply:
+    """Writes the reply to one request, whole or as events."""
+
+    def __init__(
+        self, body: ResponseBody, request_id: str, model: str, params: SamplingParams
+    ) -> None:
+        self.id = f"resp_{request_id}"
+        self._body = body
+        self._model = model
+        self._params = params
+        self._created = int(time.time())
+        self._repeated = _repeated(body)
+        self._usage = Usage()
+        self._writer = EventWriter()
+        self._items: list[MessageItem] = []
+        """In order; all but the last are complete."""
+
+    def whole(self, output: RequestOutput) -> dict[str, Any]:
+        self._usage.add(0, output)
+        (one,) = output.outputs
+        self._open_message().add(one.text, self._logprobs(one))
+        return self._ended(one.finish_reason)
+
+    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
+        begun = self._record("in_progress", [])
+        yield self._writer.event("response.created", response=begun)
+        yield self._writer.event("response.in_progress", response=begun)
+        finish_reason = None
+        message = self._open_message()
+        yield message.opening(self._writer)
+        async with aclosing(generation.news()) as all_news:
+            async for news in all_news:
+                data = []
+                for _, output in news:
+                    self._usage.add(0, output)
+                    for one in output.outputs:
+                        finish_reason = one.finish_reason
+                        data.append(message.delta(self._writer, one.text, self._logprobs(one)))
+                yield b"".join(data)
+        status = status_of_end(finish_reason)
+        yield message.closing(self._writer, status)
+        yield self._writer.event(f"response.{status}", response=self._ended(finish_reason))
+
+    def failure(self, error: QuireError) -> bytes:
+        """The last event of a stream that fails."""
+        cause = {"code": "server_error", "message": str(error)}
+        items = [item.record("incomplete") for item in self._items]
+        failed = self._record("failed", items, error=cause, usage=self._usage_record())
+        return self._writer.event("response.failed", response=failed)
+
+    def _open_message(self) -> MessageItem:
+        index = len(self._items)
+        self._items.append(MessageItem(f"msg_{index}_{self.id.removeprefix('resp_')}", index))
+        return self._items[-1]
+
+    def _ended(self, finish_reason: str | None) -> dict[str, Any]:
+        status = status_of_end(finish_reason)
+        # The protocol has no name for a deadline or an abort.
+        reason = "max_output_tokens" if finish_reason == "length" else None
+        return self._record(
+            status,
+            [item.record(status) for item in self._items],
+            incomplete_details=None if status == "completed" else {"reason": reason},
+            completed_at=int(time.time()) if status == "completed" else None,
+            usage=self._usage_record(),
+        )
+
+    def _record(self, status: str, items: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        body, params = self._body, self._params
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "max_output_tokens": body.max_output_tokens,
+            "model": self._model,
+            "output": items,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": params.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": [],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            **self._repeated,
+            "background": False,
+            **more,
+        }
+
+    def _usage_record(self) -> dict[str, Any]:
+        counts = self._usage.record()
+        return {
+            "input_tokens": counts["prompt_tokens"],
+            "input_tokens_details": {
+                **counts["prompt_tokens_details"],
+                "cache_write_tokens": 0,  # writing to the cache costs nothing here
+            },
+            "output_tokens": counts["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": counts["total_tokens"],
+        }
+
+    def _logprobs(self, one: CompletionOutput) -> list[dict[str, Any]]:
+        if one.logprobs is None:
+            return []
+        entries: Any = list(one.logprobs)
+        top = self._body.top_logprobs or 0
+        content: list[dict[str, Any]] = chat_logprobs(one.token_ids, entries, top, False)["content"]
+        return content
+
+
+def _repeated(body: ResponseBody) -> dict[str, Any]:
+    """Texts of the request that its reply repeats."""
+    effort = (body.reasoning or {}).get("effort")
+    metadata = {printable(key): printable(text) for key, text in (body.metadata or {}).items()}
+    return {
+        "instructions": None if body.instructions is None else printable(body.instructions),
+        "metadata": metadata,
+        "reasoning": {
+            "effort": printable(effort) if isinstance(effort, str) else None,
+            "summary": None,
+        },
+        "user": None if body.user is None else printable(body.user),
+    }
+
+
+def status_of_end(finish_reason: str | None) -> str:
+    return "completed" if finish_reason == "stop" else "incomplete"
