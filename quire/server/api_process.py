@@ -34,6 +34,7 @@ from quire.protocol.errors import QuireError
 from quire.server.app import build_app
 from quire.server.children import MAX_LINE_BYTES
 from quire.server.state import ServerState
+from quire.server.tool_use import log_parsers
 
 
 class Orders:
@@ -104,7 +105,10 @@ class ApiProcess:
         )
         session = Session(model, options, self._start.client_index)
         self._client.connect(ready.address)
-        return ServerState.of(AsyncLLM.connected(session, self._client), self._options)
+        state = ServerState.of(AsyncLLM.connected(session, self._client), self._options)
+        if self._start.client_index == 1:  # all API processes would say the same
+            log_parsers(state)
+        return state
 
     async def _follow(self, server: uvicorn.Server, state: ServerState) -> None:
         while (order := await self._orders.next()) is not None:

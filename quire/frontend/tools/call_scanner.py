@@ -117,7 +117,7 @@ class CallScanner:
     def _end_value(self, text: str) -> None:
         self._reading = "after value"
         if self._key == "name" and not self.name:
-            name = json.loads(text) if text.startswith('"') else ""
+            name = _string(text) if text.startswith('"') else ""
             if name and self._accepts(name):
                 self.name = name
             else:
@@ -131,7 +131,7 @@ class CallScanner:
 
     def _set_arguments(self, text: str) -> None:
         """Some models write the arguments as JSON in a string, or null for none."""
-        arguments = json.loads(text) if text.startswith('"') else "{}"
+        arguments = _string(text) if text.startswith('"') else "{}"
         try:
             is_object = isinstance(json.loads(arguments), dict)
         except (ValueError, RecursionError):
@@ -146,3 +146,8 @@ class CallScanner:
             self._arguments, self._has_arguments, self.arguments_complete = ["{}"], True, True
         self.complete = self.certain
         self.broken = not self.certain
+
+
+def _string(text: str) -> str:
+    """The string that JSON text means. It may escape half a character, which no reply can hold."""
+    return str(json.loads(text)).encode("utf-8", "replace").decode()

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from functools import lru_cache
 
-from quire.protocol.errors import RequestError
-
-logger = logging.getLogger(__name__)
+from quire.frontend.chat_template import template_variables
 
 
 @dataclass(frozen=True)
@@ -72,11 +69,11 @@ JSON = ToolFormat(
 )
 FORMATS = {one.name: one for one in (HERMES, LLAMA3_JSON, MISTRAL, JSON)}
 
-# What a template mentions -> the format it asks for, or None: one that cannot be read.
-_SIGNS: tuple[tuple[str, ToolFormat | None], ...] = (
-    ("<function=", None),
-    ("<arg_key>", None),
-    ("<|tool_calls_section_begin|>", None),
+# What a template mentions -> the format it asks for; JSON: one that is not read here.
+_SIGNS = (
+    ("<function=", JSON),
+    ("<arg_key>", JSON),
+    ("<|tool_calls_section_begin|>", JSON),
     ("<tool_call>", HERMES),
     ("[TOOL_CALLS]", MISTRAL),
     ("<|python_tag|>", LLAMA3_JSON),
@@ -86,33 +83,11 @@ _SIGNS: tuple[tuple[str, ToolFormat | None], ...] = (
 
 def find_format(template: str, chosen: str = "auto") -> ToolFormat:
     """The format to read: `chosen` by name, or what the template asks for."""
-    if chosen != "auto":
-        return named_format(chosen)
-    return _detect(template)
-
-
-def named_format(name: str) -> ToolFormat:
-    if name not in FORMATS:
-        raise RequestError(
-            f"tool_call_parser must be one of auto, {', '.join(FORMATS)}, got {name!r}."
-        )
-    return FORMATS[name]
+    return _detect(template) if chosen == "auto" else FORMATS[chosen]
 
 
 @lru_cache(maxsize=64)
 def _detect(template: str) -> ToolFormat:
-    for sign, found in _SIGNS:
-        if sign in template and "tools" in template:
-            if found is not None:
-                return found
-            logger.warning(
-                "tool calls: the chat template has %r, a format that is not read here; calls are "
-                "looked for as JSON. --tool-call-parser sets another format",
-                sign,
-            )
-            return JSON
-    logger.info(
-        "tool calls: the chat template shows no known format, so calls are asked for and read "
-        'as JSON {"name": ..., "arguments": ...}; --tool-call-parser sets another format'
-    )
-    return JSON
+    if "tools" not in template_variables(template):
+        return JSON
+    return next((found for sign, found in _SIGNS if sign in template), JSON)

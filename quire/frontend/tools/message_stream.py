@@ -21,18 +21,26 @@ class MessageForm:
     tags: ReasoningTags | None = None
     starts_in_reasoning: bool = False
     """Whether the prompt has opened the reasoning already."""
+    hidden_ends: tuple[str, ...] = ()
+    """Special tokens that may end a text, which nobody is to see."""
 
     @property
     def is_plain(self) -> bool:
         return self.format is None and self.tags is None
+
+    @property
+    def markers(self) -> list[str]:
+        """Everything that is looked for in texts."""
+        calls = [] if self.format is None else [*self.format.openers, *self.format.closers]
+        return calls + ([] if self.tags is None else [self.tags.start, self.tags.end])
 
     def open(self) -> MessageStream:
         return MessageStream(self)
 
     def parse(self, text: str) -> Message:
         """A whole text. Streams say the same, in pieces."""
-        stream, message = self.open(), Message()
-        for delta in stream.feed(text) + stream.finish():
+        message = Message()
+        for delta in self.open().finish(text):
             message.add(delta)
         return message
 
@@ -41,6 +49,7 @@ class MessageStream:
     """One text. Reasoning comes first, then content and calls."""
 
     def __init__(self, form: MessageForm) -> None:
+        self._form = form
         self._reasoning = (
             ReasoningStream(form.tags, form.starts_in_reasoning) if form.tags else None
         )
@@ -57,9 +66,12 @@ class MessageStream:
             return merged(self._pass_on([TextDelta(text)] if text else []))
         return merged(self._pass_on(self._reasoning.feed(text)))
 
-    def finish(self) -> list[Delta]:
-        """No more text will come."""
-        deltas = [] if self._reasoning is None else self._pass_on(self._reasoning.finish())
+    def finish(self, text: str = "") -> list[Delta]:
+        """Take the last of the text."""
+        ends = self._form.hidden_ends
+        deltas = self.feed(text.removesuffix(next(filter(text.endswith, ends), "")))
+        if self._reasoning is not None:
+            deltas += self._pass_on(self._reasoning.finish())
         if self._calls is not None:
             deltas += self._calls.finish()
         return merged(deltas)

@@ -7,7 +7,6 @@ from functools import lru_cache
 
 from quire.frontend.tools.deltas import Delta, ReasoningDelta, TextDelta
 from quire.frontend.tools.markers import overlap
-from quire.protocol.errors import RequestError
 
 
 @dataclass(frozen=True)
@@ -33,18 +32,9 @@ REASONING_PARSERS = {
 
 def find_tags(template: str, chosen: str = "auto") -> ReasoningTags | None:
     """The tags of a model: `chosen` by a parser's name, or those that its chat template has."""
-    return _detect(template) if chosen == "auto" else named_tags(chosen)
-
-
-def named_tags(name: str) -> ReasoningTags | None:
-    if name == "none":
-        return None
-    if name not in REASONING_PARSERS:
-        raise RequestError(
-            f"reasoning_parser must be one of auto, none, {', '.join(REASONING_PARSERS)}, "
-            f"got {name!r}."
-        )
-    return REASONING_PARSERS[name]
+    if chosen == "auto":
+        return _detect(template)
+    return None if chosen == "none" else REASONING_PARSERS[chosen]
 
 
 @lru_cache(maxsize=64)

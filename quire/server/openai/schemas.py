@@ -64,7 +64,9 @@ class ChatBody(ChoicesBody, ConversationBody):
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = True
 
 
 class EmbeddingBody(RequestBody):

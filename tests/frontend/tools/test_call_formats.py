@@ -130,11 +130,11 @@ def test_what_only_looks_like_a_call_is_content(format: str, text: str) -> None:
         ('<tool_call>{"name": "add", "arguments": {"a": [1, 2', '{"a": [1, 2', ""),
         ('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_', '{"a": 1}', ""),
         # Line breaks in strings are no JSON, but mean one thing only.
-        ('<tool_call>{"name": "add", "arguments": {"a": "x\ny"}}</tool_call>', '{"a": "x\\ny"}', ""),
+        ('<tool_call>{"name": "add", "arguments": {"a": "\n"}}</tool_call>', '{"a": "\\n"}', ""),
         # Too few and too many braces around complete arguments.
         ('<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>', '{"a": 1}', ""),
         ('<tool_call>{"name": "add", "arguments": {"a": 1}}}</tool_call>', '{"a": 1}', ""),
-        ('<tool_call>{"name": "add", "arguments": {"a": 1}} and </tool_call>', '{"a": 1}', "and </tool_call>"),
+        ('<tool_call>{"name": "add", "arguments": {"a": 1}} and', '{"a": 1}', "and"),
         # The arguments have begun and were passed on: their broken rest follows.
         ('<tool_call>{"name": "add", "arguments": {"a": one}}</tool_call> x', '{"a": one}}', "x"),
     ],

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.frontend.tools.deltas import CallDelta, Delta, Message
+from quire.frontend.tools.deltas import CallDelta, Delta, Message, TextDelta
 from quire.frontend.tools.formats import FORMATS
 from quire.frontend.tools.message_stream import MessageForm
 from quire.frontend.tools.reasoning import THINK
@@ -35,7 +36,7 @@ forms = st.builds(
 
 def pieces_of(text: str, cuts: list[int]) -> list[str]:
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
-    return [text[a:b] for a, b in zip(places, places[1:], strict=False)]
+    return [text[a:b] for a, b in pairwise(places)]
 
 
 def streamed(form: MessageForm, pieces: list[str]) -> tuple[Message, list[Delta]]:
@@ -115,3 +116,12 @@ def test_any_calls_are_found(
     message, _ = streamed(form, pieces_of(text, cuts))
     assert (message.content, message.reasoning) == (content, reasoning)
     assert [(one.name, json.loads(one.arguments)) for one in message.calls] == made
+
+
+def test_a_special_token_at_the_end_is_hidden() -> None:
+    form = MessageForm(FORMATS["llama3_json"], NAMES, hidden_ends=("<|eot|>", "<|eom|>"))
+    stream = form.open()
+    assert stream.feed("<|eot|> is the end") + stream.finish("<|eot|>") == [
+        TextDelta("<|eot|> is the end")
+    ]
+    assert form.parse('{"name": "f", "parameters": {}}<|eom|>').content == ""
