@@ -19,21 +19,6 @@ class Tool:
     declaration: dict[str, Any]
     """As chat templates read it."""
 
-    @classmethod
-    def of(cls, name: Any, description: Any, parameters: Any, where: str) -> Tool:
-        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
-            raise RequestError(
-                f"{where}.name must be a string of 1 to {MAX_NAME} characters, got {name!r:.80}."
-            )
-        schema = {"type": "object", "properties": {}} if parameters is None else parameters
-        if not isinstance(schema, dict):
-            raise RequestError(f"{where}.parameters must be a JSON schema, got {schema!r:.80}.")
-        function: dict[str, Any] = {"name": name}
-        if description is not None:
-            function["description"] = description
-        function["parameters"] = schema
-        return cls(name, schema, {"type": "function", "function": function})
-
 
 @dataclass(frozen=True)
 class ToolUse:
@@ -75,17 +60,16 @@ class ToolUse:
         return cls(tuple(tools), mode, wanted, 1 if parallel is False else None)
 
     @classmethod
-    def of_chat(cls, tools: Any, choice: Any, parallel: bool | None) -> ToolUse:
-        """From the fields of a chat completion."""
-        declared = [_chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools or ())]
+    def read(cls, tools: Sequence[Tool], choice: Any, parallel: bool | None) -> ToolUse:
+        """From a `tool_choice` in any of OpenAI's forms."""
         if not isinstance(choice, dict):
-            return cls.of(declared, choice, parallel=parallel)
+            return cls.of(tools, choice, parallel=parallel)
         if choice.get("type") == "allowed_tools":
             inner = choice.get("allowed_tools")
             given = inner if isinstance(inner, dict) else choice
-            names = [named_function(one) for one in given.get("tools") or ()]
-            return cls.of(declared, given.get("mode", "auto"), names, parallel)
-        return cls.of(declared, "required", [named_function(choice)], parallel=False)
+            names = [_named_function(one) for one in given.get("tools") or ()]
+            return cls.of(tools, given.get("mode", "auto"), names, parallel)
+        return cls.of(tools, "required", [_named_function(choice)], parallel=False)
 
     @property
     def declarations(self) -> list[dict[str, Any]] | None:
@@ -95,7 +79,7 @@ class ToolUse:
         return [tool.declaration for tool in self.tools]
 
 
-def named_function(choice: Any) -> str:
+def _named_function(choice: Any) -> str:
     """The name in `{"type": "function", "function": {"name": ...}}`, or in its flat form."""
     function = choice.get("function", choice) if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
@@ -107,19 +91,44 @@ def named_function(choice: Any) -> str:
     return name
 
 
-def _chat_tool(tool: Any, where: str) -> Tool:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    if not isinstance(function, dict) or tool.get("type", "function") != "function":
+def chat_tools(tools: Sequence[Any] | None) -> list[Tool]:
+    """Tools as chat completions have them: with the function in an object of its own."""
+    found = []
+    for i, tool in enumerate(tools or ()):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or tool.get("type", "function") != "function":
+            raise RequestError(
+                f"tools[{i}] must be {{'type': 'function', 'function': {{...}}}}, got "
+                f"{tool!r:.200}."
+            )
+        found.append(_read_tool(function, "parameters", f"tools[{i}].function"))
+    return found
+
+
+def flat_tools(tools: Sequence[Any] | None, schema: str, kinds: Sequence[str | None]) -> list[Tool]:
+    """Tools that are functions themselves; `schema` names the field with that of the arguments,
+    `kinds` what their type may be."""
+    for i, tool in enumerate(tools or ()):
+        if not isinstance(tool, dict) or tool.get("type") not in kinds:
+            kind = tool.get("type") if isinstance(tool, dict) else tool
+            raise RequestError(
+                f"tools[{i}] is of type {kind!r:.80}, which this server does not have; use "
+                f"{kinds[0]!r}."
+            )
+    return [_read_tool(tool, schema, f"tools[{i}]") for i, tool in enumerate(tools or ())]
+
+
+def _read_tool(function: dict[str, Any], schema: str, where: str) -> Tool:
+    name, parameters = function.get("name"), function.get(schema)
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
         raise RequestError(
-            f"{where} must be {{'type': 'function', 'function': {{...}}}}, got {tool!r:.200}."
+            f"{where}.name must be a string of 1 to {MAX_NAME} characters, got {name!r:.80}."
         )
-    where = f"{where}.function"
-    made = Tool.of(
-        function.get("name"), function.get("description"), function.get("parameters"), where
-    )
-    # Templates may read what this server does not know.
-    return Tool(made.name, made.parameters, {**tool, "function": {**function, **_known(made)}})
-
-
-def _known(tool: Tool) -> dict[str, Any]:
-    return {"name": tool.name, "parameters": tool.parameters}
+    if parameters is None:
+        parameters = {"type": "object", "properties": {}}
+    if not isinstance(parameters, dict):
+        raise RequestError(f"{where}.{schema} must be a JSON schema, got {parameters!r:.80}.")
+    declared = {"name": name, "parameters": parameters}
+    if function.get("description") is not None:
+        declared = {"name": name, "description": function["description"], **declared}
+    return Tool(name, parameters, {"type": "function", "function": declared})

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from quire.frontend.inputs import Prompt
 from quire.frontend.outputs import CompletionOutput, RequestOutput
-from quire.frontend.tools.declared import ToolUse
+from quire.frontend.tools.declared import ToolUse, chat_tools
 from quire.frontend.tools.deltas import ReasoningDelta
 from quire.frontend.tools.message_stream import MessageForm, MessageStream
 from quire.protocol.errors import RequestError
@@ -40,7 +40,7 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     body.note_unknown_fields()
     body.refuse_unsupported()
     _refuse_unsupported(body)
-    use = ToolUse.of_chat(body.tools, body.tool_choice, body.parallel_tool_calls)
+    use = ToolUse.read(chat_tools(body.tools), body.tool_choice, body.parallel_tool_calls)
     prompt = await _render(state, body, use)
     form = message_form(state, body.chat_template, prompt, use)
     params = with_form(state, _params(state, body, prompt), form, use)
