@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.engine.core import EngineCore
+from quire.engine.grammar.compiler import Vocabulary
 from quire.metrics.instruments import Readings
 from quire.protocol.errors import RequestError
 from quire.protocol.messages import ID_SEPARATOR
@@ -59,6 +60,17 @@ def set_log_level(core: EngineCore, level: str) -> None:
     logging.getLogger("quire").setLevel(level)
 
 
+def set_vocabulary(
+    core: EngineCore, tokenizer_json: str, vocab_size: int, eos_token_ids: list[int]
+) -> None:
+    """What grammars must know of the tokenizer. Clients of one engine all say the same."""
+    compiler = core.grammars.compiler
+    if not compiler.has_vocabulary:
+        given = Vocabulary(tokenizer_json, vocab_size, tuple(eos_token_ids))
+        compiler.set_vocabulary(lambda: given)
+        compiler.prepare()
+
+
 def abort_client(core: EngineCore, client_index: int) -> None:
     """End all requests of a client that is gone."""
     for request_id, sequences in list(core.scheduler.requests.items()):
@@ -78,6 +90,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         pause,
         resume,
         set_log_level,
+        set_vocabulary,
     )
 }
 

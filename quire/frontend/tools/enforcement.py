@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from quire.frontend.tools.declared import Tool, ToolUse
@@ -23,7 +23,7 @@ def calls_grammar(form: MessageForm, use: ToolUse, special: SpecialTokens) -> st
     tools = [tool for tool in use.tools if tool.name in use.allowed]
 
     def literal(text: str) -> str:
-        return _literal(text, [*style.openers, *style.closers], special)
+        return _literal(text, style.markers, special)
 
     between = "" if use.max_calls == 1 else f" ({literal(style.between)} call)*"
     words = [literal(style.before), f"call{between}", literal(style.after)]
@@ -31,7 +31,8 @@ def calls_grammar(form: MessageForm, use: ToolUse, special: SpecialTokens) -> st
     lines.append(f"start: {prefix}{' '.join(filter(None, words))}")
     lines.append(f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}")
     for i, tool in enumerate(tools):
-        head = literal(f"{style.call_start}{json.dumps(tool.name)}{style.call_middle}")
+        name = json.dumps(tool.name) if style.quotes_names else tool.name
+        head = literal(f"{style.call_start}{name}{style.call_middle}")
         lines.append(f"call_{i}: {head} arguments_{i} {literal(style.call_end)}")
         lines.append(f"arguments_{i}: %json {json.dumps(_arguments_schema(tool))}")
     return "\n".join(lines) + "\n"
@@ -63,7 +64,7 @@ def _reasoning(form: MessageForm, special: SpecialTokens) -> tuple[list[str], st
     return lines, "reasoning? "
 
 
-def _literal(text: str, markers: list[str], special: SpecialTokens) -> str:
+def _literal(text: str, markers: Sequence[str], special: SpecialTokens) -> str:
     """A text as Lark words, with special tokens by their ids."""
     pattern = "|".join(map(re.escape, markers))
     words = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from quire.frontend.chat_template import template_variables
@@ -29,13 +29,20 @@ class ToolFormat:
     call_start: str = '{"name": '
     """How a call is written when it is enforced: this, the name, the middle, the arguments, the
     end; and what stands before, between and after calls."""
+    quotes_names: bool = True
     call_middle: str = ', "arguments": '
     call_end: str = "}"
     before: str = ""
     between: str = "\n"
     after: str = ""
 
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Everything that may be a special token."""
+        return (*self.openers, *self.closers, *(NAME_MARKERS if self.names_first else ()))
 
+
+NAME_MARKERS = ("[CALL_ID]", "[ARGS]")
 HERMES = ToolFormat(
     "hermes",
     openers=("<tool_call>",),
@@ -60,6 +67,16 @@ MISTRAL = ToolFormat(
     between=", ",
     after="]",
 )
+MISTRAL_NAMES_FIRST = replace(
+    MISTRAL,
+    call_start="[TOOL_CALLS]",
+    call_middle="[ARGS]",
+    call_end="",
+    quotes_names=False,
+    before="",
+    between="",
+    after="",
+)
 JSON = ToolFormat(
     "json",
     openers=("```json\n", "```\n"),
@@ -75,6 +92,7 @@ _SIGNS = (
     ("<arg_key>", JSON),
     ("<|tool_calls_section_begin|>", JSON),
     ("<tool_call>", HERMES),
+    ("[ARGS]", MISTRAL_NAMES_FIRST),
     ("[TOOL_CALLS]", MISTRAL),
     ("<|python_tag|>", LLAMA3_JSON),
     ("<|start_header_id|>", LLAMA3_JSON),

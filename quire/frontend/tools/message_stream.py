@@ -31,7 +31,7 @@ class MessageForm:
     @property
     def markers(self) -> list[str]:
         """Everything that is looked for in texts."""
-        calls = [] if self.format is None else [*self.format.openers, *self.format.closers]
+        calls = [] if self.format is None else list(self.format.markers)
         return calls + ([] if self.tags is None else [self.tags.start, self.tags.end])
 
     def open(self) -> MessageStream:

@@ -63,10 +63,6 @@ class ResponseBody(ConversationBody):
         self._refuse_details()
 
     def _refuse_details(self) -> None:
-        output_format = (self.text or {}).get("format") or {}
-        kind = output_format.get("type") if isinstance(output_format, dict) else output_format
-        if kind not in (None, "text"):
-            raise RequestError(f"text has format {kind!r}, which is not supported yet; use 'text'.")
         if (self.reasoning or {}).get("summary") is not None:
             raise RequestError("reasoning has a summary, which is not supported yet; leave it out.")
         for name in self.include or ():
@@ -77,6 +73,15 @@ class ResponseBody(ConversationBody):
                 )
         if self.top_logprobs is not None and self.top_logprobs < 0:
             raise RequestError(f"top_logprobs must be at least 0, got {self.top_logprobs}.")
+
+    def output_format(self) -> dict[str, Any]:
+        if not isinstance(self.text_format, dict):
+            raise RequestError(f"text.format must be an object, got {self.text_format!r:.80}.")
+        return {**self.text_format, "json_schema": self.text_format}
+
+    @property
+    def text_format(self) -> Any:
+        return (self.text or {}).get("format") or {"type": "text"}
 
     def messages(self) -> list[dict[str, Any]]:
         """The conversation as chat templates read it."""

@@ -202,7 +202,7 @@ class ResponseReply:
             "previous_response_id": None,
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": printable_data(body.text_format)},
             "tool_choice": printable_data(body.tool_choice or "auto"),
             "tools": printable_data(body.tools or []),
             "top_logprobs": body.top_logprobs or 0,
