@@ -8,12 +8,13 @@ import logging
 from quire.frontend.chat_template import select_template
 from quire.frontend.inputs import Prompt
 from quire.frontend.tools.declared import ToolUse
-from quire.frontend.tools.enforcement import calls_grammar
+from quire.frontend.tools.enforcement import answer_after_reasoning, calls_grammar
 from quire.frontend.tools.formats import JSON, ToolFormat, find_format
 from quire.frontend.tools.message_stream import MessageForm
 from quire.frontend.tools.reasoning import find_tags
 from quire.protocol.errors import RequestError
 from quire.protocol.sampling import SamplingParams
+from quire.protocol.structured import StructuredOutputs
 from quire.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,11 @@ def with_form(
                 "set; leave one of them out."
             )
         grammar = calls_grammar(form, use, tokenizer.special_ids.get)
-        changes["structured_outputs"] = {"grammar": grammar}
+        changes["structured_outputs"] = StructuredOutputs(grammar=grammar)
+    elif params.structured_outputs is not None and form.starts_in_reasoning:
+        changes["structured_outputs"] = answer_after_reasoning(
+            form, params.structured_outputs, tokenizer.special_ids.get
+        )
     if not tokenizer.special_ids.keys().isdisjoint(form.markers):
         changes["skip_special_tokens"] = False
     return dataclasses.replace(params, **changes) if changes else params  # type: ignore[arg-type]

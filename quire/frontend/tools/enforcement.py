@@ -9,6 +9,7 @@ from typing import Any
 
 from quire.frontend.tools.declared import Tool, ToolUse
 from quire.frontend.tools.message_stream import MessageForm
+from quire.protocol.structured import StructuredOutputs
 
 SpecialTokens = Callable[[str], int | None]
 """The id of a marker that is a special token, which a grammar cannot spell out."""
@@ -36,6 +37,25 @@ def calls_grammar(form: MessageForm, use: ToolUse, special: SpecialTokens) -> st
         lines.append(f"call_{i}: {head} arguments_{i} {literal(style.call_end)}")
         lines.append(f"arguments_{i}: %json {json.dumps(_arguments_schema(tool))}")
     return "\n".join(lines) + "\n"
+
+
+def answer_after_reasoning(
+    form: MessageForm, wanted: StructuredOutputs, special: SpecialTokens
+) -> StructuredOutputs:
+    """The same form for the answer alone, where the prompt has opened the reasoning. Grammars and
+    regular expressions speak of the whole text: they can have the tags themselves."""
+    if wanted.choice is not None:
+        answer = " | ".join(json.dumps(one, ensure_ascii=False) for one in wanted.choice)
+    elif wanted.json is not None or wanted.json_object:
+        schema = json.loads(wanted.text)
+        if wanted.disable_any_whitespace and isinstance(schema, dict):
+            schema = {**schema, "x-guidance": {"whitespace_flexible": False}}
+        answer = f"%json {json.dumps(schema)}"
+    else:
+        return wanted
+    lines, prefix = _reasoning(form, special)
+    lines += [f"start: {prefix}answer", f"answer: {answer}"]
+    return StructuredOutputs(grammar="\n".join(lines) + "\n")
 
 
 def _arguments_schema(tool: Tool) -> dict[str, Any]:

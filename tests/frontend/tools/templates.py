@@ -23,9 +23,11 @@ QWEN_3 = (
 {{- '<think>\n\n</think>\n\n' }}{% endif %}"""
 )
 
-OPENS_THINKING = """
-{%- for message in messages %}{{ '<|' + message.role + '|>' + message.content }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|assistant|><think>\n' }}{% endif %}"""
+OPENS_THINKING = (
+    QWEN_2_5
+    + """
+{%- if add_generation_prompt and enable_thinking is not defined %}{{ '<think>\n' }}{% endif %}"""
+)
 
 LLAMA_3_1 = """
 {%- for message in messages %}
