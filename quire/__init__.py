@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         RequestOutputKind,
         SamplingParams,
     )
+    from quire.protocol.structured import StructuredOutputs, StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -52,6 +53,8 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputs",
+    "StructuredOutputsParams",
     "__version__",
 ]
 
@@ -74,6 +77,8 @@ _HOMES = {
     "RequestOutput": "quire.frontend.outputs",
     "RequestOutputKind": "quire.protocol.sampling",
     "SamplingParams": "quire.protocol.sampling",
+    "StructuredOutputs": "quire.protocol.structured",
+    "StructuredOutputsParams": "quire.protocol.structured",
 }
 
 

@@ -6,5 +6,15 @@ from quire.protocol.sampling import (
     RequestOutputKind,
     SamplingParams,
 )
+from quire.protocol.structured import StructuredOutputs, StructuredOutputsParams
+from quire.protocol.structured import guided_decoding_params as GuidedDecodingParams
 
-__all__ = ["BeamSearchParams", "RepetitionDetectionParams", "RequestOutputKind", "SamplingParams"]
+__all__ = [
+    "BeamSearchParams",
+    "GuidedDecodingParams",
+    "RepetitionDetectionParams",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StructuredOutputs",
+    "StructuredOutputsParams",
+]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from quire.bench.runs import inputs
 from quire.bench.workload import BenchRequest
 from quire.protocol.output import StepOutput
-from quire.protocol.plan import StepPlan, StepResult
+from quire.protocol.plan import Int32Array, StepPlan, StepResult
 from quire.protocol.snapshot import DeviceMemory
 
 if TYPE_CHECKING:
@@ -66,6 +66,9 @@ class InstantExecutor:
     def execute(self, plan: StepPlan) -> None:
         self._local.runner.update_rows(plan)
         self._num_samples = int(plan.samples.sum())
+
+    def token_masks(self, lines: Int32Array, num_words: int) -> NoReturn:
+        raise NotImplementedError("the host's work is measured without grammars")
 
     def sample(self, step: int, masks: Any = None) -> Ready:
         return Ready(StepResult(step, self._tokens[: self._num_samples]))

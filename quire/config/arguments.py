@@ -87,8 +87,8 @@ IGNORED: dict[str, str] = _ignored(
             enable_lora_bias enable_tower_connector_lora specialize_active_lora
             enable_mixed_moe_lora_format enable_moe_shared_loras max_prompt_adapters
             max_prompt_adapter_token""",
-        "structured output is not there yet, so there is nothing to choose": """
-            structured_outputs_config guided_decoding_backend guided_decoding_disable_fallback
+        "there is one way to structured output, set by structured_outputs_config": """
+            guided_decoding_backend guided_decoding_disable_fallback
             guided_decoding_disable_any_whitespace
             guided_decoding_disable_additional_properties""",
         "the offline API neither serves nor parses": """

@@ -60,6 +60,7 @@ SAMPLING_WITHOUT_FLAG = frozenset(
         "stream_interval",
         "extra_args",
         "structured_outputs",
+        "guided_decoding",
         "thinking_token_budget",
         "trace_decode_token_ids",
         "routed_experts_prompt_start",

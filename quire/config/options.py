@@ -10,6 +10,7 @@ from typing import Any
 
 from quire.config.arguments import accepted_arguments
 from quire.config.fields import check, option
+from quire.config.structured import GrammarSettings
 
 AUTO_LENGTH = -1
 SERVED_MAX_QUEUED_REQS = 2048
@@ -253,6 +254,19 @@ class DeviceOptions(CheckedOptions):
 
 
 @dataclass(frozen=True)
+class DecodingOptions(CheckedOptions):
+    """How tokens are chosen."""
+
+    structured_outputs_config: dict[str, Any] | None = option(
+        None,
+        "Settings of structured output (JSON): jump_ahead, disable_any_whitespace, "
+        "disable_additional_properties.",
+        default_text='{"jump_ahead": true}',
+        accepts=lambda value: GrammarSettings.from_config(value) is not None,
+    )
+
+
+@dataclass(frozen=True)
 class ObservabilityOptions(CheckedOptions):
     """What the engine tells about itself."""
 
@@ -273,6 +287,9 @@ class EngineOptions:
         default_factory=SchedulerOptions, metadata={"title": "scheduler"}
     )
     device: DeviceOptions = field(default_factory=DeviceOptions, metadata={"title": "device"})
+    decoding: DecodingOptions = field(
+        default_factory=DecodingOptions, metadata={"title": "decoding"}
+    )
     observability: ObservabilityOptions = field(
         default_factory=ObservabilityOptions, metadata={"title": "observability"}
     )

@@ -10,6 +10,12 @@ from quire.config.fields import option
 from quire.config.options import CheckedOptions, as_bytes, as_text
 from quire.protocol.errors import OptionError
 
+TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "json")
+REASONING_PARSERS = (
+    *("auto", "none", "deepseek_r1", "qwen3", "mistral", "thinking", "reasoning", "thought"),
+    *("seed_oss", "cohere_command"),
+)
+
 
 def _several(value: Any) -> Any:
     if isinstance(value, str):
@@ -103,6 +109,17 @@ class ServingOptions(CheckedOptions):
     )
     trust_request_chat_template: bool = option(
         False, "Let requests bring their own chat template, which runs in a sandbox."
+    )
+    tool_call_parser: str = option(
+        "auto",
+        "How the model writes tool calls; auto: as its chat template shows.",
+        choices=TOOL_CALL_PARSERS,
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "Which tags the model writes around its reasoning; auto: those of its chat template; none: "
+        "reasoning stays in the text.",
+        choices=REASONING_PARSERS,
     )
     api_server_count: int = option(
         1, "Processes that speak HTTP; all use the one engine.", minimum=1

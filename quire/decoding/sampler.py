@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.decoding.choice import Choice
+from quire.decoding.grammar import MaskTensors
 from quire.decoding.logprobs import Logprobs, LogprobTensors
 from quire.decoding.masks import AllowedTokens, BadWords, LogitBias, MinTokens
 from quire.decoding.penalties import Penalties
@@ -34,9 +35,9 @@ class Sampler:
     the position `num_tokens[row]`; the caller then writes the tokens into the table and tells
     `appended`. On a GPU `sample` never waits for the device.
 
-    Order: allowed ids, bad words, min_tokens, logit_bias, repetition, frequency, presence; then the
-    highest score if greedy, else temperature, min_p, top_k, top_p and a random choice. Logprobs are
-    those of the logits as they came.
+    Order: grammars, allowed ids, bad words, min_tokens, logit_bias, repetition, frequency,
+    presence; then the highest score if greedy, else temperature, min_p, top_k, top_p and a random
+    choice. Logprobs are those of the logits as they came.
     """
 
     def __init__(
@@ -86,10 +87,17 @@ class Sampler:
         self._choice.warm_up(dtype)
         self._penalties.warm_up()
 
-    def sample(self, logits: Tensor, rows: Tensor, host_rows: NDArray[Any]) -> Sampled:
+    def sample(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        host_rows: NDArray[Any],
+        masks: MaskTensors | None = None,
+    ) -> Sampled:
         """Choose the next token of each of `rows` (integers [S]; `host_rows` the same on the host).
 
-        `logits` [S, vocab_size] may be of any floating type and are left as they are.
+        `logits` [S, vocab_size] may be of any floating type and are left as they are. `masks` are
+        what grammars allow.
         """
         assert logits.shape == (len(host_rows), self._vocab_size), tuple(logits.shape)
         self._columns.flush()
@@ -98,9 +106,11 @@ class Sampler:
             batch = self._batch = Batch(rows, host_rows)
         scores = logits
         edits = [edit for edit in self._edits if batch.has(edit.users)]
-        if edits:
+        if edits or masks is not None:
             scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
             scores.copy_(logits)
+            if masks is not None:
+                masks.apply(scores)
             for edit in edits:
                 edit.apply(scores, batch)
         tokens = self._choice.apply(scores, batch)

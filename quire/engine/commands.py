@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.engine.core import EngineCore
+from quire.engine.grammar.compiler import Vocabulary
 from quire.metrics.instruments import Readings
 from quire.protocol.errors import RequestError
 from quire.protocol.messages import ID_SEPARATOR
@@ -67,6 +68,17 @@ def check_books(core: EngineCore) -> int:
     return core.scheduler.kv.pool.num_used
 
 
+def set_vocabulary(
+    core: EngineCore, tokenizer_json: str, vocab_size: int, eos_token_ids: list[int]
+) -> None:
+    """What grammars must know of the tokenizer. Clients of one engine all say the same."""
+    compiler = core.grammars.compiler
+    if not compiler.has_vocabulary:
+        given = Vocabulary(tokenizer_json, vocab_size, tuple(eos_token_ids))
+        compiler.set_vocabulary(lambda: given)
+        compiler.prepare()
+
+
 def abort_client(core: EngineCore, client_index: int) -> None:
     """End all requests of a client that is gone."""
     for request_id, sequences in list(core.scheduler.requests.items()):
@@ -87,6 +99,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         resume,
         set_log_level,
         check_books,
+        set_vocabulary,
     )
 }
 

@@ -7,9 +7,12 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
 
+from quire.config.structured import GrammarSettings
 from quire.engine.advice import Advisor
 from quire.engine.executors.base import Executor, PendingResult
+from quire.engine.grammar.grammars import POLL_S, Grammars
 from quire.engine.memory_pressure import MemoryPressure
 from quire.engine.snapshot import set_gauges, take_snapshot
 from quire.metrics.engine import EngineMetrics, EngineStatistics
@@ -42,10 +45,12 @@ class EngineCore:
         limits: SchedulerLimits,
         max_steps_in_flight: int = 1,
         clock: Callable[[], float] = time.monotonic,
+        grammar_settings: GrammarSettings | None = None,
     ) -> None:
         self.executor = executor
         self.metrics = EngineMetrics()
         self.scheduler = Scheduler(limits, self.metrics)
+        self.grammars = Grammars(self.scheduler, grammar_settings or GrammarSettings())
         self.pressure = MemoryPressure(self.scheduler)
         self.max_steps_in_flight = max_steps_in_flight
         self.clock = clock
@@ -73,7 +78,10 @@ class EngineCore:
         """How long a loop without work may sleep; None: until somebody calls."""
         events = (self.scheduler.deadlines.next, self.scheduler.progress.next_time)
         times = [event for event in events if event is not None]
-        return max(min(times) - self.clock(), 0.0) if times else None
+        waits = [max(min(times) - self.clock(), 0.0)] if times else []
+        if self.grammars.is_compiling:
+            waits.append(POLL_S)
+        return min(waits) if waits else None
 
     @property
     def can_start_ahead(self) -> bool:
@@ -92,11 +100,15 @@ class EngineCore:
             )
         self.scheduler.check(request)
 
-    def add(self, request: NewRequest) -> None:
+    def add(self, request: NewRequest) -> Future[None] | None:
+        """Take a request in. Where a future is returned, it tells later whether the request is
+        refused after all, once its grammar is compiled."""
         self.check(request)
-        self.scheduler.add(request)
+        compilation = self.grammars.compile(request)
+        self.scheduler.add(request, is_ready=compilation is None)
         if self.advisor is not None:
             self.advisor.arrived(request)
+        return None if compilation is None else self.grammars.add(request, compilation)
 
     def abort(self, request_id: str, reason: str = "abort", key: int | None = None) -> None:
         """End a request, or one sequence of it. Unknown ones are ignored: ends and aborts cross."""
@@ -140,7 +152,9 @@ class EngineCore:
 
     def take_ended(self) -> StepOutput:
         """Terminal outputs that wait for no step (aborts without tokens in flight)."""
-        return StepOutput(finished=self.scheduler.take_ended())
+        output = StepOutput(finished=self.scheduler.take_ended())
+        self.grammars.forget(output.finished)
+        return output
 
     def step(self) -> StepOutput:
         """Schedule, execute, apply. Results come `max_steps_in_flight - 1` steps later."""
@@ -148,6 +162,7 @@ class EngineCore:
         output = StepOutput()
         try:
             started = time.perf_counter()
+            self.grammars.poll()
             plan = self.scheduler.schedule(self.clock())
             host_s = time.perf_counter() - started
             if self.on_plan is not None and plan is not None:
@@ -155,7 +170,9 @@ class EngineCore:
             done = self._execute(plan)
             started = time.perf_counter()
             if done is not None:
-                output = self.scheduler.apply(*done, self.clock())
+                complete = self.grammars.consume(*done)
+                output = self.scheduler.apply(*done, self.clock(), complete)
+                self.grammars.advance(output, self.clock())
                 self._num_failures = 0
                 self.pressure.step_done(done[0])
             output.progress = self.scheduler.progress.collect(self.scheduler, self.clock())
@@ -170,6 +187,7 @@ class EngineCore:
             # Planning or applying broke off half-way: the books can no longer be trusted.
             self._die(f"the engine's bookkeeping failed: {error!r}", error)
         output.finished.extend(self.scheduler.take_ended())
+        self.grammars.forget(output.finished)
         return output
 
     def add_host_time(self, seconds: float) -> None:
@@ -188,7 +206,8 @@ class EngineCore:
             started = time.perf_counter()
             if plan is not None:
                 self.executor.execute(plan)
-                self._in_flight.append((plan, self.executor.sample(plan.step)))
+                masks = self.grammars.masks(plan, self.executor)
+                self._in_flight.append((plan, self.executor.sample(plan.step, masks)))
                 self.metrics.step_launch.observe(time.perf_counter() - started)
             if not self._in_flight or (plan is not None and not self._is_full):
                 return None
@@ -255,4 +274,5 @@ class EngineCore:
         self.death = self.death or "it was shut down"
         fail_all(self.scheduler, self.death)
         self._in_flight.clear()
+        self.grammars.shutdown()
         self.executor.shutdown()

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from typing import BinaryIO
 
 import msgspec
@@ -92,13 +93,23 @@ class EngineLoop:
         reply = Reply(message.call)
         try:
             if isinstance(message, AddRequest):
-                self._core.add(message.request)
+                accepted = self._core.add(message.request)
+                if accepted is not None:
+                    accepted.add_done_callback(lambda done: self._reply(client, reply, done))
+                    return
             else:
                 value = run_command(self._core, message.name, message.arguments)
                 reply.value = NOTHING if value is None else msgspec.Raw(encode(value))
         except Exception as error:
             if not isinstance(error, QuireError):
                 logger.exception("a call of %s failed", client.decode())
+            reply.error = ErrorRecord.of(error)
+        self._socket.send_multipart([client, encode(reply)])
+
+    def _reply(self, client: bytes, reply: Reply, done: Future[None]) -> None:
+        error = done.exception()
+        if error is not None:
+            assert isinstance(error, Exception)
             reply.error = ErrorRecord.of(error)
         self._socket.send_multipart([client, encode(reply)])
 

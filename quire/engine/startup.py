@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from quire.config.model import ModelConfig, load_model_config
 from quire.config.options import EngineOptions
 from quire.config.resolve import check_options, resolve
+from quire.config.structured import GrammarSettings
 from quire.engine.core import EngineCore
 from quire.scheduler.limits import SchedulerLimits
 
@@ -49,6 +50,7 @@ def start_engine(options: EngineOptions) -> Engine:
         executor,
         scheduler_limits(final, model, executor.num_blocks, executor.groups_prefixes),
         max_steps_in_flight=final.scheduler.max_steps_in_flight or 1,
+        grammar_settings=GrammarSettings.from_config(final.decoding.structured_outputs_config),
     )
     logger.info(
         "ready in %.1f s: %s on %s", time.perf_counter() - started, model.source.name, device.name

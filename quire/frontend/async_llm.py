@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 from quire.frontend.collector import OpenRequest
@@ -196,6 +199,12 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self) -> bool:
         return await self.client.command("reset_prefix_cache", bool)
+
+    async def tell_vocabulary(self) -> None:
+        """Give an engine that runs elsewhere what its grammars need; once for each engine."""
+        vocabulary = dataclasses.asdict(self.session.vocabulary())
+        with contextlib.suppress(EngineDeadError):  # the next engine is told anew
+            await self.client.command("set_vocabulary", NoneType, **vocabulary)
 
     async def check_health(self) -> None:
         """Raise if the engine has stopped."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -105,6 +105,13 @@ def read_chat_template(value: str) -> str:
         value = path.read_text(encoding="utf-8")
     _compile(value)
     return value
+
+
+@lru_cache(maxsize=64)
+def template_variables(template: str) -> frozenset[str]:
+    """Names of what a template reads from outside, such as `messages` and `tools`."""
+    _compile(template)
+    return frozenset(meta.find_undeclared_variables(_environment().parse(template)))
 
 
 @lru_cache(maxsize=64)

@@ -76,7 +76,9 @@ class ThreadEngineClient:
         self._listener, self._loop = listener, loop
 
     async def add(self, request: NewRequest) -> None:
-        await asyncio.wrap_future(self._call(lambda: self.core.add(request)))
+        accepted = await asyncio.wrap_future(self._call(lambda: self.core.add(request)))
+        if accepted is not None:
+            await asyncio.wrap_future(accepted)
 
     def abort(self, request_id: str, reason: str = "abort", key: int | None = None) -> None:
         self._call(lambda: self.core.abort(request_id, reason, key))

@@ -251,6 +251,7 @@ class LLM:
         self._inputs.tokenize(prompts, options)
         now = self._core.clock()
         news = []
+        compilations = []
         prepared: dict[int, SamplingParams] = {}
         for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             with naming_index(i):
@@ -267,7 +268,12 @@ class LLM:
                     streams=kind is not RequestOutputKind.FINAL_ONLY,
                 )
                 self._core.check(new)
+                compilations.append(self._core.grammars.compile(new))
             news.append(new)
+        for i, compilation in enumerate(compilations):
+            if compilation is not None:
+                with naming_index(i):
+                    compilation.result()
         requests: list[OpenRequest] = []
         num_tokens = 0
         try:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from tokenizers import Tokenizer as Backend
+
 from quire.config.locate import locate_model
 from quire.config.log import configure_logging
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.engine.core import EngineCore
+from quire.engine.grammar.compiler import Vocabulary
 from quire.engine.startup import start_engine
 from quire.frontend.chat_inputs import parse_conversations, render_conversations
 from quire.frontend.collector import Collector
@@ -36,12 +39,26 @@ class Session:
         self._next_key = client_index << KEY_BITS
 
     @property
+    def has_tokenizer(self) -> bool:
+        return self._tokenizer is not None
+
+    @property
     def tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
             raise QuireError(
                 "the engine has no tokenizer: it was started with skip_tokenizer_init=True."
             )
         return self._tokenizer
+
+    def vocabulary(self) -> Vocabulary:
+        """What grammars must know of the tokenizer."""
+        backend = self.tokenizer.backend
+        if backend.padding is not None or backend.truncation is not None:
+            backend = Backend.from_str(backend.to_str())
+            backend.no_padding()
+            backend.no_truncation()
+        size = max(self.model_config.vocab_size, len(self.tokenizer))
+        return Vocabulary(backend.to_str(), size, self.inputs.eos_token_ids)
 
     def take_keys(self, count: int) -> int:
         """The first of `count` consecutive sequence keys."""
@@ -60,7 +77,10 @@ def start_session(arguments: dict[str, Any]) -> tuple[Session, EngineCore]:
     configure_logging()
     with no_full_collections():  # importing torch alone would cause several
         engine = start_engine(EngineOptions.from_arguments(**arguments))
-        return Session(engine.model, engine.options), engine.core
+        session = Session(engine.model, engine.options)
+        if session.has_tokenizer:
+            engine.core.grammars.compiler.set_vocabulary(session.vocabulary)
+        return session, engine.core
 
 
 def request_failure(error: str, death: str | None) -> QuireError:

@@ -203,6 +203,12 @@ class Tokenizer:
         return [index for index in ids if index is not None]
 
     @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """Ids of the tokens that `skip_special_tokens` leaves out of texts, by their spelling."""
+        added = self.backend.get_added_tokens_decoder()
+        return {token.content: index for index, token in added.items() if token.special}
+
+    @cached_property
     def streams(self) -> TextStreams:
         """For turning tokens into text as they come."""
         return TextStreams(self)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels import cpu
+from quire.kernels.torch.bitmask import apply_bitmask as apply_bitmask_twin
 from quire.kernels.torch.heads import rms_norm as rms_norm_twin
 from quire.kernels.torch.penalties import PenaltySettings
 from quire.kernels.torch.penalties import count_uses as count_uses_twin
@@ -119,3 +120,13 @@ def count_uses(uses: Tensor, rows: Tensor, tokens: Tensor, slots: Tensor) -> Non
         penalties.count_uses(uses, rows, tokens, slots)
     else:
         count_uses_twin(uses, rows, tokens, slots)
+
+
+def apply_bitmask(scores: Tensor, lines: Tensor, bits: Tensor) -> None:
+    """Forbids in line `lines[i]` of `scores` every token whose bit in `bits[i]` is 0."""
+    if scores.is_cuda:
+        from quire.kernels.triton.bitmask import apply_bitmask as kernel
+
+        kernel(scores, lines, bits)
+    else:
+        apply_bitmask_twin(scores, lines, bits)

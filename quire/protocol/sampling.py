@@ -11,6 +11,7 @@ from enum import IntEnum
 from typing import Any
 
 from quire.protocol.errors import RequestError
+from quire.protocol.structured import StructuredOutputs, as_structured_outputs
 
 GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 1e-2
@@ -21,7 +22,6 @@ MAX_LENGTH_PENALTY = 10.0  # a length to a higher power leaves the range of floa
 
 # Fields of vLLM's class that would change results if ignored; refused until they exist.
 UNSUPPORTED_FIELDS = (
-    "structured_outputs",
     "thinking_token_budget",
     "trace_decode_token_ids",
     "routed_experts_prompt_start",
@@ -121,7 +121,9 @@ class SamplingParams:
     repetition_detection: RepetitionDetectionParams | None = None
     skip_reading_prefix_cache: bool | None = None
     extra_args: dict[str, Any] | None = None
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_decoding: StructuredOutputs | None = None
+    """vLLM's older name of `structured_outputs`."""
     thinking_token_budget: int | None = None
     trace_decode_token_ids: Any = None
     routed_experts_prompt_start: int | None = None
@@ -139,6 +141,7 @@ class SamplingParams:
         self._check_stop()
         self._check_logprobs()
         self._check_token_lists()
+        self._check_structured_outputs()
         self._normalise_greedy()
 
     def _check_counts(self) -> None:
@@ -265,6 +268,20 @@ class SamplingParams:
         rule = f"at most {MAX_BAD_WORDS} words"
         _require(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", rule, len(self.bad_words))
 
+    def _check_structured_outputs(self) -> None:
+        if self.guided_decoding is not None:
+            if self.structured_outputs is not None:
+                raise RequestError(
+                    "guided_decoding is an old name of structured_outputs; set the latter alone."
+                )
+            warnings.warn(
+                "guided_decoding is an old name; use structured_outputs.",
+                DeprecationWarning,
+                stacklevel=4,
+            )
+            self.structured_outputs, self.guided_decoding = self.guided_decoding, None
+        self.structured_outputs = as_structured_outputs(self.structured_outputs)
+
     def _normalise_greedy(self) -> None:
         if self.temperature < GREEDY_BELOW:
             if self.n > 1:
@@ -326,4 +343,7 @@ class BeamSearchParams:
         fits = abs(self.length_penalty) <= MAX_LENGTH_PENALTY
         _require(fits, "length_penalty", rule, self.length_penalty)
         if self.structured_outputs is not None:
-            raise RequestError("structured_outputs is not supported yet; leave it unset.")
+            raise RequestError(
+                "structured_outputs is not supported in beam search; use generate, or leave it "
+                "unset."
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from quire.protocol.plan import Int32Array
 from quire.scheduler.draft import PlanDraft
 from quire.scheduler.pause import Pause
 from quire.scheduler.prefix_cache import PrefixMatch
@@ -82,3 +83,16 @@ def _admit(
     num_blocks = scheduler.kv.admit(request, match, fork_of, grant, draft)
     scheduler.forget_order()
     return max(scheduler.limits.blocks_for(num_tokens) - num_blocks, 0)
+
+
+def release_followers(scheduler: Scheduler, rows: Int32Array) -> None:
+    """Queue the other sequences of a prompt once the first one's prompt is on its way."""
+    c = scheduler.columns
+    for row in rows[c.has_followers[rows] & (c.num_computed[rows] >= c.num_prompt[rows])]:
+        leader = scheduler.by_row[row]
+        assert leader is not None
+        for follower in leader.followers:
+            if follower.status is Status.WAITING:
+                scheduler.waiting.push(follower)
+        leader.followers = []
+        c.has_followers[row] = False

@@ -66,7 +66,7 @@ class BeamGroup:
             for other in others:
                 fork = self._fork(scheduler, member, known, other.token)
                 self.members[fork] = other.logprob
-            scheduler.append_token(member, first.token)
+            self._extend(scheduler, member, first.token)
             self.members[member] = first.logprob
         for loser in losers:
             scheduler.drop(loser)
@@ -100,6 +100,13 @@ class BeamGroup:
         )
         scheduler.waiting.push(fork)
         return fork
+
+    def _extend(self, scheduler: Scheduler, member: Request, token: int) -> None:
+        if member.row >= 0:
+            scheduler.append_tokens(member, [token])
+        else:
+            member.held_token_ids = np.append(member.held_token_ids, np.int32(token))
+            scheduler.waiting.push(member)
 
     def _beam(self, tokens: list[int], logprob: float, by_eos: bool) -> Beam:
         """Score by cumulative log-probability over length (prompt included, EOS not)."""

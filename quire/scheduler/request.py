@@ -68,6 +68,8 @@ class Columns:
         self.in_flight = ints()
         """Planned steps that include the row and are not applied yet."""
         self.synchronous = flags()
+        self.constrained = flags()
+        """A grammar says which tokens the sampler may choose."""
         self.host_chooses = flags()
         """The host decides on the next token (beam search), not the sampler."""
         self.has_followers = flags()
@@ -98,7 +100,9 @@ class Columns:
         self.min_total[row] = request.num_prompt + request.params.min_tokens
         self.num_held_blocks[row] = num_known // self.block_size
         self.in_flight[row] = 1
-        self.synchronous[row] = self.host_chooses[row] = by_host
+        self.constrained[row] = request.params.structured_outputs is not None
+        self.synchronous[row] = by_host or self.constrained[row]
+        self.host_chooses[row] = by_host
         self.has_followers[row] = bool(request.followers)
         self.streams[row] = request.new.streams and not by_host
         self.keys[row] = request.key
@@ -224,7 +228,8 @@ class Request:
 
     def finished(self, tokens: Int32Array, reason: str, now: float, error: str) -> FinishedSequence:
         """Its terminal output."""
-        by_id = reason == "stop" and len(tokens) and tokens[-1] not in self.eos_token_ids
+        own_ids = self.params.stop_token_ids or ()
+        by_id = reason == "stop" and len(tokens) and tokens[-1] in own_ids
         return FinishedSequence(
             key=self.key,
             token_ids=tokens,

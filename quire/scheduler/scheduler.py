@@ -13,10 +13,10 @@ import numpy as np
 from quire.metrics.engine import EngineMetrics
 from quire.protocol.errors import RequestError
 from quire.protocol.output import FinishedSequence, StepOutput
-from quire.protocol.plan import Float32Array, Int32Array, StepPlan, StepResult
+from quire.protocol.plan import BoolArray, Float32Array, Int32Array, StepPlan, StepResult
 from quire.protocol.request import NewRequest
 from quire.protocol.seeds import random_seed
-from quire.scheduler.admission import admit_waiting
+from quire.scheduler.admission import admit_waiting, release_followers
 from quire.scheduler.beams import BeamGroup, report_candidates
 from quire.scheduler.books import check_books
 from quire.scheduler.deadlines import Deadlines
@@ -55,6 +55,8 @@ class Scheduler:
         self.waiting = WaitingQueue(self.tenants)
         self.requests: dict[str, list[Request]] = {}
         """Sequences without a terminal output, by request id."""
+        self.unready: dict[str, Request] = {}
+        """Leaders that wait for `make_ready`, outside the queue."""
         self.by_row: list[Request | None] = [None] * limits.max_num_seqs
         self.free_rows = list(range(limits.max_num_seqs))[::-1]
         self.num_steps_in_flight = 0
@@ -79,7 +81,7 @@ class Scheduler:
         """Whether there is anything to compute, now or after results have come."""
         if self.pause is Pause.DRAIN:
             return self.num_running > 0 or self.waiting.first_begun() is not None
-        return bool(self.requests) and self.pause is Pause.NONE
+        return len(self.requests) > len(self.unready) and self.pause is Pause.NONE
 
     @property
     def num_running(self) -> int:
@@ -94,8 +96,8 @@ class Scheduler:
         self.limits.check_fits(new)
         check_room_in_queue(self, new)
 
-    def add(self, new: NewRequest) -> None:
-        """Queue a request that has passed `check`."""
+    def add(self, new: NewRequest, is_ready: bool = True) -> None:
+        """Queue a request that has passed `check`, or hold it back until `make_ready`."""
         self._num_arrivals += 1
         sequences = make_sequences(
             new,
@@ -112,10 +114,17 @@ class Scheduler:
         self.tenants.join(new.tenant)
         if new.deadline is not None:
             self.deadlines.add(new.request_id, new.deadline)
-        self.waiting.push(leader)
-        if new.wants_progress:
-            self.progress.add(leader, self.waiting.lane_of(leader))
         self.metrics.prompt_tokens.add(leader.num_prompt)
+        self.unready[new.request_id] = leader
+        if is_ready:
+            self.make_ready(new.request_id)
+
+    def make_ready(self, request_id: str) -> None:
+        """Queue a request that was held back."""
+        leader = self.unready.pop(request_id)
+        self.waiting.push(leader)
+        if leader.new.wants_progress:
+            self.progress.add(leader, self.waiting.lane_of(leader))
 
     def abort(
         self, request_id: str, reason: str = "abort", key: int | None = None, now: float = 0.0
@@ -163,7 +172,7 @@ class Scheduler:
             self.prefix_groups.mark(plan, self.ranked_rows())
         self._freed_rows, self._appends = [], []
         self.kv.pool.free(draft.held_blocks)
-        self._release_followers(plan.rows)
+        release_followers(self, plan.rows)
         self._next_step += 1
         self.num_steps_in_flight += 1
         self.pace.planned(now, self.max_step_tokens - draft.budget)
@@ -218,17 +227,6 @@ class Scheduler:
         self.kv.publish_prompts(rows, self.by_row)
         draft.compute(rows, counts, samples)
 
-    def _release_followers(self, rows: Int32Array) -> None:
-        """Queue the other sequences of a prompt once the first one's prompt is on its way."""
-        c = self.columns
-        for row in rows[c.has_followers[rows] & (c.num_computed[rows] >= c.num_prompt[rows])]:
-            leader = self._at(row)
-            for follower in leader.followers:
-                if follower.status is Status.WAITING:
-                    self.waiting.push(follower)
-            leader.followers = []
-            c.has_followers[row] = False
-
     def _preempt(self, row: int, draft: PlanDraft) -> None:
         """Take a request's blocks away; it is recomputed later."""
         self.metrics.preemptions.add(1)
@@ -241,8 +239,11 @@ class Scheduler:
 
     # --- taking results in ----------------------------------------------------------------------
 
-    def apply(self, plan: StepPlan, result: StepResult, now: float) -> StepOutput:
-        """Take in the tokens of a step, end what is done, and report what clients want to see."""
+    def apply(
+        self, plan: StepPlan, result: StepResult, now: float, complete: BoolArray | None = None
+    ) -> StepOutput:
+        """Take in the tokens of a step, end what is done, and report what clients want to see.
+        `complete` says of each sample whether no token can follow it."""
         c = self.columns
         self.num_steps_in_flight -= 1
         live = c.epoch[plan.rows] == plan.epochs
@@ -259,7 +260,9 @@ class Scheduler:
             self._pooled = dict(
                 zip(result.pooled.rows.tolist(), result.pooled.vectors, strict=True)
             )
-        self._append(rows[by_sampler], result.tokens[samples[by_sampler]], now)
+        chosen = samples[by_sampler]
+        last = complete[chosen] if complete is not None else np.zeros(len(chosen), np.bool_)
+        self._append(rows[by_sampler], result.tokens[chosen], last, now)
         for request in [r for r in self._draining if c.in_flight[r.row] == 0]:
             if request.finish_reason is not None:
                 self.end(request, request.finish_reason, now)
@@ -271,7 +274,7 @@ class Scheduler:
         output.finished = self.take_ended()
         return output
 
-    def _append(self, rows: Int32Array, tokens: Int32Array, now: float) -> None:
+    def _append(self, rows: Int32Array, tokens: Int32Array, last: BoolArray, now: float) -> None:
         """Append sampled tokens and end the requests that stop or are full."""
         c = self.columns
         at = c.num_known[rows]
@@ -287,21 +290,18 @@ class Scheduler:
                 self.progress.remove(request)
             self.metrics.time_to_first_token.observe(now - request.new.arrival_time)
         stops = (c.stop_ids[rows] == tokens[:, None]).any(axis=1) & (at + 1 >= c.min_total[rows])
+        stops |= last
         ends = stops | (at + 1 >= c.max_total[rows])
         for row, by_stop in zip(rows[ends], stops[ends], strict=True):
             self.end(self._at(row), "stop" if by_stop else "length", now)
 
-    def append_token(self, request: Request, token: int) -> None:
-        """Append a token that the host chose."""
-        c, row = self.columns, request.row
-        if row < 0:
-            request.held_token_ids = np.append(request.held_token_ids, np.int32(token))
-            self.waiting.push(request)
-            return
-        c.token_ids[row, c.num_known[row]] = token
-        c.num_known[row] += 1
-        c.num_tokens[row] += 1
-        self._appends.append((row, token))
+    def append_tokens(self, request: Request, tokens: list[int]) -> None:
+        """Append tokens that the host knows, to a request with nothing in flight."""
+        c, row, at = self.columns, request.row, request.num_known
+        c.token_ids[row, at : at + len(tokens)] = tokens
+        c.num_known[row] += len(tokens)
+        c.num_tokens[row] += len(tokens)
+        self._appends += [(row, token) for token in tokens]
 
     # --- leaving --------------------------------------------------------------------------------
 
@@ -377,6 +377,7 @@ class Scheduler:
             self.progress.remove(request)
         if is_last:
             del self.requests[new.request_id]
+            self.unready.pop(new.request_id, None)
             self.tenants.leave(new.tenant)
             if new.deadline is not None:
                 self.deadlines.remove(new.request_id)

@@ -35,6 +35,7 @@ from quire.server.app import build_app
 from quire.server.children import MAX_LINE_BYTES
 from quire.server.connection import bounded_connections
 from quire.server.state import ServerState
+from quire.server.tool_use import log_parsers
 
 
 class Orders:
@@ -75,6 +76,7 @@ class ApiProcess:
         self._reports = reports
         self._options = ServerOptions.from_flat(start.server_options)
         self._client = SocketEngineClient(start.client_index)
+        self._telling: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Answer until told to drain, or until the supervisor is gone."""
@@ -105,13 +107,24 @@ class ApiProcess:
             load_format=options.model.load_format,
         )
         session = Session(model, options, self._start.client_index)
+        llm = AsyncLLM.connected(session, self._client)
+        self._attach(llm, ready)
+        state = ServerState.of(llm, self._options)
+        if self._start.client_index == 1:  # all API processes would say the same
+            log_parsers(state)
+        return state
+
+    def _attach(self, llm: AsyncLLM, ready: EngineReady) -> None:
+        """Connect to an engine that has just started, and tell it the vocabulary first of all."""
         self._client.connect(ready.address)
-        return ServerState.of(AsyncLLM.connected(session, self._client), self._options)
+        if llm.session.has_tokenizer:
+            told = llm.tell_vocabulary()
+            self._telling = asyncio.create_task(told)
 
     async def _follow(self, server: uvicorn.Server, state: ServerState) -> None:
         while (order := await self._orders.next()) is not None:
             if isinstance(order, EngineReady):
-                self._client.connect(order.address)
+                self._attach(state.llm, order)
             elif isinstance(order, EngineDown):
                 state.restarting = order.restarts
                 self._client.disconnect(order.cause)

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from quire.frontend.async_llm import RequestTerms
 from quire.protocol.errors import RequestError
 from quire.protocol.sampling import RepetitionDetectionParams, SamplingParams
+from quire.server.openai.response_format import requested_form
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +24,7 @@ NOT_IN_BODIES = {
     "flat_logprobs": "is a form of Python objects",
     "extra_args": "is called vllm_xargs",
     "bad_words_token_ids": "is made from bad_words",
+    "guided_decoding": "is called guided_json, guided_regex and so on",
     "trace_decode_token_ids": "is not supported",
     "routed_experts_prompt_start": "is not supported",
 }
@@ -103,7 +105,12 @@ class GenerationBody(RequestBody):
     stream_interval: int | None = None
     repetition_detection: RepetitionDetection | None = None
     skip_reading_prefix_cache: bool | None = None
-    structured_outputs: Any = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     thinking_token_budget: int | None = None
     vllm_xargs: dict[str, Any] | None = None
     use_beam_search: bool | None = None
@@ -111,6 +118,10 @@ class GenerationBody(RequestBody):
     def refuse_unsupported(self) -> None:
         if self.use_beam_search:
             raise RequestError("use_beam_search is not supported over HTTP; leave it out.")
+
+    def output_format(self) -> dict[str, Any]:
+        """The form of the answer as chat completions' `response_format` has it."""
+        return {}
 
     def sampling_params(self, defaults: SamplingParams, **own: Any) -> SamplingParams:
         """The parameters of this body; `own` are those that differ between protocols."""
@@ -122,6 +133,7 @@ class GenerationBody(RequestBody):
         if self.repetition_detection is not None:
             values = self.repetition_detection.model_dump()
             given["repetition_detection"] = RepetitionDetectionParams(**values)
+        given["structured_outputs"] = requested_form(self)
         if self.vllm_xargs is not None:
             given["extra_args"] = self.vllm_xargs
         return dataclasses.replace(defaults, **{**given, **own})

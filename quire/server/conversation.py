@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quire.frontend.chat_template import select_template
 from quire.frontend.inputs import Prompt
+from quire.frontend.tools.prompting import prepare_conversation
 from quire.protocol.errors import RequestError
 from quire.server.bodies import ConversationBody
 from quire.server.generation import off_loop, tokenize
 from quire.server.state import ServerState
+from quire.server.tool_use import tool_format
 
 RESERVED_TEMPLATE_KWARGS = (
     "messages",
@@ -28,6 +31,7 @@ async def render_chat(
     *,
     chat_template: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    tools: list[dict[str, Any]] | None = None,
     **settings: Any,
 ) -> Prompt:
     """A conversation as a prompt, not tokenised yet."""
@@ -48,9 +52,13 @@ async def render_chat(
             "start the server with --chat-template, or use /v1/completions."
         )
 
+    tokenizer = state.llm.session.tokenizer
+    template = select_template(tokenizer.chat_template, chat_template, tools is not None)
+    told, declared = prepare_conversation(messages, tools, template, tool_format(state, template))
+
     def render() -> list[Prompt]:
         return state.llm.session.render(
-            messages, chat_template=chat_template, template_kwargs=kwargs, **settings
+            told, chat_template=template, template_kwargs=kwargs, tools=declared, **settings
         )
 
     size = sum(len(str(message.get("content", ""))) for message in messages)

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.decoding.grammar import MaskTensors
 from quire.decoding.logprobs import MAX_LINES
 from quire.decoding.sampler import Sampler
 from quire.layers.attention.backend import AttentionBackend
 from quire.layers.attention.shared_prefix import HostPrefixTiles, prefix_tiles
 from quire.models.registry import CausalLM
-from quire.protocol.plan import AddedRow, PromptLogprobs, StepPlan
+from quire.protocol.plan import AddedRow, Int32Array, PromptLogprobs, StepPlan
 from quire.worker.batch import gather_batch
 from quire.worker.kv_tensors import KVTensors
 from quire.worker.pending import PendingStep
@@ -63,6 +64,7 @@ class ModelRunner:
         self.pooler = Pooler()
         self._prompt_logprob_rows: dict[int, _PromptLogprobRow] = {}
         self._executed: _Executed | None = None
+        self._masks: MaskTensors | None = None
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> None:
@@ -108,11 +110,19 @@ class ModelRunner:
             if added.num_prompt_logprobs >= 0:
                 entry = _PromptLogprobRow(added, added.num_computed_tokens)
                 self._prompt_logprob_rows[added.row] = entry
+        if len(plan.append_rows):
+            self.sampler.appended(staged.append_rows, staged.append_tokens)
         return staged
 
+    def token_masks(self, lines: Int32Array, num_words: int) -> Int32Array:
+        """Masks [lines, words] for the executed step, to be filled in before `sample`."""
+        self._masks = MaskTensors(lines, num_words, self.table.device)
+        return self._masks.host
+
     @torch.inference_mode()
-    def sample(self) -> PendingStep:
-        """Choose the next tokens of the executed step; they also stay in the rows."""
+    def sample(self, with_masks: bool = False) -> PendingStep:
+        """Choose the next tokens of the executed step, among those that the masks allow which the
+        last `token_masks` gave out; they also stay in the rows."""
         assert self._executed is not None
         executed, self._executed = self._executed, None
         plan, rows = executed.plan, executed.staged.sample_rows
@@ -121,7 +131,10 @@ class ModelRunner:
         host_rows = plan.rows[plan.samples]
         if not len(host_rows):
             return PendingStep(plan.step, rows, None, prompt_logprobs)
-        sampled = self.sampler.sample(executed.logits, rows, host_rows)
+        masks, self._masks = self._masks, None
+        sampled = self.sampler.sample(
+            executed.logits, rows, host_rows, masks if with_masks else None
+        )
         self.table.append_sampled(rows, sampled.tokens)
         self.sampler.appended(rows, sampled.tokens)
         return PendingStep(plan.step, sampled.tokens, sampled.logprobs, prompt_logprobs, pooled)

@@ -16,6 +16,8 @@ from quire.worker.staging import Staging
 class StagedRows:
     """The rows of a plan on the device."""
 
+    append_rows: Tensor
+    append_tokens: Tensor
     rows: Tensor
     counts: Tensor
     """New tokens of each row."""
@@ -60,11 +62,12 @@ class RequestTable:
             added_fields,
             places,
             tokens,
-            plan.append_rows,
-            plan.append_tokens,
             plan.block_rows,
             plan.block_indices,
             plan.block_ids,
+            append_places(plan.append_rows),
+            plan.append_rows,
+            plan.append_tokens,
             plan.rows,
             plan.num_new_tokens,
             samples,
@@ -81,10 +84,10 @@ class RequestTable:
             self.num_computed[rows] = computed
             self.appends_sampled[rows] = appends.bool()
         if len(plan.append_rows):
-            self.append(sent[4], sent[5])
+            self._append(sent[8], sent[9], sent[7])
         if len(plan.block_rows):
-            self.block_tables[:, sent[6], sent[7]] = sent[8].view(plan.block_ids.shape)
-        return StagedRows(*sent[9:])
+            self.block_tables[:, sent[4], sent[5]] = sent[6].view(plan.block_ids.shape)
+        return StagedRows(*sent[8:])
 
     def _fork(self, pairs: Tensor, num_tokens: int) -> None:
         """Copy the beginning of rows `pairs[1]` to rows `pairs[0]`, for all as much as for the one
@@ -115,11 +118,10 @@ class RequestTable:
         tokens = np.concatenate([one.token_ids[one.num_forked_tokens :] for one in added])
         return fields, places.view(np.int32), tokens
 
-    def append(self, rows: Tensor, tokens: Tensor) -> None:
-        """Append one token to each row."""
-        at = self.num_tokens[rows]
-        self.token_ids[rows, at] = tokens
-        self.num_tokens[rows] = at + 1
+    def _append(self, rows: Tensor, tokens: Tensor, places: Tensor) -> None:
+        """Append known tokens; one of several for the same row has its place among them."""
+        self.token_ids[rows, self.num_tokens[rows] + places] = tokens
+        self.num_tokens.index_add_(0, rows, torch.ones_like(rows))
 
     def append_sampled(self, rows: Tensor, tokens: Tensor) -> None:
         """Append sampled tokens where the sampler chooses; other rows keep their length."""
@@ -132,3 +134,12 @@ class RequestTable:
         current = self.token_ids[rows, at]
         self.token_ids[rows, at] = torch.where(chosen, tokens, current)
         self.num_tokens[rows] = at + chosen.int()
+
+
+def append_places(rows: Int32Array) -> Int32Array:
+    """For each entry, how many earlier ones name the same row. Those of a row are adjacent."""
+    if not len(rows):
+        return empty_ints()
+    index = np.arange(len(rows))
+    starts = np.where(np.append(True, rows[1:] != rows[:-1]), index, 0)
+    return (index - np.maximum.accumulate(starts)).astype(np.int32)

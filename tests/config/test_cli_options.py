@@ -61,6 +61,10 @@ ENGINE_FLAGS: dict[str, tuple[str, Any]] = {
     "enforce_eager": ("--enforce-eager", True),
     "disable_cascade_attn": ("--disable-cascade-attn", True),
     "num_threads": ("--num-threads=2", 2),
+    "structured_outputs_config": (
+        '--structured-outputs-config={"jump_ahead": false}',
+        {"jump_ahead": False},
+    ),
     "disable_log_stats": ("--no-disable-log-stats", False),
 }
 

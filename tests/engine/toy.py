@@ -13,7 +13,14 @@ from hashlib import blake2b
 import numpy as np
 
 from quire.engine.executors.base import PendingResult, TokenMasks
-from quire.protocol.plan import AddedRow, LogprobArrays, PooledRows, StepPlan, StepResult
+from quire.protocol.plan import (
+    AddedRow,
+    Int32Array,
+    LogprobArrays,
+    PooledRows,
+    StepPlan,
+    StepResult,
+)
 from quire.protocol.snapshot import DeviceMemory
 
 UNWRITTEN = -7
@@ -156,6 +163,9 @@ class ToyExecutor:
             row.states.append(entry % 1000)
         row.num_computed += count
         self.num_tokens_computed += count
+
+    def token_masks(self, lines: Int32Array, num_words: int) -> TokenMasks:
+        return TokenMasks(lines, np.zeros((len(lines), num_words), np.int32))
 
     def sample(self, step: int, masks: TokenMasks | None = None) -> PendingResult:
         plan = self._plan

@@ -138,7 +138,19 @@ BAD_PARAMS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"bad_words": [""]}, ("bad_words[0]", "non-empty")),
     ({"seed": "x"}, ("seed", "integer", "'x'")),
     ({"output_kind": 9}, ("output_kind", "9")),
-    ({"structured_outputs": {"json": {}}}, ("structured_outputs", "not supported")),
+    ({"structured_outputs": {}}, ("structured_outputs", "exactly one", "got none")),
+    (
+        {"structured_outputs": {"json": {}, "regex": "a"}},
+        ("structured_outputs", "exactly one", "json, regex"),
+    ),
+    ({"structured_outputs": {"jsno": {}}}, ("structured_outputs['jsno']", "unknown")),
+    ({"structured_outputs": 3}, ("structured_outputs", "3")),
+    ({"structured_outputs": {"json": "{"}}, ("structured_outputs.json", "JSON")),
+    ({"structured_outputs": {"json": "[" * 99999}}, ("structured_outputs.json", "deeply")),
+    ({"structured_outputs": {"choice": []}}, ("structured_outputs.choice", "[]")),
+    ({"structured_outputs": {"choice": ["a", 1]}}, ("structured_outputs.choice", "1")),
+    ({"structured_outputs": {"regex": ""}}, ("structured_outputs.regex", "''")),
+    ({"structured_outputs": {"grammar": "x" * (10 << 20)}}, ("grammar", "10485760 bytes")),
 ]
 
 

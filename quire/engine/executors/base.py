@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire.protocol.plan import BoolArray, StepPlan, StepResult
+from quire.protocol.plan import Int32Array, StepPlan, StepResult
 from quire.protocol.snapshot import DeviceMemory
 
 
@@ -17,10 +17,11 @@ class PendingResult(Protocol):
 
 @dataclass(frozen=True)
 class TokenMasks:
-    """Tokens that grammars allow: `allowed[i]` covers the vocabulary for `samples[i]`."""
+    """Tokens that grammars allow: `bits[i]` is for line `lines[i]` of the step's samples."""
 
-    samples: list[int]
-    allowed: BoolArray
+    lines: Int32Array
+    bits: Int32Array
+    """[lines, words]: token t is bit t % 32 of word t // 32."""
 
 
 class Executor(Protocol):
@@ -34,6 +35,9 @@ class Executor(Protocol):
 
     def execute(self, plan: StepPlan) -> None:
         """Start the forward pass of a step."""
+
+    def token_masks(self, lines: Int32Array, num_words: int) -> TokenMasks:
+        """Masks to fill in, where the device can copy them from without waiting."""
 
     def sample(self, step: int, masks: TokenMasks | None = None) -> PendingResult:
         """Start sampling for the executed step."""

@@ -11,7 +11,7 @@ from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.engine.executors.base import PendingResult, TokenMasks
 from quire.protocol.errors import StepMemoryError
-from quire.protocol.plan import StepPlan
+from quire.protocol.plan import Int32Array, StepPlan
 from quire.protocol.snapshot import DeviceMemory
 from quire.worker.device import detect_device
 from quire.worker.memory import is_exhausted, is_out_of_memory, return_free_memory
@@ -57,10 +57,12 @@ class LocalExecutor:
         with self._reporting_memory():
             self.runner.execute(plan)
 
+    def token_masks(self, lines: Int32Array, num_words: int) -> TokenMasks:
+        return TokenMasks(lines, self.runner.token_masks(lines, num_words))
+
     def sample(self, step: int, masks: TokenMasks | None = None) -> PendingResult:
-        assert masks is None, "grammars arrive with structured output"
         with self._reporting_memory():
-            pending = self.runner.sample()
+            pending = self.runner.sample(with_masks=masks is not None)
             self._was_short = False
             return pending
 

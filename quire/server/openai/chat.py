@@ -13,17 +13,22 @@ from starlette.responses import Response
 
 from quire.frontend.inputs import Prompt
 from quire.frontend.outputs import CompletionOutput, RequestOutput
+from quire.frontend.tools.declared import ToolUse, chat_tools
+from quire.frontend.tools.deltas import ReasoningDelta
+from quire.frontend.tools.message_stream import MessageForm, MessageStream
 from quire.protocol.errors import RequestError
 from quire.protocol.output import RequestProgress
 from quire.protocol.sampling import RequestOutputKind, SamplingParams
 from quire.server.conversation import conversation_prompt
 from quire.server.event_stream import CLIENT_LEFT, EventStream
 from quire.server.generation import Generation, check_max_tokens, state_of
+from quire.server.openai.chat_messages import delta_record, finish_reason, whole_message
 from quire.server.openai.logprobs import chat_logprobs
 from quire.server.openai.schemas import ChatBody
 from quire.server.openai.stream import ChunkWriter, printable
 from quire.server.openai.usage import Usage
 from quire.server.state import ServerState
+from quire.server.tool_use import message_form, with_form
 
 router = APIRouter()
 
@@ -35,9 +40,11 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     body.note_unknown_fields()
     body.refuse_unsupported()
     _refuse_unsupported(body)
-    prompt = await _render(state, body)
-    params = _params(state, body, prompt)
-    reply = ChatReply(body, f"chatcmpl-{body.request_id or request.state.request_id}", model)
+    use = ToolUse.read(chat_tools(body.tools), body.tool_choice, body.parallel_tool_calls)
+    prompt = await _render(state, body, use)
+    form = message_form(state, body.chat_template, prompt, use)
+    params = with_form(state, _params(state, body, prompt), form, use)
+    reply = ChatReply(body, f"chatcmpl-{body.request_id or request.state.request_id}", model, form)
     terms = body.terms(request.state.tenant, body.wants_progress)
     generation = await Generation.start(request, [prompt], params, reply.id, terms)
     if body.stream:
@@ -51,10 +58,6 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
 
 
 def _refuse_unsupported(body: ChatBody) -> None:
-    if isinstance(body.tool_choice, dict) or body.tool_choice == "required":
-        raise RequestError(
-            f"tool_choice={body.tool_choice!r} is not supported yet; use 'auto' or 'none'."
-        )
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError(
             f"top_logprobs={body.top_logprobs} has no effect without logprobs; set logprobs=true."
@@ -63,7 +66,7 @@ def _refuse_unsupported(body: ChatBody) -> None:
         raise RequestError(f"top_logprobs must be at least 0, got {body.top_logprobs}.")
 
 
-async def _render(state: ServerState, body: ChatBody) -> Prompt:
+async def _render(state: ServerState, body: ChatBody, use: ToolUse) -> Prompt:
     """The conversation as a tokenised prompt."""
     kwargs: dict[str, Any] = {}
     if body.documents is not None:
@@ -79,7 +82,7 @@ async def _render(state: ServerState, body: ChatBody) -> Prompt:
         template_kwargs=kwargs,
         add_generation_prompt=generates,
         continue_final_message=continues,
-        tools=None if body.tool_choice == "none" else body.tools,
+        tools=use.declarations,
     )
 
 
@@ -100,9 +103,12 @@ def _params(state: ServerState, body: ChatBody, prompt: Prompt) -> SamplingParam
 class ChatReply:
     """Writes the reply to one request, whole or in chunks."""
 
-    def __init__(self, body: ChatBody, response_id: str, model: str) -> None:
+    def __init__(self, body: ChatBody, response_id: str, model: str, form: MessageForm) -> None:
         self.id = response_id
         self._body = body
+        self._form = form
+        self._streams: dict[int, MessageStream] = {}
+        """By choice: where the parsing of its text stands."""
         self._model = model
         self._created = int(time.time())
         self._plain = not (body.logprobs or body.return_token_ids)
@@ -116,8 +122,7 @@ class ChatReply:
         choices = [
             {
                 "index": one.index,
-                "message": {"role": self._role, "content": one.text},
-                **self._details(one),
+                **self._message(one),
             }
             for one in output.outputs
         ]
@@ -134,6 +139,15 @@ class ChatReply:
         if self._body.return_token_ids:
             reply["prompt_token_ids"] = output.prompt_token_ids
         return reply
+
+    def _message(self, one: CompletionOutput) -> dict[str, Any]:
+        if self._form.is_plain:
+            message = {"role": self._role, "content": one.text}
+            return {"message": message, **self._details(one, one.finish_reason)}
+        parsed = self._form.parse(one.text)
+        message = whole_message(parsed, self._role, self._body.include_reasoning is not False)
+        reason = finish_reason(one.finish_reason, bool(parsed.calls))
+        return {"message": message, **self._details(one, reason)}
 
     async def events(self, generation: Generation) -> AsyncIterator[bytes]:
         writer = ChunkWriter(self.id, "chat.completion.chunk", self._created, self._model)
@@ -172,16 +186,41 @@ class ChatReply:
         )
 
     def _chunk(self, writer: ChunkWriter, one: CompletionOutput, usage: Usage) -> bytes:
+        if not self._form.is_plain:
+            return self._parsed_chunks(writer, one, usage)
         if self._plain and not self._continuous and one.finish_reason is None:
             return writer.text(one.index, one.text, b'"delta":{"content":', b"}")
-        choice = {"index": one.index, "delta": {"content": one.text}, **self._details(one)}
-        return writer.choice(choice, **({"usage": usage.record()} if self._continuous else {}))
+        details = self._details(one, one.finish_reason)
+        choice = {"index": one.index, "delta": {"content": one.text}, **details}
+        return writer.choice(choice, **self._running_usage(usage))
 
-    def _details(self, one: CompletionOutput) -> dict[str, Any]:
+    def _parsed_chunks(self, writer: ChunkWriter, one: CompletionOutput, usage: Usage) -> bytes:
+        """A chunk for each thing that new text says; none while it may say several things."""
+        stream = self._streams.setdefault(one.index, self._form.open())
+        ends = one.finish_reason is not None
+        found = stream.finish(one.text) if ends else stream.feed(one.text)
+        deltas = [
+            delta_record(delta)
+            for delta in found
+            if self._body.include_reasoning is not False or not isinstance(delta, ReasoningDelta)
+        ]
+        *early, last = deltas or [{}]
+        quiet = {"logprobs": None, "finish_reason": None}
+        data = [writer.choice({"index": one.index, "delta": d, **quiet}) for d in early]
+        if last or ends or not self._plain or self._continuous:
+            details = self._details(one, finish_reason(one.finish_reason, stream.has_calls))
+            choice = {"index": one.index, "delta": last, **details}
+            data.append(writer.choice(choice, **self._running_usage(usage)))
+        return b"".join(data)
+
+    def _running_usage(self, usage: Usage) -> dict[str, Any]:
+        return {"usage": usage.record()} if self._continuous else {}
+
+    def _details(self, one: CompletionOutput, finish_reason: str | None) -> dict[str, Any]:
         """What a choice says besides its text."""
         details: dict[str, Any] = {
             "logprobs": None,
-            "finish_reason": one.finish_reason,
+            "finish_reason": finish_reason,
             "stop_reason": one.stop_reason,
         }
         if self._body.logprobs and one.logprobs is not None:

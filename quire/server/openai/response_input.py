@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from quire.frontend.tools.declared import ToolUse, flat_tools
 from quire.protocol.errors import RequestError
 from quire.server.bodies import MessageBody
 from quire.server.conversation import text_parts
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
-"""What `include` may name. No reasoning is parsed out of texts, so there is none to encrypt."""
+"""What `include` may name. Reasoning is returned as it is, so there is none to encrypt."""
 STATEFUL = ("store", "previous_response_id", "conversation", "background", "prompt")
 TEXT_PARTS = ("input_text", "output_text", "text")
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
@@ -51,8 +52,6 @@ class ResponseBody(MessageBody):
                     f"{name}={value!r} is not supported: this server keeps no responses. Leave it "
                     "out, and send the whole conversation as input."
                 )
-        if self.tool_choice not in (None, "auto", "none"):
-            raise RequestError(f"tool_choice={self.tool_choice!r} is not supported yet.")
         if self.truncation not in (None, "disabled"):
             raise RequestError(
                 f"truncation={self.truncation!r} is not supported; use 'disabled', or "
@@ -61,10 +60,6 @@ class ResponseBody(MessageBody):
         self._refuse_details()
 
     def _refuse_details(self) -> None:
-        output_format = (self.text or {}).get("format") or {}
-        kind = output_format.get("type") if isinstance(output_format, dict) else output_format
-        if kind not in (None, "text"):
-            raise RequestError(f"text has format {kind!r}, which is not supported yet; use 'text'.")
         if (self.reasoning or {}).get("summary") is not None:
             raise RequestError("reasoning has a summary, which is not supported yet; leave it out.")
         for name in self.include or ():
@@ -76,6 +71,15 @@ class ResponseBody(MessageBody):
         if self.top_logprobs is not None and self.top_logprobs < 0:
             raise RequestError(f"top_logprobs must be at least 0, got {self.top_logprobs}.")
 
+    def output_format(self) -> dict[str, Any]:
+        if not isinstance(self.text_format, dict):
+            raise RequestError(f"text.format must be an object, got {self.text_format!r:.80}.")
+        return {**self.text_format, "json_schema": self.text_format}
+
+    @property
+    def text_format(self) -> Any:
+        return (self.text or {}).get("format") or {"type": "text"}
+
     def messages(self) -> list[dict[str, Any]]:
         """The conversation as chat templates read it."""
         told = [] if self.instructions is None else [_message("system", self.instructions)]
@@ -83,7 +87,13 @@ class ResponseBody(MessageBody):
             return [*told, _message("user", self.input)]
         if not self.input:
             raise RequestError("input is an empty list; give at least one item.")
-        return told + [_read_item(item, f"input[{i}]") for i, item in enumerate(self.input)]
+        items = [_read_item(item, f"input[{i}]") for i, item in enumerate(self.input)]
+        return told + _joined(items)
+
+    @property
+    def tool_use(self) -> ToolUse:
+        tools = flat_tools(self.tools, "parameters", ("function",))
+        return ToolUse.read(tools, self.tool_choice, self.parallel_tool_calls)
 
 
 def _message(role: str, content: Any, where: str = "input") -> dict[str, Any]:
@@ -97,10 +107,52 @@ def _read_message(item: dict[str, Any], where: str) -> dict[str, Any]:
     return _message(ROLES[role], item.get("content"), where)
 
 
+def _read_call(item: dict[str, Any], where: str) -> dict[str, Any]:
+    fields = {name: item.get(name) for name in ("call_id", "name", "arguments")}
+    for name, value in fields.items():
+        if not isinstance(value, str):
+            raise RequestError(f"{where}.{name} must be a string, got {value!r:.80}.")
+    function = {"name": fields["name"], "arguments": fields["arguments"]}
+    call = {"id": fields["call_id"], "type": "function", "function": function}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def _read_call_output(item: dict[str, Any], where: str) -> dict[str, Any]:
+    if not isinstance(item.get("call_id"), str):
+        raise RequestError(f"{where}.call_id must be a string, got {item.get('call_id')!r:.80}.")
+    content = text_parts(item.get("output"), TEXT_PARTS, f"{where}.output")
+    return {"role": "tool", "tool_call_id": item["call_id"], "content": content}
+
+
+def _read_reasoning(item: dict[str, Any], where: str) -> dict[str, Any]:
+    parts = text_parts(item.get("content") or [], ("reasoning_text",), f"{where}.content")
+    text = "\n".join(part["text"] for part in parts)
+    return {"role": "assistant", "content": None, **({"reasoning": text} if text else {})}
+
+
 ITEM_READERS: dict[str, Callable[[dict[str, Any], str], dict[str, Any]]] = {
-    "message": _read_message
+    "message": _read_message,
+    "function_call": _read_call,
+    "function_call_output": _read_call_output,
+    "reasoning": _read_reasoning,
 }
 """By the type of an input item: what makes a message of it."""
+
+
+def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the model thought, said and called in one turn are items here and one message there."""
+    joined: list[dict[str, Any]] = []
+    for message in messages:
+        last: dict[str, Any] = joined[-1] if joined else {"role": None}
+        is_turn = last["role"] == message["role"] == "assistant"
+        if is_turn and (message["content"] is None or last["content"] is None):
+            calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
+            content = message["content"] if last["content"] is None else last["content"]
+            joined[-1] = {**last, **message, "content": content}
+            joined[-1] |= {"tool_calls": calls} if calls else {}
+        else:
+            joined.append(message)
+    return joined
 
 
 def _read_item(item: dict[str, Any], where: str) -> dict[str, Any]:

@@ -13,6 +13,9 @@ from starlette.responses import Response
 
 from quire.frontend.inputs import Prompt
 from quire.frontend.outputs import CompletionOutput, RequestOutput
+from quire.frontend.tools.declared import ToolUse
+from quire.frontend.tools.deltas import CallDelta, Delta, ReasoningDelta, TextDelta
+from quire.frontend.tools.message_stream import MessageForm
 from quire.protocol.errors import QuireError
 from quire.protocol.sampling import RequestOutputKind, SamplingParams
 from quire.server.conversation import conversation_prompt
@@ -20,10 +23,17 @@ from quire.server.event_stream import CLIENT_LEFT, EventStream
 from quire.server.generation import Generation, check_max_tokens, state_of
 from quire.server.openai.logprobs import chat_logprobs
 from quire.server.openai.response_input import ResponseBody
-from quire.server.openai.response_items import EventWriter, MessageItem
-from quire.server.openai.stream import printable
+from quire.server.openai.response_items import (
+    CallItem,
+    EventWriter,
+    Item,
+    MessageItem,
+    ReasoningItem,
+)
+from quire.server.openai.stream import printable, printable_data
 from quire.server.openai.usage import Usage
 from quire.server.state import ServerState
+from quire.server.tool_use import message_form, with_form
 
 router = APIRouter()
 
@@ -34,9 +44,11 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
     model = state.check_model(body.model)
     body.note_unknown_fields()
     body.refuse_unsupported()
-    prompt = await _render(state, body)
-    params = _params(state, body, prompt)
-    reply = ResponseReply(body, body.request_id or request.state.request_id, model, params)
+    use = body.tool_use
+    prompt = await _render(state, body, use)
+    form = message_form(state, body.chat_template, prompt, use)
+    params = with_form(state, _params(state, body, prompt), form, use)
+    reply = ResponseReply(body, body.request_id or request.state.request_id, model, params, form)
     terms = body.terms(request.state.tenant)
     generation = await Generation.start(request, [prompt], params, reply.id, terms)
     if body.stream:
@@ -49,10 +61,12 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
     return Response(msgspec.json.encode(reply.whole(outputs[0])), media_type="application/json")
 
 
-async def _render(state: ServerState, body: ResponseBody) -> Prompt:
+async def _render(state: ServerState, body: ResponseBody, use: ToolUse) -> Prompt:
     effort = (body.reasoning or {}).get("effort")
     kwargs = {} if effort is None else {"reasoning_effort": effort}
-    return await conversation_prompt(state, body, body.messages(), template_kwargs=kwargs)
+    return await conversation_prompt(
+        state, body, body.messages(), template_kwargs=kwargs, tools=use.declarations
+    )
 
 
 def _params(state: ServerState, body: ResponseBody, prompt: Prompt) -> SamplingParams:
@@ -70,7 +84,12 @@ class ResponseReply:
     """Writes the reply to one request, whole or as events."""
 
     def __init__(
-        self, body: ResponseBody, request_id: str, model: str, params: SamplingParams
+        self,
+        body: ResponseBody,
+        request_id: str,
+        model: str,
+        params: SamplingParams,
+        form: MessageForm,
     ) -> None:
         self.id = f"resp_{request_id}"
         self._body = body
@@ -80,13 +99,17 @@ class ResponseReply:
         self._repeated = _repeated(body)
         self._usage = Usage()
         self._writer = EventWriter()
-        self._items: list[MessageItem] = []
+        self._is_plain = form.is_plain
+        self._stream = form.open()
+        self._items: list[Item] = []
         """In order; all but the last are complete."""
+        self._open: type[Delta] | None = None
+        """What the last item consists of."""
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
         self._usage.add(0, output)
         (one,) = output.outputs
-        self._open_message().add(one.text, self._logprobs(one))
+        self._take(one)
         return self._ended(one.finish_reason)
 
     async def events(self, generation: Generation) -> AsyncIterator[bytes]:
@@ -94,8 +117,8 @@ class ResponseReply:
         yield self._writer.event("response.created", response=begun)
         yield self._writer.event("response.in_progress", response=begun)
         finish_reason = None
-        message = self._open_message()
-        yield message.opening(self._writer)
+        if self._is_plain:
+            yield self._open_item(TextDelta(""))
         async with aclosing(generation.news()) as all_news:
             async for news in all_news:
                 data = []
@@ -103,10 +126,10 @@ class ResponseReply:
                     self._usage.add(0, output)
                     for one in output.outputs:
                         finish_reason = one.finish_reason
-                        data.append(message.delta(self._writer, one.text, self._logprobs(one)))
+                        data.append(self._take(one))
                 yield b"".join(data)
         status = status_of_end(finish_reason)
-        yield message.closing(self._writer, status)
+        yield self._items[-1].closing(self._writer, status)
         yield self._writer.event(f"response.{status}", response=self._ended(finish_reason))
 
     def failure(self, error: QuireError) -> bytes:
@@ -116,10 +139,39 @@ class ResponseReply:
         failed = self._record("failed", items, error=cause, usage=self._usage_record())
         return self._writer.event("response.failed", response=failed)
 
-    def _open_message(self) -> MessageItem:
-        index = len(self._items)
-        self._items.append(MessageItem(f"msg_{index}_{self.id.removeprefix('resp_')}", index))
-        return self._items[-1]
+    def _take(self, one: CompletionOutput) -> bytes:
+        """The events of new text; this runs for every token."""
+        logprobs = self._logprobs(one)
+        if self._is_plain:
+            opening = b"" if self._items else self._open_item(TextDelta(""))
+            return opening + self._items[-1].delta(self._writer, one.text, logprobs)
+        ends = one.finish_reason is not None
+        data = []
+        for delta in self._stream.finish(one.text) if ends else self._stream.feed(one.text):
+            begins = isinstance(delta, CallDelta) and delta.name is not None
+            if begins or type(delta) is not self._open:
+                data.append(self._open_item(delta))
+            text = delta.arguments if isinstance(delta, CallDelta) else delta.text
+            data.append(self._items[-1].delta(self._writer, text, logprobs))
+            logprobs = logprobs if isinstance(delta, ReasoningDelta) else []
+        if ends and not self._items:
+            data.append(self._open_item(TextDelta("")))
+        return b"".join(data)
+
+    def _open_item(self, delta: Delta) -> bytes:
+        """Complete the last item and begin the one that `delta` belongs to."""
+        closing = self._items[-1].closing(self._writer, "completed") if self._items else b""
+        index, name = len(self._items), self.id.removeprefix("resp_")
+        item: Item
+        if isinstance(delta, CallDelta):
+            item = CallItem(f"fc_{index}_{name}", index, delta.id or "", delta.name or "")
+        elif isinstance(delta, ReasoningDelta):
+            item = ReasoningItem(f"rs_{index}_{name}", index)
+        else:
+            item = MessageItem(f"msg_{index}_{name}", index)
+        self._items.append(item)
+        self._open = type(delta)
+        return closing + item.opening(self._writer)
 
     def _ended(self, finish_reason: str | None) -> dict[str, Any]:
         status = status_of_end(finish_reason)
@@ -127,7 +179,8 @@ class ResponseReply:
         reason = "max_output_tokens" if finish_reason == "length" else None
         return self._record(
             status,
-            [item.record(status) for item in self._items],
+            [item.record("completed") for item in self._items[:-1]]
+            + [item.record(status) for item in self._items[-1:]],
             incomplete_details=None if status == "completed" else {"reason": reason},
             completed_at=int(time.time()) if status == "completed" else None,
             usage=self._usage_record(),
@@ -149,9 +202,9 @@ class ResponseReply:
             "previous_response_id": None,
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": body.tool_choice or "auto",
-            "tools": [],
+            "text": {"format": printable_data(body.text_format)},
+            "tool_choice": printable_data(body.tool_choice or "auto"),
+            "tools": printable_data(body.tools or []),
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": "disabled",

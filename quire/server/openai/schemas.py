@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from quire.protocol.errors import RequestError
 from quire.server.bodies import ConversationBody, GenerationBody, RequestBody
 
 
@@ -28,13 +27,8 @@ class ChoicesBody(GenerationBody):
     return_tokens_as_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
 
-    def refuse_unsupported(self) -> None:
-        super().refuse_unsupported()
-        kind = (self.response_format or {}).get("type", "text")
-        if kind != "text":
-            raise RequestError(
-                f"response_format={kind!r} is not supported yet; use 'text' or leave it out."
-            )
+    def output_format(self) -> dict[str, Any]:
+        return self.response_format or {}
 
     @property
     def usage_options(self) -> StreamOptions:
@@ -64,7 +58,9 @@ class ChatBody(ChoicesBody, ConversationBody):
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = True
 
 
 class EmbeddingBody(RequestBody):

@@ -16,6 +16,15 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
+def printable_data(value: Any) -> Any:
+    """The same for JSON data."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {printable(key): printable_data(item) for key, item in value.items()}
+    return [printable_data(item) for item in value] if isinstance(value, list) else value
+
+
 class ChunkWriter:
     """Writes chunks of one reply. What all of them share is encoded once."""
 

@@ -17,12 +17,13 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 
 import triton.language as tl  # noqa: E402
 
+from quire.kernels.torch import bitmask as bitmask_twin  # noqa: E402
 from quire.kernels.torch import penalties as penalties_twin  # noqa: E402
 from quire.kernels.torch import sampling as twin  # noqa: E402
 from quire.kernels.torch.noise import hash_tokens, uniform  # noqa: E402
 from quire.kernels.torch.penalties import PenaltySettings  # noqa: E402
 from quire.kernels.torch.sampling import Kinds, RowSettings, merge_scratch  # noqa: E402
-from quire.kernels.triton import cutoffs, penalties, sampling  # noqa: E402
+from quire.kernels.triton import bitmask, cutoffs, penalties, sampling  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -211,3 +212,29 @@ def test_uses_are_counted(dtype: torch.dtype) -> None:
     penalties.count_uses(found, rows, tokens, slots)
     penalties_twin.count_uses(expected, rows, tokens, slots)
     assert torch.equal(found[1:], expected[1:])
+
+
+@pytest.mark.parametrize(("vocab_size", "num_words"), [(320, 10), (333, 11), (333, 9)])
+@pytest.mark.parametrize("lines", [[0, 1, 2, 3], [3, 1]])
+def test_bitmask(
+    monkeypatch: pytest.MonkeyPatch, vocab_size: int, num_words: int, lines: list[int]
+) -> None:
+    """Masks reach their own lines only; what no word covers is forbidden."""
+    monkeypatch.setattr(bitmask, "BLOCK", 256)
+    generator = torch.Generator().manual_seed(vocab_size + num_words)
+    bits = torch.randint(
+        -(2**31), 2**31, (len(lines), num_words), dtype=torch.int32, generator=generator
+    )
+    scores = torch.randn((4, vocab_size), generator=generator)
+    expected = scores.clone()
+    for i, line in enumerate(lines):
+        for token in range(vocab_size):
+            word = int(bits[i, token // 32]) if token < 32 * num_words else 0
+            if not word >> token % 32 & 1:
+                expected[line, token] = -math.inf
+    where = torch.tensor(lines, dtype=torch.int32)
+    by_twin, by_kernel = scores.clone(), scores.to(DEVICE)
+    bitmask_twin.apply_bitmask(by_twin, where, bits)
+    bitmask.apply_bitmask(by_kernel, where.to(DEVICE), bits.to(DEVICE))
+    assert torch.equal(by_twin, expected)
+    assert torch.equal(by_kernel.cpu(), expected)

@@ -1,0 +1,177 @@
+"""`StructuredOutputs`: what form an answer must have. Checked when made."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.protocol.errors import RequestError
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+MAX_TEXT_BYTES = 1 << 20
+"""Longest schema, expression or grammar. What is longer takes more than a second to compile."""
+
+ANY_OBJECT = '{"type":"object"}'
+
+
+@dataclass
+class StructuredOutputs:
+    """One form that the text of an answer must have, exactly one of `KINDS`."""
+
+    json: Any = None
+    """A JSON schema: text, a dictionary, or a Pydantic model."""
+    regex: str | None = None
+    """Matches the whole text; the syntax is that of Rust's `regex`."""
+    choice: list[str] | None = None
+    """The text is one of these."""
+    grammar: str | None = None
+    """A context-free grammar in Lark's or llama.cpp's (GBNF) notation."""
+    json_object: bool | None = None
+    """Any JSON object."""
+    structural_tag: Any = None
+    """Free text in which tags begin parts of a given schema: JSON text or a dictionary."""
+    disable_any_whitespace: bool = False
+    """JSON without spaces and line breaks between its parts."""
+    disable_additional_properties: bool = False
+    """Objects have no keys but those their schema names."""
+    whitespace_pattern: str | None = None
+    """What may stand between the parts of JSON, as a regular expression."""
+
+    def __post_init__(self) -> None:
+        if self.json_object is False:
+            self.json_object = None
+        given = [kind for kind in KINDS if getattr(self, kind) is not None]
+        if len(given) != 1:
+            found = ", ".join(given) if given else "none"
+            raise RequestError(
+                f"structured_outputs must have exactly one of {', '.join(KINDS)}, got {found}."
+            )
+        if self.json is not None:
+            self.json = _schema_text(self.json)
+        if self.structural_tag is not None:
+            self.structural_tag = _json_text("structural_tag", self.structural_tag)
+        self._check_choice()
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise RequestError(
+                    f"structured_outputs.{name} must be a string that is not empty, got {value!r}."
+                )
+        self._check_size()
+
+    def _check_choice(self) -> None:
+        if self.choice is None:
+            return
+        if isinstance(self.choice, str) or not isinstance(self.choice, Sequence):
+            raise RequestError(
+                f"structured_outputs.choice must be a list of strings, got {self.choice!r}."
+            )
+        self.choice = list(self.choice)
+        if not self.choice or not all(isinstance(one, str) and one for one in self.choice):
+            raise RequestError(
+                "structured_outputs.choice must be a list of strings that are not empty, got "
+                f"{str(self.choice)[:200]}."
+            )
+
+    def _check_size(self) -> None:
+        size = len(self.text.encode("utf-8", "surrogatepass"))
+        if size > MAX_TEXT_BYTES:
+            raise RequestError(
+                f"structured_outputs.{self.kind} has {size} bytes, but at most {MAX_TEXT_BYTES} "
+                "are taken; use a smaller one."
+            )
+
+    @property
+    def kind(self) -> str:
+        return next(kind for kind in KINDS if getattr(self, kind) is not None)
+
+    @property
+    def text(self) -> str:
+        """The form as text, whatever its kind."""
+        if self.json_object:
+            return ANY_OBJECT
+        value = getattr(self, self.kind)
+        return json.dumps(value) if self.choice is not None else str(value)
+
+
+StructuredOutputsParams = StructuredOutputs
+
+
+def guided_decoding_params(**fields: Any) -> StructuredOutputs:
+    """`GuidedDecodingParams`, vLLM's older name; a choice of backend has no counterpart here."""
+    warnings.warn(
+        "GuidedDecodingParams is an old name; use StructuredOutputs, whose fields are the same.",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    for name in ("backend", "disable_fallback"):
+        fields.pop(name, None)
+    return StructuredOutputs(**fields)
+
+
+def as_structured_outputs(value: Any) -> StructuredOutputs | None:
+    """From what `SamplingParams.structured_outputs` may be given as."""
+    if value is None or isinstance(value, StructuredOutputs):
+        return value
+    if isinstance(value, Mapping):
+        known = StructuredOutputs.__dataclass_fields__
+        unknown = [name for name in value if name not in known]
+        if unknown:
+            raise RequestError(
+                f"structured_outputs[{unknown[0]!r}] is unknown; use one of {', '.join(known)}."
+            )
+        return StructuredOutputs(**value)
+    raise RequestError(f"structured_outputs must be a StructuredOutputs, got {value!r}.")
+
+
+def closed(schema: Any) -> Any:
+    """`schema` with `additionalProperties: false` in every object that says nothing about it."""
+    schema = json.loads(json.dumps(schema))
+    for part in _parts(schema):
+        is_object = part.get("type") == "object" or "properties" in part
+        if is_object and "additionalProperties" not in part and "patternProperties" not in part:
+            part["additionalProperties"] = False
+    return schema
+
+
+def _parts(schema: Any) -> Iterator[dict[str, Any]]:
+    """All schemas in a schema. What only looks like one (in `enum`, say) is not visited."""
+    pending = [schema]
+    while pending:
+        part = pending.pop()
+        if not isinstance(part, dict):
+            continue
+        yield part
+        for key in ("properties", "$defs", "definitions", "patternProperties"):
+            if isinstance(part.get(key), dict):
+                pending += part[key].values()
+        for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
+            if isinstance(part.get(key), list):
+                pending += part[key]
+        for key in ("items", "additionalProperties"):
+            pending += part[key] if isinstance(part.get(key), list) else [part.get(key)]
+
+
+def _schema_text(value: Any) -> str:
+    if hasattr(value, "model_json_schema"):
+        value = value.model_json_schema()
+    return _json_text("json", value)
+
+
+def _json_text(name: str, value: Any) -> str:
+    where = f"structured_outputs.{name}"
+    try:
+        if not isinstance(value, str):
+            return json.dumps(value)
+        if len(value) <= MAX_TEXT_BYTES:  # longer ones are refused for that
+            json.loads(value)
+    except (TypeError, ValueError) as error:
+        raise RequestError(
+            f"{where} must be JSON or what can be written as JSON: {error}."
+        ) from None
+    except RecursionError:
+        raise RequestError(f"{where} is nested too deeply; use a flatter one.") from None
+    return value

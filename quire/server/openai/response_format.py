@@ -1,0 +1,70 @@
+"""Which form a body asks its answer to have, under any of the names there are for that."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from quire.protocol.errors import RequestError
+from quire.protocol.structured import StructuredOutputs, as_structured_outputs
+
+if TYPE_CHECKING:
+    from quire.server.bodies import GenerationBody
+
+logger = logging.getLogger(__name__)
+
+GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""vLLM's older names, and the fields of `structured_outputs` that they are now."""
+
+_warned_of: set[str] = set()
+
+
+def requested_form(body: GenerationBody) -> StructuredOutputs | None:
+    forms = {
+        "response_format": _from_response_format(body.output_format()),
+        "structured_outputs": as_structured_outputs(body.structured_outputs),
+    }
+    for name, field in GUIDED.items():
+        value = getattr(body, name)
+        if value is not None:
+            _warn_of(name, field)
+            extra: dict[str, Any] = {"whitespace_pattern": body.guided_whitespace_pattern}
+            forms[name] = StructuredOutputs(**{field: value}, **(extra if field == "json" else {}))
+    given = {name: form for name, form in forms.items() if form is not None}
+    if len(given) > 1:
+        raise RequestError(f"{' and '.join(given)} exclude each other; use one of them.")
+    return next(iter(given.values()), None)
+
+
+def _from_response_format(form: dict[str, Any]) -> StructuredOutputs | None:
+    kind = form.get("type", "text")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputs(json_object=True)
+    if kind == "json_schema":
+        wrapper = form.get("json_schema")
+        schema = wrapper.get("schema") if isinstance(wrapper, dict) else None
+        if schema is None:
+            raise RequestError(
+                "response_format.json_schema.schema is missing; give the schema there, or use "
+                "type 'json_object' for any JSON object."
+            )
+        return StructuredOutputs(json=schema)
+    if kind == "structural_tag":
+        return StructuredOutputs(structural_tag=form)
+    raise RequestError(
+        f"response_format.type must be text, json_object, json_schema or structural_tag, got "
+        f"{kind!r}."
+    )
+
+
+def _warn_of(name: str, field: str) -> None:
+    if name not in _warned_of:
+        _warned_of.add(name)
+        logger.warning("bodies have %s, an old name; use structured_outputs.%s", name, field)

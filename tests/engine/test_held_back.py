@@ -1,0 +1,49 @@
+"""A request that is not ready waits beside the queue: it delays nobody and can still end."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quire.protocol.request import NewRequest
+from quire.protocol.sampling import SamplingParams
+from quire.scheduler.failure import fail_request
+from tests.engine.driver import Engine, numbers
+
+
+def held_back(engine: Engine, key: int = 5000, deadline: float | None = None) -> NewRequest:
+    params = SamplingParams(max_tokens=3, seed=1, n=2, ignore_eos=True)
+    prompt = np.array(numbers(9), np.int32)
+    new = NewRequest(key, f"r{key}", prompt, params, arrival_time=0.0, deadline=deadline)
+    engine.core.check(new)
+    engine.core.scheduler.add(new, is_ready=False)
+    engine.requests[key] = new
+    return new
+
+
+def test_others_run_meanwhile() -> None:
+    engine = Engine()
+    held_back(engine)
+    assert not engine.core.has_work, "a loop would spin until it is ready"
+    key = engine.add(numbers(20))
+    engine.finish()
+    assert list(engine.ended) == [key]
+    engine.core.scheduler.make_ready("r5000")
+    engine.finish()
+    assert set(engine.ended) == {key, 5000, 5001}
+
+
+@pytest.mark.parametrize("how", ["abort", "deadline", "failure"])
+def test_it_can_end(how: str) -> None:
+    engine = Engine()
+    held_back(engine, deadline=1.0)
+    if how == "abort":
+        engine.core.abort("r5000")
+    elif how == "deadline":
+        engine.now = 2.0
+    else:
+        fail_request(engine.core.scheduler, "r5000", "its grammar is wrong")
+    engine.step()
+    reason = {"abort": "abort", "deadline": "timeout", "failure": "error"}[how]
+    assert [engine.ended[key].finish_reason for key in (5000, 5001)] == [reason] * 2
+    assert not engine.core.scheduler.unready and not engine.core.has_work
