@@ -6,12 +6,14 @@ A new file in examples/ fails here until it has a check.
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -90,6 +92,16 @@ def check_custom_model(shown: str) -> None:
     assert re.search(r"greedy: ['\"].+['\"]", shown)
     # 256 MiB over 45 KiB per token (30 layers, 3 KV heads of 64, keys and values, fp32), in blocks.
     assert "up to 5,824 tokens" in shown
+
+
+def check_structured_output(shown: str) -> None:
+    pet = json.loads(re.findall(r"^JSON: (.+)$", shown, re.MULTILINE)[0])
+    assert set(pet) == {"species", "has_fur", "legs"}
+    assert f"as an object: Pet(species='{pet['species']}', has_fur={pet['has_fur']}" in shown
+    assert re.search(r"^choice: (yes|no)$", shown, re.MULTILINE)
+    assert re.search(r"^regex: 19\d\d$", shown, re.MULTILINE)
+    books = ElementTree.fromstring(re.findall(r"^XML: (.+)$", shown, re.MULTILINE)[0])
+    assert [child.tag for book in books for child in book] == ["title", "year"] * 2
 
 
 CHECKS: dict[str, Callable[[str], None]] = {

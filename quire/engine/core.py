@@ -146,7 +146,7 @@ class EngineCore:
 
     @property
     def is_drained(self) -> bool:
-        return self.draining and not self.has_work
+        return self.draining and not self.has_work and not self.scheduler.unready
 
     # --- the loop ---------------------------------------------------------------------------------
 

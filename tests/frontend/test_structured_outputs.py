@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import warnings
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
-from quire import LLM, RequestError, RequestOutput, SamplingParams, StructuredOutputs
+from quire import LLM, AsyncLLM, RequestError, RequestOutput, SamplingParams, StructuredOutputs
 from quire.sampling_params import GuidedDecodingParams, StructuredOutputsParams
 from tests.frontend.conftest import Tiny
 from tests.frontend.refusals import refuses
@@ -382,6 +383,31 @@ def test_catastrophic_expressions_end(llm: LLM, pattern: str) -> None:
     """They cost no more than the limits allow: matching is linear."""
     completion = run(llm, StructuredOutputs(regex=pattern), max_tokens=10).outputs[0]
     assert completion.finish_reason in ("length", "stop", "error")
+
+
+async def test_callers_of_one_engine(tiny: Tiny) -> None:
+    """A wrong form is refused to its caller alone; one that leaves while its form is compiled
+    harms nobody."""
+    engine = AsyncLLM(str(tiny.folder), num_threads=1, kv_cache_memory_bytes="16MiB")
+
+    async def ask(form: StructuredOutputs | None) -> str:
+        params = SamplingParams(max_tokens=40, seed=2, structured_outputs=form)
+        return [out async for out in engine.generate("of the", params)][-1].outputs[0].text
+
+    leaving = [
+        asyncio.create_task(ask(StructuredOutputs(regex=f"[a-f]{{{10 + i}}}"))) for i in range(4)
+    ]
+    await asyncio.sleep(0)
+    for task in leaving[1:]:
+        task.cancel()
+    forms = [StructuredOutputs(choice=["red", "green"]), StructuredOutputs(regex="["), None]
+    made = await asyncio.gather(*map(ask, forms), return_exceptions=True)
+    assert made[0] in ("red", "green") and isinstance(made[2], str)
+    assert isinstance(made[1], RequestError) and "structured_outputs.regex" in str(made[1])
+    assert re.fullmatch("[a-f]{10}", await leaving[0])
+    await engine.check_health()
+    assert not engine.client.core.scheduler.unready  # type: ignore[attr-defined]
+    engine.shutdown()
 
 
 def test_vllm_names() -> None:

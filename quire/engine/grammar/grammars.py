@@ -63,6 +63,7 @@ class Grammars:
             self._start(new, compilation)
             return None
         accepted: Future[None] = Future()
+        accepted.set_running_or_notify_cancel()  # whoever waits for it may not cancel it
         self._pending[new.request_id] = new, compilation, accepted
         return accepted
 

@@ -1,0 +1,41 @@
+"""Answers of a given form: JSON by a Pydantic model, one of several words, XML by a grammar."""
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+from quire import LLM, SamplingParams, StructuredOutputs
+
+llm = LLM()
+
+
+def answer(question: str, form: StructuredOutputs, max_tokens: int = 200) -> str:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, structured_outputs=form)
+    (reply,) = llm.chat([{"role": "user", "content": question}], params, use_tqdm=False)
+    return reply.outputs[0].text
+
+
+class Pet(BaseModel):
+    species: Literal["cat", "dog", "bird"]
+    has_fur: bool
+    legs: Literal[2, 4]
+
+
+# A schema allows further keys unless it says otherwise. Without spaces the grammar leaves fewer
+# choices, and more tokens come for free.
+pet = StructuredOutputs(json=Pet, disable_additional_properties=True, disable_any_whitespace=True)
+text = answer("Describe a cat.", pet)
+print(f"JSON: {text}")
+print(f"as an object: {Pet.model_validate_json(text)!r}")
+
+print(f"choice: {answer('Is ice cold?', StructuredOutputs(choice=['yes', 'no']))}")
+print(f"regex: {answer('When did the war end?', StructuredOutputs(regex='19[0-9]{2}'))}")
+
+# Lark's notation: rules in small letters, patterns between slashes. llama.cpp's GBNF works too.
+XML = r"""
+start: "<books>" book book "</books>"
+book: "<book><title>" TEXT "</title><year>" YEAR "</year></book>"
+TEXT: /[A-Z][a-z ]{2,30}/
+YEAR: /[12][0-9]{3}/
+"""
+print(f"XML: {answer('Name two books.', StructuredOutputs(grammar=XML))}")

@@ -1,0 +1,29 @@
+"""`benchmarks/structured.py` on a few schemas: what the full run promises holds for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.config.embedded import find_embedded_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.skipif(find_embedded_model() is None, reason="the embedded model is not installed")
+def test_masks_accept_what_llguidance_does(test_data: Path, tmp_path: Path) -> None:
+    """No schema fewer, and no invalid instance accepted."""
+    script, figures = ROOT / "benchmarks" / "structured.py", tmp_path / "figures.json"
+    words = ["--parts", "schemas", "--schemas", "60", "--json", str(figures)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "QUIRE_TEST_DATA": str(test_data)}
+    result = subprocess.run(
+        [sys.executable, str(script), *words], env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = json.loads(figures.read_text())["schemas"]
+    assert found["passed"] >= found["passed_directly"] > 50 and found["invalid_accepted"] == 0
