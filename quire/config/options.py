@@ -270,8 +270,10 @@ class DecodingOptions(CheckedOptions):
 class ObservabilityOptions(CheckedOptions):
     """What the engine tells about itself."""
 
-    disable_log_stats: bool = option(
-        True, "Kept for compatibility: statistics are not logged; LLM.get_metrics() reads them."
+    disable_log_stats: bool | None = option(
+        None,
+        "Do not log a line of statistics every 10 s while there is work.",
+        default_text="yes in Python, no in a server",
     )
 
 
@@ -301,9 +303,9 @@ class EngineOptions:
 
     def for_server(self) -> EngineOptions:
         """With a server's defaults: its clients can come back later, a program's prompts cannot."""
-        if self.scheduler.max_num_queued_reqs is not None:
-            return self
-        return self.replace(max_num_queued_reqs=SERVED_MAX_QUEUED_REQS)
+        defaults = {"max_num_queued_reqs": SERVED_MAX_QUEUED_REQS, "disable_log_stats": False}
+        given = self.flat()
+        return self.replace(**{k: v for k, v in defaults.items() if given[k] is None})
 
     def replace(self, **values: Any) -> EngineOptions:
         """A copy with some options changed, given by their flat names."""

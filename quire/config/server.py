@@ -62,6 +62,13 @@ class NetworkOptions(CheckedOptions):
         rule="a number of bytes or a size such as 32MiB",
         convert=as_bytes,
     )
+    client_timeout_s: float = option(
+        60.0,
+        "Longest wait for a client to send 64 KiB of its request (or the rest of it), or to take "
+        "up more of its reply.",
+        accepts=lambda value: value > 0,
+        rule="above 0",
+    )
 
 
 @dataclass(frozen=True)
@@ -124,7 +131,26 @@ class ServingOptions(CheckedOptions):
         60.0, "Longest wait for open requests when the server is told to stop.", minimum=0
     )
     metrics_prefix: str = option("quire", "What names of metrics begin with; vllm: as vLLM's do.")
-    log_requests: bool = option(False, "Write a line for each request that ends.")
+
+
+@dataclass(frozen=True)
+class LoggingOptions(CheckedOptions):
+    """What the server tells about requests."""
+
+    enable_log_requests: bool = option(False, "Write a line of JSON for each request that ends.")
+    max_log_len: int = option(
+        0,
+        "Characters of each prompt and output in these lines.",
+        default_text="0, no text",
+        minimum=0,
+    )
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "Where spans for OpenTelemetry go, over HTTP, such as http://localhost:4318/v1/traces; "
+        "needs the extra otel.",
+        default_text="none are made",
+        convert=as_text,
+    )
 
 
 @dataclass(frozen=True)
@@ -134,6 +160,7 @@ class ServerOptions:
     network: NetworkOptions = field(default_factory=NetworkOptions, metadata={"title": "network"})
     access: AccessOptions = field(default_factory=AccessOptions, metadata={"title": "access"})
     serving: ServingOptions = field(default_factory=ServingOptions, metadata={"title": "serving"})
+    logging: LoggingOptions = field(default_factory=LoggingOptions, metadata={"title": "logging"})
 
     def __post_init__(self) -> None:
         network = self.network

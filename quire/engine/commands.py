@@ -28,8 +28,10 @@ def read_metrics(core: EngineCore) -> Readings:
     return Readings.of(core.read_metrics())
 
 
-def snapshot(core: EngineCore, max_waiting: int = 256) -> EngineSnapshot:
-    return core.snapshot(max_waiting)
+def snapshot(
+    core: EngineCore, max_waiting: int = 256, tables_of: list[int] | None = None
+) -> EngineSnapshot:
+    return core.snapshot(max_waiting, tables_of)
 
 
 def abort_named(core: EngineCore, name: str) -> int:
@@ -71,6 +73,12 @@ def set_vocabulary(
         compiler.prepare()
 
 
+def check_books(core: EngineCore) -> int:
+    """Raise unless every block is accounted for; returns how many are in use."""
+    core.scheduler.check_books()
+    return core.scheduler.kv.pool.num_used
+
+
 def abort_client(core: EngineCore, client_index: int) -> None:
     """End all requests of a client that is gone."""
     for request_id, sequences in list(core.scheduler.requests.items()):
@@ -91,6 +99,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         resume,
         set_log_level,
         set_vocabulary,
+        check_books,
     )
 }
 

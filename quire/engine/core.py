@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 
 from quire.config.structured import GrammarSettings
@@ -258,9 +258,12 @@ class EngineCore:
         set_gauges(self)
         return self.metrics.read()
 
-    def snapshot(self, max_waiting: int = 256) -> EngineSnapshot:
-        """The engine at this moment; of the waiting requests no more than `max_waiting`."""
-        return take_snapshot(self, max_waiting)
+    def snapshot(
+        self, max_waiting: int = 256, tables_of: Collection[int] | None = None
+    ) -> EngineSnapshot:
+        """The engine at this moment; of the waiting requests no more than `max_waiting`, and block
+        tables of all sequences or of those that `tables_of` names."""
+        return take_snapshot(self, max_waiting, tables_of)
 
     def statistics(self) -> EngineStatistics:
         limits = self.scheduler.limits

@@ -26,6 +26,7 @@ from quire.engine.commands import run_command
 from quire.engine.core import EngineCore
 from quire.engine.routing import split_by_client
 from quire.engine.startup import start_engine
+from quire.engine.status_log import StatusLog
 from quire.protocol.codec import Decoder, encode
 from quire.protocol.control import EngineReady, Failed, StartEngine, line, read_line
 from quire.protocol.errors import QuireError
@@ -48,8 +49,11 @@ class EngineLoop:
     """Steps the engine while there is work, looking at the socket in between; waits on the socket
     while there is none."""
 
-    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes]) -> None:
+    def __init__(
+        self, core: EngineCore, socket: zmq.Socket[bytes], status: StatusLog | None
+    ) -> None:
         self._core = core
+        self._status = status
         self._socket = socket
         self._decoder: Decoder[ToEngine] = Decoder(ToEngine)
 
@@ -62,6 +66,8 @@ class EngineLoop:
                 started = time.perf_counter()
                 self._send(output)
                 self._core.add_host_time(time.perf_counter() - started)
+            if self._status is not None:
+                self._status.look(self._core.clock())
         return self._core.death
 
     def _take_in(self) -> None:
@@ -134,7 +140,9 @@ def main() -> int:
         start.address, engine.options.flat(), engine.core.scheduler.limits.num_blocks
     )
     reports.write(line(ready))
-    death = EngineLoop(engine.core, socket).run()
+    quiet = engine.options.observability.disable_log_stats
+    status = None if quiet else StatusLog(engine.core.scheduler)
+    death = EngineLoop(engine.core, socket, status).run()
     reports.write(line(Failed(death)))
     context.destroy(linger=1000)  # last outputs are on their way
     return 1

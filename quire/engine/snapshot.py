@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,10 @@ if TYPE_CHECKING:
     from quire.engine.core import EngineCore
 
 
-def take_snapshot(core: EngineCore, max_waiting: int) -> EngineSnapshot:
+def take_snapshot(
+    core: EngineCore, max_waiting: int, tables_of: Collection[int] | None = None
+) -> EngineSnapshot:
+    """`tables_of` names the sequences whose block tables are wanted; None: all."""
     scheduler, now = core.scheduler, core.clock()
     rows = scheduler.ranked_rows().tolist()
     held = [scheduler.by_row[row] for row in rows]
@@ -34,8 +38,8 @@ def take_snapshot(core: EngineCore, max_waiting: int) -> EngineSnapshot:
         time=now,
         block_size=scheduler.limits.block_size,
         blocks=blocks,
-        running=[_sequence(request) for request in held if request is not None],
-        waiting=[_sequence(request) for request in islice(scheduler.waiting, max_waiting)],
+        running=[_sequence(request, tables_of) for request in held if request is not None],
+        waiting=[_sequence(r, tables_of) for r in islice(scheduler.waiting, max_waiting)],
         num_waiting=len(scheduler.waiting),
         prompt_tokens_per_s=core.metrics.recent_prompt_tokens.per_second(now),
         generation_tokens_per_s=core.metrics.recent_generation_tokens.per_second(now),
@@ -92,8 +96,9 @@ def split_memory(memory: DeviceMemory, blocks: NDArray[np.uint8]) -> MemorySplit
     )
 
 
-def _sequence(request: Request) -> SequenceSnapshot:
+def _sequence(request: Request, tables_of: Collection[int] | None) -> SequenceSnapshot:
     row = request.row
+    has_table = row >= 0 and (tables_of is None or request.key in tables_of)
     return SequenceSnapshot(
         key=request.key,
         request_id=request.request_id,
@@ -103,5 +108,6 @@ def _sequence(request: Request) -> SequenceSnapshot:
         num_tokens=request.num_known,
         num_computed_tokens=int(request.columns.num_computed[row]) if row >= 0 else 0,
         arrival_time=request.new.arrival_time,
-        block_table=request.blocks.copy() if row >= 0 else empty_ints(),
+        num_blocks=len(request.blocks) if row >= 0 else 0,
+        block_table=request.blocks.copy() if has_table else empty_ints(),
     )

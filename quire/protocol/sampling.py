@@ -185,7 +185,9 @@ class SamplingParams:
         self.top_p = _number("top_p", self.top_p)
         _require(0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]", self.top_p)
         self.repetition_penalty = _number("repetition_penalty", self.repetition_penalty)
-        _require(self.repetition_penalty > 0, "repetition_penalty", "> 0", self.repetition_penalty)
+        in_range = 1e-30 <= self.repetition_penalty <= 1e30  # as 32-bit logits can bear
+        rule = "> 0, from 1e-30 to 1e30"
+        _require(in_range, "repetition_penalty", rule, self.repetition_penalty)
 
     def _check_stop(self) -> None:
         if self.stop is None:

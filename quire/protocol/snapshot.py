@@ -62,8 +62,10 @@ class SequenceSnapshot:
     """Prompt and generated tokens that the host knows."""
     num_computed_tokens: int
     arrival_time: float
+    num_blocks: int
     block_table: Int32Array
-    """Logical to physical: the n-th entry is the block of the n-th `block_size` tokens."""
+    """Logical to physical: the n-th entry is the block of the n-th `block_size` tokens; empty if
+    it was not asked for."""
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from quire.protocol.request import NewRequest
 if TYPE_CHECKING:
     from quire.scheduler.scheduler import Scheduler
 
+FULLEST = 2
 MIN_RETRY_S, MAX_RETRY_S = 1, 600
 
 
@@ -18,14 +19,24 @@ def check_room_in_queue(scheduler: Scheduler, new: NewRequest) -> None:
     """Raise `OverloadedError` if the queue is full.
 
     Requests that find a free row when the next step is planned are not counted, and a prompt that
-    is longer than the bound on tokens may wait if it waits alone.
+    is longer than the bound on tokens may wait if it waits alone. A tenant that has less than its
+    share of the queue still gets in, until the queue is `FULLEST` times as long as its bound: who
+    fills it keeps nobody else out.
     """
     limits, waiting = scheduler.limits, scheduler.waiting
     num_queued = waiting.num_new - len(scheduler.free_rows)
     if num_queued < 0:
         return
+    own_requests, own_tokens = waiting.new_of(new.tenant)
+    num_tenants = waiting.num_new_tenants + (own_requests == 0)
+
+    def fits(total: int, own: int, more: int, bound: int) -> bool:
+        if not bound or total + more <= bound:
+            return True
+        return total + more <= FULLEST * bound and own + more <= bound // num_tenants
+
     most = limits.max_num_queued_reqs
-    if most and num_queued >= most:
+    if not fits(num_queued, own_requests, 1, most):
         raise _overloaded(
             scheduler,
             f"{waiting.num_new} requests are waiting, and max_num_queued_reqs={most} allows "
@@ -34,7 +45,7 @@ def check_room_in_queue(scheduler: Scheduler, new: NewRequest) -> None:
         )
     num_prompt, tokens = len(new.prompt_token_ids), waiting.num_new_tokens
     most = limits.max_num_queued_tokens
-    if most and tokens and tokens + num_prompt > most:
+    if tokens and not fits(tokens, own_tokens, num_prompt, most):
         raise _overloaded(
             scheduler,
             f"{waiting.num_new} requests with {tokens} prompt tokens are waiting, and "

@@ -43,6 +43,8 @@ class WaitingQueue:
         self.num_new = 0
         """Requests that have never run, and their prompt tokens."""
         self.num_new_tokens = 0
+        self._new_of: dict[int, tuple[int, int]] = {}
+        """The same for each tenant that has some."""
 
     def __len__(self) -> int:
         return len(self._lane_of)
@@ -59,8 +61,7 @@ class WaitingQueue:
         self._lane_of[request] = lane
         lane.num_tokens_in += request.num_prompt
         if lane.slot != RETURNING:
-            self.num_new += 1
-            self.num_new_tokens += request.num_prompt
+            self._count_new(lane.slot, 1, request.num_prompt)
 
     def first(self) -> Request:
         """Whose turn it is."""
@@ -89,15 +90,34 @@ class WaitingQueue:
             self._order.remove(lane)
         lane.num_tokens_out += request.num_prompt
         if lane.slot != RETURNING:
-            self.num_new -= 1
-            self.num_new_tokens -= request.num_prompt
+            self._count_new(lane.slot, -1, -request.num_prompt)
 
     def lane_of(self, request: Request) -> Lane:
         return self._lane_of[request]
 
+    def new_of(self, tenant: str) -> tuple[int, int]:
+        """A tenant's requests that have never run, and their prompt tokens."""
+        if tenant not in self._tenants:
+            return 0, 0
+        return self._new_of.get(self._tenants.slot(tenant), (0, 0))
+
+    @property
+    def num_new_tenants(self) -> int:
+        """Tenants with requests that have never run."""
+        return len(self._new_of)
+
     @property
     def num_lanes(self) -> int:
         return len(self._lanes)
+
+    def _count_new(self, slot: int, requests: int, tokens: int) -> None:
+        self.num_new += requests
+        self.num_new_tokens += tokens
+        num_requests, num_tokens = self._new_of.get(slot, (0, 0))
+        if num_requests + requests:
+            self._new_of[slot] = num_requests + requests, num_tokens + tokens
+        else:
+            del self._new_of[slot]
 
     def _lane(self, request: Request) -> Lane:
         priority = request.rank[0]

@@ -29,6 +29,9 @@ class Tenants:
     def __len__(self) -> int:
         return len(self._slots)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._slots
+
     def slot(self, name: str) -> int:
         """The number of a tenant that has requests."""
         return self._slots[name]

@@ -13,6 +13,8 @@ from quire.protocol.errors import OptionError
 ADMIN_PREFIX = "/admin/"
 OPEN_PATHS = frozenset({"/", "/health", "/ping"})
 """Routes that need no key: they tell nothing that is worth one."""
+STATIC_PREFIX = "/static/"
+"""So do the files of the page at `/`."""
 
 
 def _digest(key: str) -> bytes:
@@ -49,6 +51,10 @@ class KeyRing:
     @property
     def is_open(self) -> bool:
         return not self.digests
+
+    @property
+    def is_single(self) -> bool:
+        return len(set(self.digests)) == 1
 
     def find(self, key: str) -> str | None:
         """A name for the holder of a key, or None if the key is not on the ring."""

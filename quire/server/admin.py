@@ -55,6 +55,12 @@ async def resume(request: Request) -> dict[str, Any]:
     return {"paused": None}
 
 
+@router.post("/check_books")
+async def check_books(request: Request) -> dict[str, Any]:
+    """Whether every block of the KV cache is accounted for; an error if not."""
+    return {"used_blocks": await state_of(request).llm.client.command("check_books", int)}
+
+
 @router.post("/drain")
 async def drain() -> dict[str, Any]:
     """As SIGTERM: take no new requests, finish the open ones, then stop."""

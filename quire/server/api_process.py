@@ -33,6 +33,7 @@ from quire.protocol.control import (
 from quire.protocol.errors import QuireError
 from quire.server.app import build_app
 from quire.server.children import MAX_LINE_BYTES
+from quire.server.connection import bounded_connections
 from quire.server.state import ServerState
 from quire.server.tool_use import log_parsers
 
@@ -91,9 +92,10 @@ class ApiProcess:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         following = asyncio.create_task(self._follow(server, state))
         await asyncio.wait({serving, following}, return_when=asyncio.FIRST_COMPLETED)
-        if not serving.done():  # the supervisor is gone: nobody would stop the engine's clients
-            return
-        await serving
+        if serving.done():  # else the supervisor is gone: nobody would stop the engine's clients
+            await serving
+        if state.tracer is not None:
+            state.tracer.shutdown()
 
     def _connect(self, ready: EngineReady) -> ServerState:
         options = EngineOptions().replace(**ready.options)
@@ -134,8 +136,10 @@ def uvicorn_config(app: Any, options: ServerOptions) -> uvicorn.Config:
     network = options.network
     return uvicorn.Config(
         app,
+        http=bounded_connections(network.client_timeout_s),
+        ws="none",
         log_config=None,
-        log_level="warning",
+        log_level="error",
         access_log=False,
         server_header=False,
         root_path=network.root_path,

@@ -9,9 +9,14 @@ from starlette.middleware.cors import CORSMiddleware
 
 from quire import __version__
 from quire.server import admin, metrics, operations
+from quire.server.anthropic import messages
+from quire.server.dashboard import page
+from quire.server.dashboard import state as dashboard_state
 from quire.server.errors import add_error_handlers
+from quire.server.finished import Observer, Watch
 from quire.server.gate import Gate
 from quire.server.openai import chat, completions, embeddings, responses
+from quire.server.request_log import RequestLog
 from quire.server.state import ServerState
 
 
@@ -20,12 +25,15 @@ def build_app(state: ServerState) -> Any:
     app = FastAPI(title="Quire", version=__version__, redoc_url=None)
     app.state.server = state
     add_error_handlers(app)
-    for module in (operations, metrics, completions, chat, embeddings, responses):
+    openai_routes = (completions, chat, embeddings, responses)
+    for module in (operations, metrics, *openai_routes, messages, page, dashboard_state):
         app.include_router(module.router)
     if not state.admin_keys.is_open:
         app.include_router(admin.router)
     network = state.options.network
     gated: Any = Gate(app, state.keys, state.admin_keys, network.max_body_bytes)
+    if observers := _observers(state):
+        gated = Watch(gated, observers)
     if network.allowed_origins:
         gated = CORSMiddleware(
             gated,
@@ -34,3 +42,13 @@ def build_app(state: ServerState) -> Any:
             allow_headers=("*",),
         )
     return gated
+
+
+def _observers(state: ServerState) -> list[Observer]:
+    options = state.options.logging
+    observers: list[Observer] = []
+    if options.enable_log_requests:
+        observers.append(RequestLog(options.max_log_len))
+    if state.tracer is not None:
+        observers.append(state.tracer)
+    return observers

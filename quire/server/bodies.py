@@ -145,3 +145,24 @@ class ConversationBody(GenerationBody):
     add_special_tokens: bool | None = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+class MessageBody(ConversationBody):
+    """What every request can say whose reply is one message."""
+
+    tools: list[dict[str, Any]] | None = None
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        if self.n not in (None, 1):
+            raise RequestError(f"n={self.n} is not supported here; send several requests.")
+        self.refuse("prompt_logprobs", "prompt_logprob_token_ids")
+
+    def refuse(self, *names: str) -> None:
+        """Refuse fields whose results replies of this protocol have no place for."""
+        for name in names:
+            if getattr(self, name) is not None:
+                raise RequestError(
+                    f"{name} is not supported here: replies have no place for its results. Use "
+                    "/v1/chat/completions."
+                )

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: `{"error": {message, type, param, code}}`."""
+"""From what goes wrong to a status and a body in the form of the client's protocol."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from quire.protocol.errors import (
     RequestError,
     RequestTimeoutError,
 )
+from quire.server.dialect import OPENAI, Dialect
 
 logger = logging.getLogger(__name__)
 
@@ -27,40 +28,32 @@ RETRY_AFTER_S = 5.0
 """When to come back after the engine died: about what a small model takes to start."""
 MAX_MESSAGE = 2000
 
-TYPES = {
-    400: "BadRequestError",
-    401: "AuthenticationError",
-    403: "PermissionDeniedError",
-    404: "NotFoundError",
-    405: "MethodNotAllowedError",
-    408: "RequestTimeoutError",
-    413: "PayloadTooLargeError",
-    500: "InternalServerError",
-    501: "NotImplementedError",
-    503: "ServiceUnavailableError",
-}
-
 
 class UnknownModelError(RequestError):
     """A request names a model that is not served (HTTP 404)."""
 
 
-def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    kind = TYPES.get(status, "APIError")
+def error_body(
+    status: int, message: str, param: str | None = None, dialect: Dialect = OPENAI
+) -> dict[str, Any]:
     # Messages repeat what the client sent, however long, and even half a character.
     if len(message) > MAX_MESSAGE:
         message = f"{message[:MAX_MESSAGE]}... ({len(message)} characters)"
     message = message.encode("utf-8", "replace").decode()
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    return dialect.error_body(status, message, param)
 
 
 def error_response(
-    status: int, message: str, param: str | None = None, retry_after_s: float | None = None
+    status: int,
+    message: str,
+    param: str | None = None,
+    retry_after_s: float | None = None,
+    dialect: Dialect = OPENAI,
 ) -> Response:
     headers = (
         {} if retry_after_s is None else {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
     )
-    body = msgspec.json.encode(error_body(status, message, param))
+    body = msgspec.json.encode(error_body(status, message, param, dialect))
     return Response(body, status, headers, "application/json")
 
 
@@ -72,13 +65,13 @@ def status_of(error: QuireError) -> int:
     return 503 if isinstance(error, OverloadedError | EngineDeadError) else 400
 
 
-def quire_error_response(error: QuireError) -> Response:
+def quire_error_response(error: QuireError, dialect: Dialect) -> Response:
     status = status_of(error)
     retry = RETRY_AFTER_S if isinstance(error, EngineDeadError) else None
     if isinstance(error, OverloadedError):
         retry = error.retry_after_s
     param = "model" if isinstance(error, UnknownModelError) else field_of(str(error))
-    return error_response(status, str(error), param, retry)
+    return error_response(status, str(error), param, retry, dialect)
 
 
 def field_of(message: str) -> str | None:
@@ -92,29 +85,43 @@ def field_of(message: str) -> str | None:
 def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(QuireError)
     async def on_quire_error(request: Request, error: QuireError) -> Response:
-        return quire_error_response(error)
+        return quire_error_response(error, request.state.dialect)
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid_body(request: Request, error: RequestValidationError) -> Response:
-        return validation_response(error)
+        return validation_response(error, request.state.dialect)
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
-        return error_response(error.status_code, str(error.detail))
+        text, dialect = str(error.detail), request.state.dialect
+        cause = error.__cause__
+        if error.status_code == 400 and isinstance(cause, ValueError | RecursionError):
+            text = f"the body is not JSON that can be read: {cause}."
+        return error_response(error.status_code, text, dialect=dialect)
+
+    @app.exception_handler(RecursionError)
+    async def on_deep_body(request: Request, error: RecursionError) -> Response:
+        text = "the body is nested too deeply; send a flatter one."
+        return error_response(400, text, dialect=request.state.dialect)
 
     @app.exception_handler(Exception)
     async def on_bug(request: Request, error: Exception) -> Response:
-        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return error_response(500, "The server failed on this request; its log says why.")
+        logger.error("%s %r failed", request.method, request.url.path, exc_info=error)
+        text = "The server failed on this request; its log says why."
+        return error_response(500, text, dialect=request.state.dialect)
 
 
-def validation_response(error: RequestValidationError) -> Response:
+def validation_response(error: RequestValidationError, dialect: Dialect) -> Response:
     first = error.errors()[0]
     where = [str(part) for part in first.get("loc", ()) if part != "body"]
     if first.get("type") == "json_invalid":
         reason = first.get("ctx", {}).get("error", "")
-        return error_response(400, f"the body is not JSON: {reason} (at character {where[0]}).")
+        text = f"the body is not JSON: {reason} (at character {where[0]})."
+        return error_response(400, text, dialect=dialect)
+    if not where and first.get("type") == "model_attributes_type":
+        text = "the body is not a JSON object; send one, with 'Content-Type: application/json'."
+        return error_response(400, text, dialect=dialect)
     path = ".".join(where)
     name = where[0] if where else None
     text = f"{path or 'the body'}: {first.get('msg', 'is not valid')}."
-    return error_response(400, text, name)
+    return error_response(400, text, name, dialect=dialect)

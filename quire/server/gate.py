@@ -7,7 +7,10 @@ import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from quire.server.access import ADMIN_PREFIX, OPEN_PATHS, KeyRing
+from starlette.exceptions import HTTPException
+
+from quire.server.access import ADMIN_PREFIX, OPEN_PATHS, STATIC_PREFIX, KeyRing
+from quire.server.dialect import dialect_of
 from quire.server.errors import error_response
 
 Scope = MutableMapping[str, Any]
@@ -18,10 +21,6 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
-class BodyTooLargeError(Exception):
-    pass
-
-
 class Gate:
     def __init__(
         self, app: Application, keys: KeyRing, admin_keys: KeyRing, max_body_bytes: int
@@ -30,40 +29,37 @@ class Gate:
         self._keys = keys
         self._admin_keys = admin_keys
         self._max_body_bytes = max_body_bytes
+        self._too_large = f"the body is larger than max_body_bytes={max_body_bytes}; send less."
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
-        request_id = _request_id(headers)
-        tenant = self._tenant(scope["path"], headers)
+        headers, path = dict(scope["headers"]), _route(scope)
+        request_id, dialect = _request_id(headers), dialect_of(path)
+        tenant = self._tenant(path, headers)
         state = scope.setdefault("state", {})
-        state["request_id"], state["tenant"] = request_id, tenant
-        started = False
+        state |= {"request_id": request_id, "tenant": tenant, "dialect": dialect}
+        ids = [(name, request_id.encode()) for name in dialect.id_headers]
 
         async def answer(message: MutableMapping[str, Any]) -> None:
-            nonlocal started
             if message["type"] == "http.response.start":
-                started = True
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                message["headers"] = [*message["headers"], *ids]
             await send(message)
 
-        if tenant is None and scope["path"] not in OPEN_PATHS:
-            text = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'."
-            await error_response(401, text)(scope, receive, answer)
+        is_open = path in OPEN_PATHS or path.startswith(STATIC_PREFIX)
+        if tenant is None and not is_open:
+            text = (
+                "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or "
+                "'x-api-key: KEY'."
+            )
+            await error_response(401, text, dialect=dialect)(scope, receive, answer)
             return
-        too_large = error_response(
-            413, f"the body is larger than max_body_bytes={self._max_body_bytes}; send less."
-        )
         if _content_length(headers) > self._max_body_bytes:
+            too_large = error_response(413, self._too_large, dialect=dialect)
             await too_large(scope, receive, answer)
             return
-        try:
-            await self._app(scope, self._bounded(receive), answer)
-        except BodyTooLargeError:
-            if not started:
-                await too_large(scope, receive, answer)
+        await self._app(scope, self._bounded(receive), answer)
 
     def _tenant(self, path: str, headers: dict[bytes, bytes]) -> str | None:
         """Who calls; None if a key is needed and there is none."""
@@ -76,7 +72,8 @@ class Gate:
         if kind.lower() != "bearer":
             key = headers.get(b"x-api-key", b"").decode("latin-1")
         holder = keys.find(key.strip())
-        return holder if holder is None or not named else f"{holder}/{named}"
+        # One of several holders could call itself many tenants, and so take the others' turns.
+        return named if holder is not None and keys.is_single else holder
 
     def _bounded(self, receive: Receive) -> Receive:
         size = 0
@@ -86,10 +83,17 @@ class Gate:
             message = await receive()
             size += len(message.get("body", b""))
             if size > self._max_body_bytes:
-                raise BodyTooLargeError
+                # FastAPI makes a 400 of other exceptions while it reads a body.
+                raise HTTPException(413, self._too_large)
             return message
 
         return bounded
+
+
+def _route(scope: Scope) -> str:
+    """The path without the part under which a proxy shows this server."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def _request_id(headers: dict[bytes, bytes]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
@@ -15,7 +14,6 @@ from quire.frontend.inputs import Prompt, TokenizationOptions
 from quire.frontend.outputs import EmbeddingRequestOutput, RequestOutput
 from quire.protocol.errors import RequestError
 from quire.protocol.sampling import SamplingParams
-from quire.server.request_log import log_request
 from quire.server.state import ServerState
 
 T = TypeVar("T")
@@ -65,7 +63,7 @@ class Generation:
     def __init__(self, request: Request, stream: OutputStream) -> None:
         self._request = request
         self._stream = stream
-        self._started = time.monotonic()
+        request.state.made = stream.requests  # for whoever watches requests
         self._first: list[tuple[int, Any]] | None = None
 
     @classmethod
@@ -102,7 +100,7 @@ class Generation:
         try:
             return await unless_disconnected(self._request.receive, collect())
         finally:
-            self._close()
+            self._stream.close()
 
     async def embeddings(self, params: PoolingParams) -> list[EmbeddingRequestOutput] | None:
         """The vectors in the order of the prompts; None if the client left."""
@@ -110,7 +108,7 @@ class Generation:
             work = self._stream.embeddings(params)
             return await unless_disconnected(self._request.receive, work)
         finally:
-            self._close()
+            self._stream.close()
 
     async def begin(self) -> bool:
         """Wait for the first news, so that a request which fails before gets a status of its own
@@ -118,10 +116,10 @@ class Generation:
         try:
             self._first = await unless_disconnected(self._request.receive, self._stream.read())
         except BaseException:
-            self._close()
+            self._stream.close()
             raise
         if self._first is None:
-            self._close()
+            self._stream.close()
         return self._first is not None
 
     async def news(self) -> AsyncGenerator[list[tuple[int, Any]], None]:
@@ -132,12 +130,7 @@ class Generation:
             while news := await self._stream.read():
                 yield news
         finally:
-            self._close()
-
-    def _close(self) -> None:
-        self._stream.close()
-        if state_of(self._request).options.serving.log_requests:
-            log_request(self._request, self._stream.requests, self._started)
+            self._stream.close()
 
 
 async def unless_disconnected(

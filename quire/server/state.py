@@ -9,6 +9,7 @@ from quire.config.server import ServerOptions
 from quire.frontend.async_llm import AsyncLLM
 from quire.server.access import KeyRing
 from quire.server.errors import UnknownModelError
+from quire.server.tracing import Tracer
 
 
 @dataclass
@@ -18,6 +19,7 @@ class ServerState:
     model_names: tuple[str, ...]
     keys: KeyRing
     admin_keys: KeyRing
+    tracer: Tracer | None = None
     restarting: bool = False
     """Whether an engine that died is being replaced."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -27,7 +29,9 @@ class ServerState:
         names = options.serving.served_model_name or (llm.model_config.source.name,)
         admin = options.access.admin_key
         keys = KeyRing.read(options.access), KeyRing.of([] if admin is None else [admin])
-        return cls(llm, options, names, *keys)
+        endpoint = options.logging.otlp_traces_endpoint
+        tracer = None if endpoint is None else Tracer(endpoint, names[0])
+        return cls(llm, options, names, *keys, tracer)
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with, if requests for `name` are for this model."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import secrets
 import shutil
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 
 from quire.config.log import configure_logging
+from quire.config.secrecy import hide_from_process_list
 from quire.config.server import ServerOptions
 from quire.frontend.socket_client import SocketEngineClient
 from quire.protocol.control import (
@@ -30,11 +32,14 @@ from quire.protocol.control import (
 )
 from quire.protocol.errors import EngineDeadError, QuireError
 from quire.server.children import Child, exit_cause
+from quire.server.tls import check_tls
+from quire.server.tracing import check_tracing
 
 logger = logging.getLogger(__name__)
 
 STEADY_S = 600.0
 """An engine that lived this long has earned its restarts back."""
+MAX_API_FAILURES = 3
 
 
 class ServerStopped(QuireError):
@@ -121,6 +126,7 @@ class Supervisor:
     # --- API processes ----------------------------------------------------------------------------
 
     async def _keep_api(self) -> None:
+        num_failures = 0
         while True:
             index, self._next_client = self._next_client, self._next_client + 1
             api = await Child.spawn("quire.server.api_process", [self._listener.fileno()])
@@ -130,16 +136,21 @@ class Supervisor:
             self._apis[index] = api
             if self._num_signals:  # it came while this one was being started
                 api.send(Drain())
+            listened = False
             async for report in api.reports(FromApi):
                 if isinstance(report, Failed):
                     raise ServerStopped(report.cause)
+                listened = True
                 self._api_listens()
             del self._apis[index]
             cause = exit_cause("an API process", await api.wait())
             if self._num_signals:
                 return
+            num_failures = 0 if listened else num_failures + 1
+            if num_failures == MAX_API_FAILURES:
+                raise ServerStopped(f"{num_failures} API processes failed to start, last: {cause}")
             logger.error("%s It is started again.", cause)
-            self._num_listening -= 1
+            self._num_listening -= listened
             with contextlib.suppress(EngineDeadError):  # then its requests have ended anyway
                 await self._client.command("abort_client", type(None), client_index=index)
 
@@ -193,7 +204,12 @@ class Supervisor:
 
 def serve(engine_options: dict[str, Any], options: ServerOptions) -> int:
     """Run a server until it is told to stop."""
+    hide_from_process_list(secret_values(engine_options, options))
     configure_logging()
+    if options.logging.otlp_traces_endpoint is not None:
+        check_tracing(options.logging.otlp_traces_endpoint)
+    check_tls(options.network)
+    allow_many_connections()
     listener = bind(options)
 
     async def supervise() -> None:
@@ -204,6 +220,18 @@ def serve(engine_options: dict[str, Any], options: ServerOptions) -> int:
     finally:
         listener.close()
     return 0
+
+
+def secret_values(engine_options: dict[str, Any], options: ServerOptions) -> list[str]:
+    access = options.access
+    found = [*access.api_key, access.admin_key, engine_options.get("hf_token")]
+    return [value for value in found if isinstance(value, str)]
+
+
+def allow_many_connections() -> None:
+    """As many open files as the system lets this process have, instead of as many as is usual."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def bind(options: ServerOptions) -> socket.socket:

@@ -88,11 +88,10 @@ class Worker:
         torch.set_num_threads(options.device.num_threads)
         self._options, self._config, self._backend = options, model_config, backend
         self._device_info, self._weight_bytes = device, held_weight_bytes(model)
-        self.groups_prefixes = (
-            backend.max_prefix_rows >= (options.scheduler.max_num_seqs or 0)
-            and model_config.sliding_window is None
-            and not options.device.disable_cascade_attn
-        )
+        obstacle = self._obstacle_to_sharing()
+        self.groups_prefixes = obstacle is None
+        if obstacle is not None and self.device.type == "cuda":
+            logger.info("requests that share a prefix each read it for themselves: %s", obstacle)
         self.max_model_len, self.num_blocks = self._size_cache(
             model, spec, device, fits_max_model_len
         )
@@ -101,6 +100,9 @@ class Worker:
         with explaining("allocating the KV cache", f"Lower {lower}.", device):
             kv = KVTensors(spec, self.num_blocks, self.device)
             self.runner = self._build_runner(model, kv, self.max_model_len)
+        prefill = self.runner.attention.prefill_name
+        if prefill is not None:
+            logger.info("attention of prompts: %s", prefill)
         if self._has_graphs:
             remedy = f"Lower {lower} or max_num_seqs, or set enforce_eager=True."
             with explaining("capturing CUDA graphs", remedy, device):
@@ -119,6 +121,19 @@ class Worker:
             kv_block=self.runner.kv.spec.bytes_per_block,
             is_host=kind == "cpu",
         )
+
+    def _obstacle_to_sharing(self) -> str | None:
+        """Why a prefix that running requests share cannot be read once for all of them."""
+        limit, wanted = self._backend.max_prefix_rows, self._options.scheduler.max_num_seqs or 0
+        if self._options.device.disable_cascade_attn:
+            return "disable_cascade_attn is set"
+        if self._config.sliding_window is not None:
+            return f"the model has a sliding window of {self._config.sliding_window} tokens"
+        if limit == 0:
+            return f"attention by {self._backend.support.name} cannot"
+        if wanted > limit:
+            return f"max_num_seqs={wanted} is above {limit}"
+        return None
 
     @property
     def _has_graphs(self) -> bool:

@@ -54,6 +54,50 @@ def test_prompt_tokens_are_bounded_too() -> None:
         engine.add(numbers(1))
 
 
+def test_who_fills_the_queue_keeps_nobody_else_out() -> None:
+    """With A's four waiting the queue is full; B has a share of two and C of one, for a queue
+    never gets longer than twice its bound."""
+    engine = Engine(max_num_seqs=1, max_num_queued_reqs=4)
+    engine.add(numbers(5), max_tokens=2, tenant="a")
+    engine.step()
+    starts = iter(range(100))
+
+    def queue(tenant: str) -> int:
+        return engine.add(numbers(5, start=next(starts)), max_tokens=2, tenant=tenant)
+
+    def is_refused(tenant: str) -> bool:
+        try:
+            queue(tenant)
+        except OverloadedError:
+            engine.requests.popitem()
+            return True
+        return False
+
+    keys = {tenant: [] for tenant in "abcdef"}
+    for tenant, room in (("a", 4), ("b", 2), ("c", 1), ("d", 1)):
+        keys[tenant] = [queue(tenant) for _ in range(room)]
+        assert is_refused(tenant) and is_refused("a")
+    assert is_refused("e"), "eight are waiting"
+    engine.core.abort(f"r{keys['b'][1]}")
+    assert is_refused("e"), "five tenants share four places"
+    engine.finish()
+    assert not is_refused("a")
+
+
+def test_a_share_of_the_queued_tokens() -> None:
+    engine = Engine(max_num_seqs=1, max_num_queued_tokens=20)
+    engine.add(numbers(5), tenant="a")
+    engine.step()
+    engine.add(numbers(18), tenant="a")
+    for tenant, length in (("a", 3), ("b", 11)):
+        with pytest.raises(OverloadedError, match="18 prompt tokens"):
+            engine.add(numbers(length), tenant=tenant)
+        engine.requests.popitem()
+    engine.add(numbers(10), tenant="b")
+    with pytest.raises(OverloadedError):
+        engine.add(numbers(1), tenant="b")
+
+
 def test_preempted_requests_take_no_place_in_the_queue() -> None:
     engine = Engine(13, max_num_seqs=2, max_num_queued_reqs=1, enable_prefix_caching=False)
     engine.add(numbers(20), max_tokens=20)

@@ -64,7 +64,7 @@ def test_portable_kernel(case: Case) -> None:
     from quire.kernels.triton.prefill_attention import PrefillTiles, prefill_attention
 
     tiles = PrefillTiles(64, 32, num_warps=4, num_stages=2)
-    kernel = PrefillKernel(partial(prefill_attention, tiles=tiles), tiles.queries)
+    kernel = PrefillKernel(partial(prefill_attention, tiles=tiles), tiles.queries, "portable")
     check(kernel, case, torch.bfloat16, 5e-3)
 
 

@@ -11,7 +11,7 @@ import pytest
 from quire.engine.routing import split_by_client
 from quire.protocol.codec import Decoder, encode
 from quire.protocol.errors import OverloadedError, RequestError
-from quire.protocol.messages import KEY_BITS, AddRequest, ErrorRecord, FromEngine, Outputs, ToEngine
+from quire.protocol.messages import AddRequest, ErrorRecord, FromEngine, Outputs, ToEngine
 from quire.protocol.output import (
     FinishedSequence,
     RequestProgress,
@@ -19,7 +19,7 @@ from quire.protocol.output import (
     StepOutput,
 )
 from quire.protocol.plan import LogprobArrays
-from quire.protocol.request import NewRequest
+from quire.protocol.request import KEY_BITS, NewRequest
 from quire.protocol.sampling import RepetitionDetectionParams, SamplingParams
 
 

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
 
 from quire import LLM
 from tests.server.running import ENGINE, RunningServer
+from tests.tiny import save_tiny
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +37,12 @@ def llm() -> Iterator[LLM]:
         dtype="float32", num_threads=1, max_model_len=1024, kv_cache_memory_bytes="128MiB"
     ) as engine:
         yield engine
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that answers at once and has a chat template: the server is what takes the time."""
+    folder = tmp_path_factory.mktemp("tiny")
+    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    save_tiny(folder, tokenizer_config={"chat_template": template}, max_position_embeddings=2048)
+    return folder

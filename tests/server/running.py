@@ -6,10 +6,15 @@ import http.client
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,11 +22,32 @@ from urllib.parse import urlsplit
 import openai
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def _transport_errors() -> Iterator[type[Exception]]:
+    for name in ("httpx", "httpx2"):
+        if find_spec(name) is not None:
+            yield import_module(name).TransportError
+
+
+BROKEN_OFF = (openai.APIError, *_transport_errors())
+"""What the openai client raises, or lets through of its HTTP library, when a stream breaks off."""
+
 # The exact weights, so that equal requests give equal tokens however they are batched.
 ENGINE = (
     *("--dtype", "float32", "--num-threads", "1", "--max-model-len", "1024"),
     *("--kv-cache-memory-bytes", "128MiB"),
 )
+
+TINY = ("--num-threads", "1", "--kv-cache-memory-bytes", "32MiB", "--admin-key", "admin")
+ADMIN = {"Authorization": "Bearer admin"}
+
+
+def eventually(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen"
+        time.sleep(0.02)
 
 
 @dataclass
@@ -91,11 +117,52 @@ class RunningServer:
             named = {name.lower(): value for name, value in reply.getheaders()}
             return HttpReply(reply.status, named, reply.read())
 
+    def connect(self) -> socket.socket:
+        """A connection on which nothing has been said yet."""
+        address = urlsplit(self.url)
+        return socket.create_connection((address.hostname or "", address.port or 0), timeout=60)
+
+    def send(
+        self, body: Any, path: str = "/v1/completions", headers: dict[str, str] | None = None
+    ) -> socket.socket:
+        """A connection on which a request was sent; nobody reads the reply."""
+        connection = self.connect()
+        connection.sendall(http_request(path, body, headers))
+        return connection
+
+    def assert_at_rest(self, headers: dict[str, str] | None = None) -> None:
+        """No request is left, no block is in use, and the engine's books balance."""
+
+        def no_requests() -> bool:
+            names = ("num_requests_running", "num_requests_waiting")
+            return sum(gauge(self, name, headers) for name in names) == 0
+
+        eventually(no_requests, "the end of all requests")
+        eventually(
+            lambda: self.request("GET", "/load", headers=headers).json == {"server_load": 0},
+            "the end of all replies",
+        )
+        books = self.request("POST", "/admin/check_books", None, ADMIN)
+        assert books.json == {"used_blocks": 0}
+
+    def memory_bytes(self) -> dict[str, int]:
+        """What the engine and the API process have in memory."""
+        sizes = {}
+        for module in ("quire.engine.process", "quire.server.api_process"):
+            status = Path(f"/proc/{self.child_pid(module)}/status").read_text()
+            sizes[module] = 1024 * int(re.search(r"VmRSS:\s+(\d+)", status)[1])  # type: ignore[index]
+        return sizes
+
     def engine_pid(self) -> int:
         return self.child_pid("quire.engine.process")
 
     def child_pid(self, module: str) -> int:
-        """The process that runs a module for this server, as the system lists it."""
+        """The process that runs a module for this server; the first if there are several."""
+        return self.child_pids(module)[0]
+
+    def child_pids(self, module: str) -> list[int]:
+        """The processes that run a module for this server, as the system lists them."""
+        found = []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
                 continue
@@ -105,8 +172,9 @@ class RunningServer:
             except OSError:
                 continue
             if module.encode() in command and parent == self.process.pid:
-                return int(entry.name)
-        raise AssertionError(f"there is no process of {module}")
+                found.append(int(entry.name))
+        assert found, f"there is no process of {module}"
+        return sorted(found)
 
     def stop(self) -> int:
         if self.process.poll() is None:
@@ -116,3 +184,16 @@ class RunningServer:
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
+
+
+def gauge(server: RunningServer, name: str, headers: dict[str, str] | None = None) -> float:
+    text = server.request("GET", "/metrics", headers=headers).body.decode()
+    (line,) = [x for x in text.splitlines() if x.startswith(f"quire:{name}{{")]
+    return float(line.rpartition(" ")[2])
+
+
+def http_request(path: str, body: Any, headers: dict[str, str] | None = None) -> bytes:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    fields = {"Host": "x", "Content-Type": "application/json", **(headers or {})}
+    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
+    return "\r\n".join([*lines, f"Content-Length: {len(data)}", "", ""]).encode() + data

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -57,6 +59,7 @@ def test_each_key_opens(guarded: RunningServer, key: str) -> None:
         {"Authorization": "Bearer first-key2"},
         {"Authorization": "Basic first-key"},
         {"Authorization": "Bearer \xff"},
+        {"X-Api-Key": "first-ke"},
     ],
 )
 def test_no_route_but_health_answers_without_a_key(
@@ -64,6 +67,7 @@ def test_no_route_but_health_answers_without_a_key(
 ) -> None:
     routes = guarded.request("GET", "/openapi.json", headers=BEARER).json["paths"]
     assert "/metrics" in routes and "/v1/chat/completions" in routes
+    assert "/dashboard/state" in routes
     for path in [*routes, "/docs", "/openapi.json", "/nothing", "//health", "/v1/"]:
         for method in ("GET", "POST"):
             reply = guarded.request(method, path, None, headers)
@@ -71,12 +75,48 @@ def test_no_route_but_health_answers_without_a_key(
                 assert reply.status in (200, 405)
             else:
                 assert reply.status == 401, path
-                assert reply.error["type"] == "AuthenticationError"
+                if path.startswith("/v1/messages"):
+                    assert reply.json["error"]["type"] == "authentication_error"
+                else:
+                    assert reply.error["type"] == "AuthenticationError"
+
+
+def test_the_page_is_there_without_a_key(guarded: RunningServer) -> None:
+    for path in ("/", "/static/main.js", "/static/style.css"):
+        assert guarded.request("GET", path).status == 200
+
+
+def test_the_page_names_no_requests_of_other_keys(guarded: RunningServer) -> None:
+    client = guarded.client(api_key="second-key")
+    stream = client.completions.create(
+        model="one", prompt="Hi", max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+    )
+    own_id = next(iter(stream)).id
+    for key, seen in (("second-key", own_id), ("first-key", None)):
+        headers = {"Authorization": f"Bearer {key}"}
+        (one,) = guarded.request("GET", "/dashboard/state", headers=headers).json["running"]
+        assert one["request_id"] == seen and one["prompt_tokens"] > 0
+    stream.close()
 
 
 def test_wrong_key_in_the_client(guarded: RunningServer) -> None:
     with pytest.raises(openai.AuthenticationError):
         guarded.client(api_key="guess").models.list()
+
+
+def test_anthropics_client_sends_its_key_in_either_way(guarded: RunningServer) -> None:
+    messages: Any = [{"role": "user", "content": "Hi"}]
+    for key in ({"api_key": "second-key"}, {"auth_token": "file-key-1"}):
+        client = anthropic.Anthropic(base_url=guarded.url, max_retries=0, **key)
+        reply = client.messages.create(model="two", max_tokens=2, messages=messages)
+        assert reply.model == "two"
+    wrong = anthropic.Anthropic(base_url=guarded.url, max_retries=0, api_key="guess")
+    with pytest.raises(anthropic.AuthenticationError, match="x-api-key"):
+        wrong.messages.create(model="two", max_tokens=2, messages=messages)
+    long: Any = [{"role": "user", "content": "x" * 5000}]
+    right = anthropic.Anthropic(base_url=guarded.url, max_retries=0, api_key="first-key")
+    with pytest.raises(anthropic.RequestTooLargeError, match="max_body_bytes"):
+        right.messages.create(model="two", max_tokens=2, messages=long)
 
 
 def test_keys_are_nowhere_to_be_seen(guarded: RunningServer) -> None:

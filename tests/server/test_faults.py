@@ -4,33 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
-from tests.server.running import ENGINE, RunningServer
+from tests.server.running import BROKEN_OFF, ENGINE, RunningServer, eventually, gauge
 
 LONG: Any = {"prompt": "Once upon a time", "max_tokens": 900, "extra_body": {"ignore_eos": True}}
-
-
-def eventually(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen"
-        time.sleep(0.02)
-
-
-def gauge(server: RunningServer, name: str) -> float:
-    text = server.request("GET", "/metrics").body.decode()
-    (line,) = [x for x in text.splitlines() if x.startswith(f"quire:{name}{{")]
-    return float(line.rpartition(" ")[2])
 
 
 @pytest.fixture
@@ -47,12 +33,22 @@ def test_killed_engine(own_server: RunningServer) -> None:
     model = client.models.list().data[0].id
     stream = client.completions.create(model=model, stream=True, **LONG)
     next(iter(stream))
+    chat: Any = {"model": model, "extra_body": {"ignore_eos": True}, "stream": True}
+    events = client.responses.create(input="Hi", max_output_tokens=900, **chat)
+    claude = anthropic.Anthropic(base_url=own_server.url, api_key="none", max_retries=0)
+    hello: Any = [{"role": "user", "content": "Hi"}]
+    message = claude.messages.create(messages=hello, max_tokens=900, **chat)
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(lambda: client.completions.create(model=model, **LONG))
-        eventually(lambda: gauge(own_server, "num_requests_running") == 2, "the second request")
+        eventually(lambda: gauge(own_server, "num_requests_running") == 4, "the last request")
         os.kill(own_server.engine_pid(), signal.SIGKILL)
         with pytest.raises(openai.APIError, match="SIGKILL"):
             list(stream)
+        with pytest.raises(anthropic.APIStatusError, match=r"overloaded_error.*SIGKILL"):
+            list(message)
+        failed: Any = list(events)[-1]
+        assert failed.type == "response.failed" and "SIGKILL" in failed.response.error.message
+        assert failed.response.output[0].status == "incomplete"
         with pytest.raises(openai.InternalServerError, match="SIGKILL") as caught:
             waiting.result()
     assert caught.value.status_code == 503 and "retry-after" in caught.value.response.headers
@@ -74,11 +70,7 @@ def test_client_that_leaves_frees_its_blocks(server: RunningServer, model: str) 
     assert gauge(server, "num_requests_running") == 1
     stream.close()
     eventually(lambda: gauge(server, "num_requests_running") == 0, "the end of the stream")
-    address = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((address[0], int(address[1]))) as raw:
-        body = b'{"prompt": "Hi", "max_tokens": 900, "ignore_eos": true}'
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
-        raw.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+    with server.send({"prompt": "Hi", "max_tokens": 900, "ignore_eos": True}):
         eventually(lambda: gauge(server, "num_requests_running") == 1, "the request")
     eventually(lambda: gauge(server, "num_requests_running") == 0, "the end of the request")
     assert gauge(server, "kv_cache_usage_perc") == 0
@@ -112,7 +104,7 @@ def test_killed_api_process(own_server: RunningServer) -> None:
     stream = client.completions.create(model=model, stream=True, **LONG)
     next(iter(stream))
     os.kill(own_server.child_pid("quire.server.api_process"), signal.SIGKILL)
-    with pytest.raises(openai.APIError):
+    with pytest.raises(BROKEN_OFF):
         list(stream)
 
     def answers() -> bool:
@@ -134,7 +126,7 @@ def test_second_signal_stops_now(own_server: RunningServer) -> None:
     own_server.process.send_signal(signal.SIGTERM)
     eventually(lambda: "stopping" in own_server.lines[-1], "the first signal")
     own_server.process.send_signal(signal.SIGTERM)
-    with pytest.raises(openai.APIError):
+    with pytest.raises(BROKEN_OFF):
         list(stream)
     assert own_server.process.wait(60) == 0
 

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.running import ENGINE, RunningServer
-from tests.server.test_faults import eventually, gauge
+from tests.server.running import ADMIN, ENGINE, RunningServer, eventually, gauge
 
-ADMIN = {"Authorization": "Bearer admin"}
 LONG = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True}
 
 
@@ -20,7 +18,7 @@ LONG = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True}
 def small() -> Iterator[RunningServer]:
     """One request runs, two may wait."""
     limits = ("--max-num-seqs", "1", "--max-num-queued-reqs", "2", "--admin-key", "admin")
-    limits += ("--log-requests",)
+    limits += ("--enable-log-requests",)
     server = RunningServer.start(*limits, "--max-num-batched-tokens", "32", *ENGINE)
     assert server.url, "".join(server.lines)
     yield server

@@ -62,7 +62,7 @@ def require_rows(name: str, x: Tensor, width: int) -> int:
     """Elements from one row to the next; refuses what the library would read or write wrongly."""
     if x.dim() == 2 and x.dtype == torch.float32 and x.is_cpu and x.shape[1] == width:
         stride, inner_stride = x.stride()
-        if inner_stride == 1 or width == 1:
+        if inner_stride == 1 or width == 1 or not len(x):
             return stride
     raise ValueError(
         f"{name} must be float32 [tokens, {width}] on the CPU, contiguous in its rows; "

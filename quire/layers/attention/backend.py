@@ -75,6 +75,8 @@ class AttentionBackend(Protocol):
     """Largest batch in which a shared prefix can be read once; 0: never."""
     prefix_members: int
     """Requests whose queries of a shared prefix go into one tile."""
+    prefill_name: str | None
+    """Which kernel attends with prompts, where there are several."""
     tile_queries: int
     """Queries of a request that go into one tile, where it has several; 0: there are no tiles."""
 

@@ -30,6 +30,7 @@ class TorchBackend:
     max_prefix_rows: ClassVar[int] = 0
     prefix_members = 0
     tile_queries = 0
+    prefill_name: str | None = None
 
     def __init__(
         self, kv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int

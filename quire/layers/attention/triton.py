@@ -51,6 +51,7 @@ class TritonBackend:
         self.tile = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
         self.prefill = choose_prefill(kv, num_heads, num_kv_heads)
         self.tile_queries = self.prefill.queries
+        self.prefill_name: str | None = self.prefill.name
         self.stages = 3 if row_bytes <= 256 else 2
         # Requests times splits never exceeds this.
         pieces = max(MAX_SPLITS, MIN_SPLITS * PROGRAMS_UNSPLIT // num_kv_heads)

@@ -18,6 +18,7 @@ class PrefillKernel:
     """Called with (q, kv_layer, query_start, context_lens, block_tables, tile_requests,
     tile_indices, scale, window, out)."""
     queries: int
+    name: str
 
 
 def choose_prefill(kv: Tensor, num_heads: int, num_kv_heads: int) -> PrefillKernel:
@@ -27,7 +28,7 @@ def choose_prefill(kv: Tensor, num_heads: int, num_kv_heads: int) -> PrefillKern
         from quire.kernels.hopper import prefill_attention as kernel
 
         queries = kernel.TILE_ROWS // kernel.packed_heads(num_heads, num_kv_heads)
-        return PrefillKernel(kernel.prefill_attention, queries)
+        return PrefillKernel(kernel.prefill_attention, queries, "the kernel for Hopper")
     from quire.kernels.triton.prefill_attention import PrefillTiles, prefill_attention
 
     row_bytes = kv.shape[-1] * kv.element_size()
@@ -39,7 +40,8 @@ def choose_prefill(kv: Tensor, num_heads: int, num_kv_heads: int) -> PrefillKern
         tiles = PrefillTiles(64, 32, num_warps=4, num_stages=2)
     else:
         tiles = PrefillTiles(32, 16, num_warps=4, num_stages=2)
-    return PrefillKernel(partial(prefill_attention, tiles=tiles), tiles.queries)
+    attend = partial(prefill_attention, tiles=tiles)
+    return PrefillKernel(attend, tiles.queries, "the portable kernel")
 
 
 def is_hopper(device: torch.device) -> bool:

@@ -1,1 +1,1 @@
-"""The OpenAI protocol: completions and chat completions."""
+"""OpenAI's protocol: completions, chat completions, responses and embeddings."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.frontend.tools.declared import ToolUse, flat_tools
 from quire.protocol.errors import RequestError
-from quire.server.bodies import ConversationBody
+from quire.server.bodies import MessageBody
 from quire.server.conversation import text_parts
 
 LOGPROBS = "message.output_text.logprobs"
@@ -19,7 +19,7 @@ ROLES = {"user": "user", "assistant": "assistant", "system": "system", "develope
 """Roles of the protocol, and what chat templates call them."""
 
 
-class ResponseBody(ConversationBody):
+class ResponseBody(MessageBody):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -28,7 +28,6 @@ class ResponseBody(ConversationBody):
     include: list[str] | None = None
     top_logprobs: int | None = None
     metadata: dict[str, str] | None = None
-    tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     truncation: str | None = None
@@ -53,8 +52,6 @@ class ResponseBody(ConversationBody):
                     f"{name}={value!r} is not supported: this server keeps no responses. Leave it "
                     "out, and send the whole conversation as input."
                 )
-        if self.n not in (None, 1):
-            raise RequestError(f"n={self.n} is not supported here; send several requests.")
         if self.truncation not in (None, "disabled"):
             raise RequestError(
                 f"truncation={self.truncation!r} is not supported; use 'disabled', or "
@@ -105,7 +102,7 @@ def _message(role: str, content: Any, where: str = "input") -> dict[str, Any]:
 
 def _read_message(item: dict[str, Any], where: str) -> dict[str, Any]:
     role = item.get("role")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}, got {role!r}.")
     return _message(ROLES[role], item.get("content"), where)
 

@@ -1,0 +1,1 @@
+"""Anthropic's protocol: messages and their token counts."""

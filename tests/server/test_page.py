@@ -1,0 +1,311 @@
+"""The page at `/` in a real browser: clicks, streams, blocks, keys, text that looks like markup.
+
+Needs a `chromium` on the path (Debian's package will do); its last picture of the page is kept in
+the folder that pytest gives.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+
+from tests.server.running import ENGINE, RunningServer
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium"),
+]
+
+KEY = "page-key"
+MARKUP = (
+    "<img src=x onerror=\"document.title='hurt'\"><script>document.title='hurt'</script><b>b</b>"
+)
+LONG: Any = {
+    "model": "SmolLM2-135M-Instruct",
+    "messages": [
+        {"role": "system", "content": "You tell long stories to children. " * 20},
+        {"role": "user", "content": "Tell me about dragons."},
+    ],
+    "max_tokens": 700,
+    "extra_body": {"ignore_eos": True},
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    running = RunningServer.start("--api-key", KEY, *ENGINE)
+    assert running.url, "".join(running.lines)
+    yield running
+    assert running.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as play:
+        launched = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def page(browser: Browser, server: RunningServer) -> Iterator[Page]:
+    """The page, with the key given; fails on any error in its scripts."""
+    opened = browser.new_page(viewport={"width": 1400, "height": 1000}, color_scheme="dark")
+    faults: list[str] = []
+    opened.on("pageerror", lambda error: faults.append(str(error)))
+    opened.on("console", lambda entry: faults.append(entry.text) if is_fault(entry) else None)
+    opened.goto(server.url)
+    opened.get_by_label("API key").fill(KEY)
+    opened.get_by_role("button", name="Continue").click()
+    expect(opened.locator("#model")).to_have_text("SmolLM2-135M-Instruct")
+    yield opened
+    opened.close()
+    assert not faults
+
+
+def is_fault(entry: Any) -> bool:
+    return entry.type == "error" and "status of 401" not in entry.text  # before the key was given
+
+
+def change_state(page: Page, change: Callable[[dict[str, Any]], None]) -> None:
+    """Let the page see another state than the server's."""
+
+    def fulfil(route: Route) -> None:
+        reply = route.fetch()
+        state = reply.json()
+        change(state)
+        route.fulfill(response=reply, body=json.dumps(state))
+
+    page.route("**/dashboard/state*", fulfil)
+
+
+def ask(page: Page, text: str) -> None:
+    page.get_by_label("Message").fill(text)
+    page.get_by_role("button", name="Send").click()
+
+
+def test_asks_for_the_key_until_it_is_right(browser: Browser, server: RunningServer) -> None:
+    page = browser.new_page()
+    page.goto(server.url)
+    dialog = page.locator("#key-dialog")
+    expect(dialog).to_be_visible()
+    expect(page.locator("#key-error")).to_be_hidden()
+    page.get_by_label("API key").fill("wrong")
+    page.get_by_role("button", name="Continue").click()
+    expect(page.locator("#key-error")).to_be_visible()
+    assert page.locator("#model").inner_text() == ""
+    page.get_by_label("API key").fill(KEY)
+    page.get_by_role("button", name="Continue").click()
+    expect(dialog).to_be_hidden()
+    expect(page.locator("#status")).to_have_text("ready")
+    page.reload()
+    expect(page.locator("#status")).to_have_text("ready")  # the tab keeps it
+    page.close()
+
+
+def test_chat_streams_and_goes_on(page: Page, server: RunningServer) -> None:
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("System prompt").fill("You are a helpful assistant.")
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_label("Max tokens").fill("12")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(page, "What is the capital of France?")
+    reply = page.locator(".message.assistant")
+    expect(reply.locator(".facts")).to_contain_text("tokens/s", timeout=60_000)
+    body = sent.value.post_data_json
+    assert body["temperature"] == 0 and body["max_tokens"] == 12 and body["stream"] is True
+    assert body["messages"][0] == {"role": "system", "content": "You are a helpful assistant."}
+    whole = server.request(
+        "POST",
+        "/v1/chat/completions",
+        {"messages": body["messages"], "temperature": 0, "max_tokens": 12},
+        {"Authorization": f"Bearer {KEY}"},
+    ).json
+    text = whole["choices"][0]["message"]["content"]
+    assert reply.locator(".text").inner_text() == text
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(page, "And of Italy?")
+    turns = sent.value.post_data_json["messages"]
+    assert [turn["role"] for turn in turns] == ["system", "user", "assistant", "user"]
+    assert turns[2]["content"] == text
+    expect(page.get_by_role("button", name="Send")).to_be_visible(timeout=60_000)
+    page.get_by_role("button", name="New chat").click()
+    expect(page.locator(".message")).to_have_count(0)
+    expect(page.locator("#empty")).to_be_visible()
+
+
+def test_stop_ends_the_request(page: Page) -> None:
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Max tokens").fill("900")
+    ask(page, "Count from one to a thousand in words, and leave no number out.")
+    expect(page.locator(".message.assistant .text")).not_to_be_empty(timeout=60_000)
+    expect(page.locator("#rows tr")).to_have_count(1)
+    expect(page.locator("#rows .tag")).to_have_text("this chat")
+    page.get_by_role("button", name="Stop").click()
+    expect(page.locator(".message.assistant .facts")).to_have_text("stopped")
+    expect(page.locator("#rows tr")).to_have_count(0)
+    expect(page.locator("#running")).to_have_text("0")
+
+
+def test_refusals_are_shown(page: Page) -> None:
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Max tokens").fill("5000")
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(
+            status=200,
+            content_type="text/event-stream",
+            body='data: {"error": {"message": "max_tokens=5000 is too much", "code": 400}}\n\n',
+        ),
+    )
+    ask(page, "Hi")
+    expect(page.locator(".message.failed .facts")).to_have_text("max_tokens=5000 is too much")
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+
+
+def test_markup_stays_text(page: Page) -> None:
+    """In replies, messages, names of requests and of models, and advice."""
+    chunk = {"id": "x", "choices": [{"index": 0, "delta": {"content": MARKUP}}]}
+    body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(status=200, content_type="text/event-stream", body=body),
+    )
+
+    def change(state: dict[str, Any]) -> None:
+        one = {"key": "1", "request_id": MARKUP, "state": MARKUP, "prompt_tokens": 1, "tokens": 2}
+        more = {"computed_tokens": 1, "num_blocks": 1, "age_s": 1.0}
+        state.update(model=MARKUP, advice=[MARKUP], running=[{**one, **more}], num_running=1)
+
+    change_state(page, change)
+    ask(page, MARKUP)
+    for place in (".message.user .text", ".message.assistant .text", "#advice-list li", "#model"):
+        expect(page.locator(place)).to_have_text(MARKUP)
+    expect(page.locator("#rows tr td").nth(1)).to_have_text(MARKUP)
+    assert page.locator("main img, main script, main b b").count() == 0
+    assert page.title() == "Quire"
+
+
+def test_text_cannot_be_made_markup(browser: Browser, server: RunningServer) -> None:
+    """The policy would stop a careless change of the page too."""
+    page = browser.new_page()
+    page.goto(server.url)
+    refused = page.evaluate(
+        """() => { try { document.body.innerHTML = "<b>x</b>"; return "" }
+                   catch (error) { return error.message } }"""
+    )
+    assert "TrustedHTML" in refused
+    page.close()
+
+
+def test_blocks_of_requests(page: Page, server: RunningServer, tmp_path: Path) -> None:
+    """Two requests share a prefix; pointing at one marks its blocks, a click keeps it marked."""
+    client = server.client(api_key=KEY)
+    streams = [
+        client.chat.completions.create(
+            **LONG, stream=True, extra_headers={"X-Request-Id": f"story-{i}"}
+        )
+        for i in range(2)
+    ]
+    rows = page.locator("#rows tr")
+    expect(rows).to_have_count(2, timeout=60_000)
+    expect(page.locator("#table-view")).to_be_hidden()
+    shared = page.locator("#legend li", has_text="shared")
+    expect(shared).not_to_have_text("shared 0 · 0 %", timeout=60_000)
+    rows.nth(1).hover()
+    entries = page.locator("#table .entry")
+    expect(entries.first).to_contain_text("0 → ")
+    name = rows.nth(1).locator("td").first.inner_text()
+    expect(page.locator("#table-title")).to_contain_text(name)
+    key = rows.nth(1).get_attribute("data-key")
+    headers = {"Authorization": f"Bearer {KEY}"}
+    state = server.request("GET", f"/dashboard/state?sequence={key}", headers=headers).json
+    for logical, physical in enumerate(state["table"]["blocks"][:5]):
+        assert entries.nth(logical).inner_text() == f"{logical} → {physical}"
+    assert marked_pixels(page) > 0
+    page.mouse.move(5, 5)
+    expect(page.locator("#table-view")).to_be_hidden()
+    assert marked_pixels(page) == 0
+    rows.nth(0).click()
+    page.mouse.move(5, 5)
+    expect(rows.nth(0)).to_have_class("marked")
+    expect(page.locator("#table-view")).to_be_visible()
+    expect(page.locator("#generation-rate")).not_to_have_text("0", timeout=20_000)
+    page.screenshot(path=tmp_path / "page.png")
+    assert (tmp_path / "page.png").stat().st_size > 20_000
+    for stream in streams:
+        stream.close()
+    expect(rows).to_have_count(0)
+
+
+def marked_pixels(page: Page) -> int:
+    """Pixels of the map in the colour of marked blocks."""
+    count: int = page.evaluate(
+        """() => {
+          const style = getComputedStyle(document.documentElement);
+          const value = parseInt(style.getPropertyValue("--marked").trim().slice(1), 16);
+          const canvas = document.getElementById("blocks");
+          const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+          let found = 0;
+          for (let i = 0; i < data.length; i += 4) {
+            found += (data[i] << 16 | data[i + 1] << 8 | data[i + 2]) === value;
+          }
+          return found;
+        }"""
+    )
+    return count
+
+
+def test_a_hundred_thousand_blocks(page: Page) -> None:
+    """All of them are in the map, and each can be pointed at."""
+    size = 100_000
+
+    def change(state: dict[str, Any]) -> None:
+        packed = bytes([0b11100100]) * (size // 4)  # free, cached, owned, shared, and so on
+        state.update(blocks=base64.b64encode(packed).decode(), num_blocks=size)
+
+    change_state(page, change)
+    for name in ("free", "cached", "owned", "shared"):
+        expect(page.locator("#legend")).to_contain_text(f"{name} 25,000 · 25 %")
+    canvas = page.locator("#blocks")
+    cells = page.evaluate(
+        """() => { const c = document.getElementById("blocks"); return c.width * c.height }"""
+    )
+    assert cells >= size
+    canvas.hover(position={"x": 1, "y": 1})
+    expect(page.locator("#block-note")).to_have_text("Block 0 is free.")
+    canvas.hover(position={"x": 10, "y": 1})
+    expect(page.locator("#block-note")).to_have_text("Block 3 is shared.")
+
+
+def test_colours(page: Page) -> None:
+    def back() -> str:
+        colour: str = page.evaluate("() => getComputedStyle(document.body).backgroundColor")
+        return colour
+
+    dark = back()
+    button = page.get_by_role("button", name="Theme")
+    button.click()
+    expect(button).to_have_text("Theme: dark")
+    assert back() == dark
+    button.click()
+    expect(button).to_have_text("Theme: light")
+    assert back() != dark
+    button.click()
+    expect(button).to_have_text("Theme: system")
+    page.emulate_media(color_scheme="light")
+    page.wait_for_function("() => document.documentElement.dataset.theme === 'light'")
+
+
+def test_narrow_screens(page: Page) -> None:
+    page.set_viewport_size({"width": 400, "height": 800})
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= 400
