@@ -62,12 +62,6 @@ def set_log_level(core: EngineCore, level: str) -> None:
     logging.getLogger("quire").setLevel(level)
 
 
-def check_books(core: EngineCore) -> int:
-    """Raise unless every block is accounted for; returns how many are in use."""
-    core.scheduler.check_books()
-    return core.scheduler.kv.pool.num_used
-
-
 def set_vocabulary(
     core: EngineCore, tokenizer_json: str, vocab_size: int, eos_token_ids: list[int]
 ) -> None:
@@ -77,6 +71,12 @@ def set_vocabulary(
         given = Vocabulary(tokenizer_json, vocab_size, tuple(eos_token_ids))
         compiler.set_vocabulary(lambda: given)
         compiler.prepare()
+
+
+def check_books(core: EngineCore) -> int:
+    """Raise unless every block is accounted for; returns how many are in use."""
+    core.scheduler.check_books()
+    return core.scheduler.kv.pool.num_used
 
 
 def abort_client(core: EngineCore, client_index: int) -> None:
@@ -98,8 +98,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         pause,
         resume,
         set_log_level,
-        check_books,
         set_vocabulary,
+        check_books,
     )
 }
 

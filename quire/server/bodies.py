@@ -157,11 +157,6 @@ class MessageBody(ConversationBody):
         if self.n not in (None, 1):
             raise RequestError(f"n={self.n} is not supported here; send several requests.")
         self.refuse("prompt_logprobs", "prompt_logprob_token_ids")
-        if self.tools:
-            raise RequestError(
-                f"tools holds {len(self.tools)} tools, but calls are not supported here yet; "
-                "leave it out."
-            )
 
     def refuse(self, *names: str) -> None:
         """Refuse fields whose results replies of this protocol have no place for."""

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import anthropic
+import jsonschema
 import pytest
 
 from quire import LLM, SamplingParams
@@ -162,8 +163,9 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": 5000}, "max_tokens"),
-    ({"tools": [TOOL]}, "tools"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config"),
     ({"n": 2}, "n"),
@@ -197,9 +199,10 @@ def test_errors_become_the_clients_exceptions(claude: anthropic.Anthropic, model
         claude.messages.create(model="claude", max_tokens=1, messages=QUESTION)
     with pytest.raises(anthropic.BadRequestError, match="5000 is more than"):
         claude.messages.stream(model=model, max_tokens=5000, messages=QUESTION).__enter__()
-    with pytest.raises(anthropic.BadRequestError, match="tools holds 1"):
-        tools: Any = [TOOL]
-        claude.messages.count_tokens(model=model, messages=QUESTION, tools=tools)
+    tools: Any = [TOOL]
+    with_tools = claude.messages.count_tokens(model=model, messages=QUESTION, tools=tools)
+    plain = claude.messages.count_tokens(model=model, messages=QUESTION)
+    assert with_tools.input_tokens > plain.input_tokens + 10
 
 
 def test_other_faults_have_the_same_form(server: RunningServer) -> None:
@@ -210,3 +213,31 @@ def test_other_faults_have_the_same_form(server: RunningServer) -> None:
     ):
         reply = server.request(method, path, body)
         assert reply.status == status and reply.json["type"] == "error"
+
+
+def test_tool_use(claude: anthropic.Anthropic, model: str) -> None:
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["a"],
+    }
+    arguments: Any = {"model": model, "messages": QUESTION, "max_tokens": 80, "temperature": 0}
+    arguments |= {"tools": [{"name": "square", "input_schema": schema}]}
+    arguments |= {"tool_choice": {"type": "tool", "name": "square"}}
+    whole = claude.messages.create(**arguments)
+    (block,) = whole.content
+    assert whole.stop_reason == "tool_use" and block.type == "tool_use" and block.name == "square"
+    jsonschema.validate(block.input, schema)
+    with claude.messages.stream(**arguments) as stream:
+        streamed = stream.get_final_message()
+    (again,) = streamed.content
+    assert again.type == "tool_use" and again.input == block.input
+    assert streamed.stop_reason == "tool_use"
+    result: Any = {"type": "tool_result", "tool_use_id": block.id, "content": "144"}
+    arguments["messages"] = [
+        *QUESTION,
+        {"role": "assistant", "content": [{"type": "text", "text": "Well."}, block]},
+        {"role": "user", "content": [result, {"type": "text", "text": "So?"}]},
+    ]
+    arguments["tool_choice"] = {"type": "none"}
+    assert claude.messages.create(**arguments).content[0].type == "text"

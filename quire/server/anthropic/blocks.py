@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
+
+from quire.frontend.tools.deltas import ToolCall
 
 encode = msgspec.json.Encoder().encode
 
@@ -35,6 +38,56 @@ class TextBlock:
         if not text:
             return b""  # held back: it may be the beginning of a stop sequence
         return b"%b%b}}\n\n" % (self._delta_head, encode(text))
+
+    def closing(self) -> bytes:
+        return event("content_block_stop", index=self._index)
+
+
+class ThinkingBlock:
+    """What the model thought before it answered."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    @staticmethod
+    def record(text: str) -> dict[str, Any]:
+        return {"type": "thinking", "thinking": text, "signature": ""}
+
+    def opening(self) -> bytes:
+        return event("content_block_start", index=self._index, content_block=self.record(""))
+
+    def delta(self, text: str) -> bytes:
+        delta = {"type": "thinking_delta", "thinking": text}
+        return event("content_block_delta", index=self._index, delta=delta)
+
+    def closing(self) -> bytes:
+        return event("content_block_stop", index=self._index)
+
+
+class ToolBlock:
+    """A call of a tool that the client has."""
+
+    def __init__(self, index: int, call_id: str, name: str) -> None:
+        self._index = index
+        self._call = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+
+    @staticmethod
+    def record(call: ToolCall) -> dict[str, Any]:
+        """Arguments that were cut off are no object: they are given as the text they are."""
+        try:
+            arguments = json.loads(call.arguments)
+        except ValueError:
+            arguments = {"partial_json": call.arguments}
+        return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
+
+    def opening(self) -> bytes:
+        return event("content_block_start", index=self._index, content_block=self._call)
+
+    def delta(self, text: str) -> bytes:
+        if not text:
+            return b""
+        delta = {"type": "input_json_delta", "partial_json": text}
+        return event("content_block_delta", index=self._index, delta=delta)
 
     def closing(self) -> bytes:
         return event("content_block_stop", index=self._index)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from quire.frontend.tools.declared import ToolUse, flat_tools
 from quire.protocol.errors import RequestError
+from quire.server.anthropic.turns import read_turn
 from quire.server.bodies import MessageBody
 from quire.server.conversation import text_parts
 
@@ -26,8 +28,6 @@ class CountBody(MessageBody):
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
         self.refuse("logprob_token_ids")
-        if (self.tool_choice or {}).get("type") in ("any", "tool"):
-            raise RequestError(f"tool_choice={self.tool_choice!r} is not supported yet.")
         if (self.thinking or {}).get("type", "disabled") != "disabled":
             raise RequestError(
                 f"thinking={self.thinking!r} is not supported yet; use {{'type': 'disabled'}}."
@@ -51,12 +51,26 @@ class CountBody(MessageBody):
             role, where = message.get("role"), f"messages[{index}]"
             if role not in ROLES:
                 raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}, got {role!r}.")
-            content = _text_blocks(message.get("content"), f"{where}.content")
-            if turns and turns[-1]["role"] == role:
-                turns[-1]["content"] += content
-            else:
-                turns.append({"role": role, "content": content})
+            for turn in read_turn(role, message.get("content"), f"{where}.content"):
+                last: dict[str, Any] = turns[-1] if turns else {"role": None}
+                if last["role"] == turn["role"] != "tool":
+                    calls = [*last.get("tool_calls", ()), *turn.get("tool_calls", ())]
+                    turn["content"] = last["content"] + turn["content"]
+                    turns[-1] = {**last, **turn, **({"tool_calls": calls} if calls else {})}
+                else:
+                    turns.append(turn)
         return turns
+
+    @property
+    def tool_use(self) -> ToolUse:
+        tools = flat_tools(self.tools, "input_schema", ("custom", None))
+        choice = self.tool_choice or {}
+        parallel = False if choice.get("disable_parallel_tool_use") else None
+        kind = choice.get("type")
+        if kind == "tool":
+            return ToolUse.of(tools, "required", [str(choice.get("name"))], parallel=False)
+        mode = {"any": "required"}.get(str(kind), kind)
+        return ToolUse.of(tools, mode, parallel=parallel)
 
 
 class MessagesBody(CountBody):

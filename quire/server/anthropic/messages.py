@@ -12,9 +12,11 @@ from starlette.responses import Response
 
 from quire.frontend.inputs import Prompt
 from quire.frontend.outputs import CompletionOutput, RequestOutput
+from quire.frontend.tools.deltas import CallDelta, Delta, Message, ReasoningDelta, TextDelta
+from quire.frontend.tools.message_stream import MessageForm
 from quire.protocol.errors import QuireError
 from quire.protocol.sampling import RequestOutputKind, SamplingParams
-from quire.server.anthropic.blocks import TextBlock, event
+from quire.server.anthropic.blocks import TextBlock, ThinkingBlock, ToolBlock, event
 from quire.server.anthropic.body import CountBody, MessagesBody
 from quire.server.conversation import conversation_prompt
 from quire.server.dialect import ANTHROPIC
@@ -22,6 +24,7 @@ from quire.server.errors import error_body, status_of
 from quire.server.event_stream import CLIENT_LEFT, EventStream
 from quire.server.generation import Generation, check_max_tokens, state_of
 from quire.server.state import ServerState
+from quire.server.tool_use import message_form, with_form
 
 router = APIRouter()
 
@@ -33,9 +36,11 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 async def create_message(body: MessagesBody, request: Request) -> Response:
     state = state_of(request)
     model = state.check_model(body.model)
+    use = body.tool_use
     prompt = await _render(state, body)
-    params = _params(state, body, prompt)
-    reply = MessageReply(f"msg_{body.request_id or request.state.request_id}", model)
+    form = message_form(state, body.chat_template, prompt, use)
+    params = with_form(state, _params(state, body, prompt), form, use)
+    reply = MessageReply(f"msg_{body.request_id or request.state.request_id}", model, form)
     terms = body.terms(request.state.tenant)
     generation = await Generation.start(request, [prompt], params, reply.id, terms)
     if body.stream:
@@ -66,6 +71,7 @@ async def _render(state: ServerState, body: CountBody) -> Prompt:
         body.conversation(),
         add_generation_prompt=not body.continues,
         continue_final_message=body.continues,
+        tools=body.tool_use.declarations,
     )
 
 
@@ -87,21 +93,26 @@ def _error_event(error: QuireError) -> bytes:
 class MessageReply:
     """Writes the reply to one request, whole or as events."""
 
-    def __init__(self, message_id: str, model: str) -> None:
+    def __init__(self, message_id: str, model: str, form: MessageForm) -> None:
         self.id = message_id
         self._model = model
+        self._form = form
+        self._stream = form.open()
         self._output_tokens = 0
+        self._block: TextBlock | ThinkingBlock | ToolBlock | None = None
+        """The one that is open, of `_num_blocks`."""
+        self._num_blocks = 0
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
         (one,) = output.outputs
         self._output_tokens += len(one.token_ids)
+        parsed = self._form.parse(one.text)
         return {
-            **self._message([TextBlock.record(one.text)], self._usage(output)),
-            **stop_of(one),
+            **self._message(content_of(parsed), self._usage(output)),
+            **stop_of(one, bool(parsed.calls)),
         }
 
     async def events(self, generation: Generation) -> AsyncIterator[bytes]:
-        block = TextBlock(0)
         output: RequestOutput | None = None
         stop = stop_of(None)
         async with aclosing(generation.news()) as all_news:
@@ -109,17 +120,46 @@ class MessageReply:
                 data = []
                 for _, new in news:
                     if output is None:
-                        data += [self._opening(new), block.opening(), event("ping")]
+                        data += [self._opening(new), event("ping")]
                     output = new
                     for one in new.outputs:
                         self._output_tokens += len(one.token_ids)
-                        stop = stop_of(one)
-                        data.append(block.delta(one.text))
+                        data.append(self._take(one))
+                        stop = stop_of(one, self._stream.has_calls)
                 yield b"".join(data)
         assert output is not None, "a generation that begins has news"
-        yield block.closing()
+        if self._block is not None:
+            yield self._block.closing()
         yield event("message_delta", delta=stop, usage=self._usage(output))
         yield event("message_stop")
+
+    def _take(self, one: CompletionOutput) -> bytes:
+        """The events of new text; this runs for every token."""
+        if self._form.is_plain:
+            opening = b"" if self._block else self._open_block(TextDelta(""))
+            assert self._block is not None
+            return opening + self._block.delta(one.text)
+        data = []
+        ends = one.finish_reason is not None
+        for delta in self._stream.finish(one.text) if ends else self._stream.feed(one.text):
+            begins = isinstance(delta, CallDelta) and delta.name is not None
+            if begins or not isinstance(self._block, BLOCKS[type(delta)]):
+                data.append(self._open_block(delta))
+            text = delta.arguments if isinstance(delta, CallDelta) else delta.text
+            assert self._block is not None
+            data.append(self._block.delta(text))
+        return b"".join(data)
+
+    def _open_block(self, delta: Delta) -> bytes:
+        """Close the open block and begin the one that `delta` belongs to."""
+        closing = b"" if self._block is None else self._block.closing()
+        index, self._num_blocks = self._num_blocks, self._num_blocks + 1
+        if isinstance(delta, CallDelta):
+            self._block = ToolBlock(index, delta.id or "", delta.name or "")
+        else:
+            kind = ThinkingBlock if isinstance(delta, ReasoningDelta) else TextBlock
+            self._block = kind(index)
+        return closing + self._block.opening()
 
     def _opening(self, output: RequestOutput) -> bytes:
         return event("message_start", message=self._message([], self._usage(output)))
@@ -146,10 +186,24 @@ class MessageReply:
         }
 
 
-def stop_of(one: CompletionOutput | None) -> dict[str, Any]:
+BLOCKS = {TextDelta: TextBlock, ReasoningDelta: ThinkingBlock, CallDelta: ToolBlock}
+
+
+def content_of(parsed: Message) -> list[dict[str, Any]]:
+    """The blocks of a whole message. One that says nothing has an empty text."""
+    thought = [ThinkingBlock.record(parsed.reasoning)] if parsed.reasoning else []
+    calls = [ToolBlock.record(call) for call in parsed.calls]
+    is_empty = not thought and not calls
+    text = [TextBlock.record(parsed.content)] if parsed.content or is_empty else []
+    return [*thought, *text, *calls]
+
+
+def stop_of(one: CompletionOutput | None, has_calls: bool = False) -> dict[str, Any]:
     """Why a message ends; nothing as long as it goes on."""
     if one is None or one.finish_reason is None:
         return {"stop_reason": None, "stop_sequence": None}
     if one.finish_reason == "stop" and isinstance(one.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": one.stop_reason}
+    if one.finish_reason == "stop" and has_calls:
+        return {"stop_reason": "tool_use", "stop_sequence": None}
     return {"stop_reason": STOP_REASONS.get(one.finish_reason), "stop_sequence": None}
