@@ -242,7 +242,7 @@ EXTREMES: list[dict[str, Any]] = [
     {"top_p": 1e-300},
     {"min_p": 1e-300},
     {"min_p": 1.0},
-    {"repetition_penalty": 1e-45},
+    {"repetition_penalty": 1e-30},
     {"allowed_token_ids": [END_ID], "min_tokens": 3},
     {"allowed_token_ids": [END_ID], "min_tokens": 3, "top_p": 0.5},
     {"allowed_token_ids": [END_ID], "min_tokens": 3, "temperature": 0.0},
