@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
@@ -186,7 +186,7 @@ def seconds(llm: LLM, prompts: list[str], params: SamplingParams) -> tuple[float
 
 def measure_added_time(llm: LLM, num_tokens: int, rounds: int) -> dict[str, Any]:
     form = StructuredOutputs(regex=r"(.|\n){4000}")
-    plain = {"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": True}
+    plain: dict[str, Any] = {"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": True}
     prompts = [f"Story number {i}: once upon a time" for i in range(BATCH)]
     ratios, base = [], []
     for params in (SamplingParams(**plain), SamplingParams(**plain, structured_outputs=form)):
@@ -203,7 +203,7 @@ def measure_added_time(llm: LLM, num_tokens: int, rounds: int) -> dict[str, Any]
 
 
 def measure_new_schemas(llm: LLM) -> dict[str, Any]:
-    plain = {"temperature": 0.0, "max_tokens": 2, "ignore_eos": True}
+    plain: dict[str, Any] = {"temperature": 0.0, "max_tokens": 2, "ignore_eos": True}
     schemas = [case["schema"] for case in read_cases(None)][:: 1900 // NUM_NEW_SCHEMAS]
     added = []
     seconds(

@@ -238,7 +238,7 @@ def test_many_at_once(tiny: Tiny, llm: LLM, steps: int) -> None:
     prompts = ["of the", "def main", "return"] * 2
     forms = [TIGHT, StructuredOutputs(regex="[a-f]{50}"), None] * 2
     params = [
-        SamplingParams(max_tokens=60, seed=i, ignore_eos=True, structured_outputs=form)
+        SamplingParams(max_tokens=120, seed=i, ignore_eos=True, structured_outputs=form)
         for i, form in enumerate(forms)
     ]
     alone = [

@@ -26,7 +26,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (TEXT, {**PROMPT, "stop": [""]}, 400, "stop"),
     (TEXT, {**PROMPT, "priority": 1}, 400, "priority"),
     (TEXT, {**PROMPT, "use_beam_search": True}, 400, "use_beam_search"),
-    (TEXT, {**PROMPT, "response_format": {"type": "xml"}}, 400, "response_format"),
+    (TEXT, {**PROMPT, "response_format": {"type": "xml"}}, 400, "response_format.type"),
     (TEXT, {**PROMPT, "structured_outputs": {"regex": "["}}, 400, "structured_outputs.regex"),
     (TEXT, {**PROMPT, "stream_interval": 10**30}, 400, "a value of the request"),
     (TEXT, {**PROMPT, "stop": "\ud800"}, 400, "a value of the request"),
