@@ -49,5 +49,6 @@ void test_pack_int8();
 void test_norm_linear();
 void test_attend_heads();
 void test_largest();
+void test_decode();
 
 }  // namespace check

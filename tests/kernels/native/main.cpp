@@ -47,7 +47,7 @@ constexpr Test kTests[] = {
     {"float linear", test_float_linear}, {"packed linear", test_packed_linear},
     {"packed rows", test_packed_rows},   {"pack int8", test_pack_int8},
     {"norm linear", test_norm_linear},   {"attend heads", test_attend_heads},
-    {"largest", test_largest},
+    {"largest", test_largest},           {"decode", test_decode},
 };
 
 void run(const Test& test) {
