@@ -76,6 +76,13 @@ def check_beam_search(shown: str) -> None:
     assert scores[3] > scores[4], "all beams of the second prompt have the same length"
 
 
+def check_tool_calls(shown: str) -> None:
+    called = re.search(r"^tool_calls: get_weather\((.*)\)$", shown, re.MULTILINE)
+    assert called is not None and "answer: " in shown
+    arguments = json.loads(called[1])
+    assert arguments["city"] in ("Paris", "Rome", "Oslo") and set(arguments) == {"city", "unit"}
+
+
 def check_prefix_caching(shown: str) -> None:
     first, second, third, salted, forgotten = map(int, re.findall(r"(\d+) of \d+ prompt", shown))
     assert first == salted == forgotten == 0

@@ -64,7 +64,7 @@ def test_killed_engine_under_load(crowded: RunningServer) -> None:
         lambda: all(crowded.request("GET", "/health").status == 200 for _ in range(9)),
         "the restart",
     )
-    with clients(crowded, 20) as replies:
+    with clients(crowded, 400) as replies:
         assert {reply.result().status for reply in replies} == {200}
     crowded.assert_at_rest()
 

@@ -86,8 +86,8 @@ def test_events_in_order(server: RunningServer) -> None:
     assert names == [content["type"] for content in contents]
     assert list(dict.fromkeys(names)) == [
         "message_start",
-        "content_block_start",
         "ping",
+        "content_block_start",
         "content_block_delta",
         "content_block_stop",
         "message_delta",
@@ -221,7 +221,8 @@ def test_tool_use(claude: anthropic.Anthropic, model: str) -> None:
         "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}},
         "required": ["a"],
     }
-    arguments: Any = {"model": model, "messages": QUESTION, "max_tokens": 80, "temperature": 0}
+    arguments: Any = {"model": model, "messages": QUESTION, "max_tokens": 80}
+    arguments |= {"extra_body": {"temperature": 0}}
     arguments |= {"tools": [{"name": "square", "input_schema": schema}]}
     arguments |= {"tool_choice": {"type": "tool", "name": "square"}}
     whole = claude.messages.create(**arguments)
