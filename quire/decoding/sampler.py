@@ -86,6 +86,13 @@ class Sampler:
         """Compile the GPU kernels for logits of this type; no request may be there yet."""
         self._choice.warm_up(dtype)
         self._penalties.warm_up()
+        self._warm_up_masks()
+
+    def _warm_up_masks(self) -> None:
+        """One mask, as the first request with a grammar brings it."""
+        device = self._columns.device
+        masks = MaskTensors(np.zeros(1, np.int32), -(-self._vocab_size // 32), device)
+        masks.apply(torch.zeros((1, self._vocab_size), dtype=torch.float32, device=device))
 
     def sample(
         self,

@@ -20,7 +20,7 @@ CONFIG = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 64,
-    "vocab_size": 512,
+    "vocab_size": 520,
     "max_position_embeddings": 1024,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
@@ -29,8 +29,9 @@ CONFIG = {
     "torch_dtype": "bfloat16",
 }
 PROGRAM = """
-import sys, triton
+import sys, numpy, torch, triton
 from quire import LLM, SamplingParams
+from quire.decoding.grammar import MaskTensors
 
 llm = LLM(sys.argv[1], load_format="dummy", skip_tokenizer_init=True, max_num_seqs=80,
           kv_cache_memory_bytes=1 << 28, max_num_batched_tokens=256,
@@ -45,6 +46,13 @@ params = [SamplingParams(max_tokens=7, detokenize=False, **kinds[i % 7]) for i i
 for work in (prompts[:1], prompts[:2], prompts[:5], prompts[:11], prompts, shared):
     for some in (params[: len(work)], params[:1] * len(work)):
         llm.generate([{"prompt_token_ids": p} for p in work], some, use_tqdm=False)
+for count in range(1, 9):  # of grammars, which need a tokenizer
+    device = torch.device("cuda")
+    masks = MaskTensors(numpy.arange(count, dtype=numpy.int32), 17, device)
+    masks.host[:] = 5
+    scores = torch.zeros((8, 520), device=device)
+    masks.apply(scores)
+    assert scores.isfinite().sum().item() == 17 * 2 * count + 520 * (8 - count)
 print("done")
 """
 

@@ -9,7 +9,8 @@ from torch import Tensor
 BLOCK = 4096
 
 
-@triton.jit
+# Where the lines begin in the one array that masks come in depends on their number.
+@triton.jit(do_not_specialize=["lines"])
 def _bitmask_kernel(scores, lines, bits, vocab_size, num_words, BLOCK: tl.constexpr):
     index = tl.program_id(0)
     line = tl.load(lines + index).to(tl.int64)
