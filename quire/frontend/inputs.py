@@ -40,6 +40,8 @@ class Prompt:
     text: str | None
     token_ids: Int32Array | None
     cache_salt: str | None = None
+    given_ids: Any = None
+    """Token ids as they came, until `InputProcessor.check_prompt` makes `token_ids` of them."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,9 @@ def _parse_prompt(prompt: Any) -> Prompt:
             raise RequestError(f"cache_salt must be a string, got {salt!r}.")
         if text is None and ids is None:
             raise RequestError("prompt dictionary needs 'prompt' or 'prompt_token_ids'.")
-        return Prompt(text, None if ids is None else _token_array(ids), salt)
+        return Prompt(text, None, salt, given_ids=ids)
     if _is_token_ids(prompt):
-        return Prompt(None, _token_array(prompt))
+        return Prompt(None, None, given_ids=prompt)
     if isinstance(prompt, Sequence) and not isinstance(prompt, bytes) and not len(prompt):
         raise RequestError("prompt is empty; give at least one token.")
     raise RequestError(
@@ -211,8 +213,15 @@ class InputProcessor:
         self.eos_token_ids = tuple(i for i in dict.fromkeys(eos) if i < self.vocab_size)
 
     def tokenize(self, prompts: list[Prompt], options: TokenizationOptions) -> None:
-        """Fill in the token ids of text prompts, then check all of them."""
-        texts = [i for i, prompt in enumerate(prompts) if prompt.token_ids is None]
+        """Fill in all token ids and check them."""
+        self.encode_texts(prompts, options)
+        for i, prompt in enumerate(prompts):
+            with naming_index(i):
+                self.check_prompt(prompt, options)
+
+    def encode_texts(self, prompts: list[Prompt], options: TokenizationOptions) -> None:
+        """Fill in the token ids of text prompts."""
+        texts = [i for i, one in enumerate(prompts) if one.token_ids is one.given_ids is None]
         if texts and self.tokenizer is None:
             raise RequestError(
                 f"prompts[{texts[0]}] is text, but the engine was started with "
@@ -230,22 +239,17 @@ class InputProcessor:
                 raise
             for i, ids in zip(texts, encoded, strict=True):
                 prompts[i].token_ids = np.array(ids, np.int32)
-        for i, prompt in enumerate(prompts):
-            with naming_index(i):
-                self._truncate(prompt, options)
-                self._check_prompt(prompt)
 
-    def _truncate(self, prompt: Prompt, options: TokenizationOptions) -> None:
-        limit = options.truncate_prompt_tokens
-        if limit is None or prompt.token_ids is None:
-            return
-        limit = self.max_model_len - 1 if limit == -1 else limit
+    def check_prompt(self, prompt: Prompt, options: TokenizationOptions) -> None:
+        """Make its token ids final, unless they cannot be used."""
         ids = prompt.token_ids
-        prompt.token_ids = ids[-limit:] if options.truncation_side == "left" else ids[:limit]
-
-    def _check_prompt(self, prompt: Prompt) -> None:
-        ids = prompt.token_ids
+        if prompt.given_ids is not None:
+            ids = _token_array(prompt.given_ids)
         assert ids is not None
+        if (limit := options.truncate_prompt_tokens) is not None:
+            limit = self.max_model_len - 1 if limit == -1 else limit
+            ids = ids[-limit:] if options.truncation_side == "left" else ids[:limit]
+        prompt.token_ids = ids
         if prompt.text == "" or not len(ids):
             raise RequestError("prompt is empty; give at least one token.")
         outside = ids[(ids < 0) | (ids >= self.vocab_size)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from quire.frontend.beam_outputs import beam_output
@@ -22,6 +22,7 @@ from quire.frontend.inputs import (
 from quire.frontend.interrupts import deferred_interrupts
 from quire.frontend.outputs import BeamSearchOutput, RequestOutput
 from quire.frontend.progress import ProgressBar
+from quire.frontend.requests import checked_requests, enforceable
 from quire.frontend.session import request_failure, start_session
 from quire.frontend.tokenizer import Tokenizer
 from quire.metrics.engine import EngineStatistics
@@ -242,49 +243,33 @@ class LLM:
         options: TokenizationOptions,
         kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY,
     ) -> list[OpenRequest]:
-        """Check everything, then hand all requests to the engine; none if one is bad."""
+        """Hand all requests to the engine; none if one is bad. With several steps in flight the
+        first are computed while those after them are checked."""
         params = params_per_prompt(sampling_params, len(prompts), self._session.default_params)
         if priority is not None and len(priority) != len(prompts):
             raise RequestError(
                 f"priority has {len(priority)} entries for {len(prompts)} prompts; give one each."
             )
-        self._inputs.tokenize(prompts, options)
-        now = self._core.clock()
-        news = []
-        compilations = []
-        prepared: dict[int, SamplingParams] = {}
-        for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-            with naming_index(i):
-                if id(one) not in prepared:
-                    prepared[id(one)] = self._inputs.prepare_params(one)
-                key = self._session.take_keys(one.n)
-                new = self._inputs.new_request(
-                    key,
-                    str(key),
-                    prompt,
-                    prepared[id(one)],
-                    arrival_time=now,
-                    priority=priority[i] if priority is not None else 0,
-                    streams=kind is not RequestOutputKind.FINAL_ONLY,
-                )
-                self._core.check(new)
-                compilations.append(self._core.grammars.compile(new))
-            news.append(new)
-        for i, compilation in enumerate(compilations):
-            if compilation is not None:
-                with naming_index(i):
-                    compilation.result()
+        self._inputs.encode_texts(prompts, options)
+        streams = kind is not RequestOutputKind.FINAL_ONLY
+        news: Iterable[NewRequest] = checked_requests(
+            self._session, self._core, prompts, params, priority, options, streams
+        )
+        if any(one.structured_outputs is not None for one in params):
+            news = enforceable(self._core, list(news))
+        elif priority is not None or not self._core.can_start_ahead:
+            news = list(news)
         requests: list[OpenRequest] = []
         num_tokens = 0
         try:
-            with deferred_interrupts():
-                for new, prompt in zip(news, prompts, strict=True):
+            for new, prompt in zip(news, prompts, strict=True):
+                with deferred_interrupts():
                     self._core.add(new)
                     requests.append(self._collector.open(new, prompt.text, kind))
-                    num_tokens += len(new.prompt_token_ids)
-                    starts = num_tokens >= TOKENS_TO_START_WITH and priority is None
-                    if starts and self._core.can_start_ahead:
-                        self._step()
+                num_tokens += len(new.prompt_token_ids)
+                starts = num_tokens >= TOKENS_TO_START_WITH and priority is None
+                if starts and self._core.can_start_ahead:
+                    self._step()
         except BaseException:
             self._forget(requests)
             raise

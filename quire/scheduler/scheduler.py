@@ -197,8 +197,8 @@ class Scheduler:
                 break
             self._preempt(int(rows[-1]), draft)
         self.kv.grow(draft, rows, need)
-        computing = grant > 0
-        if computing.any():
+        longest = np.argsort(-c.num_tokens[rows], kind="stable")  # first, so that all end together
+        if len(computing := longest[grant[longest] > 0]):
             self._compute(draft, rows[computing], grant[computing])
 
     def ranked_rows(self) -> Int32Array:

@@ -17,6 +17,7 @@ from quire import (
     BeamSearchParams,
     SamplingParams,
 )
+from quire.frontend.llm import TOKENS_TO_START_WITH
 from tests.frontend.conftest import Tiny
 from tests.frontend.refusals import refuses
 from tests.models.reference import VOCAB
@@ -267,3 +268,16 @@ def test_a_request_larger_than_the_cache(tiny: Tiny) -> None:
 
 def test_numpy_ids_are_checked_too(llm: LLM) -> None:
     refuses(lambda: llm.generate(np.array([1, VOCAB]), SHORT), "prompts[0]", "vocabulary")
+
+
+def test_a_bad_prompt_after_the_first_step_has_begun(tiny: Tiny) -> None:
+    """With several steps in flight the first requests run while later ones are checked."""
+    long = [7] * (MAX_LEN // 2)
+    good = [long] * (TOKENS_TO_START_WITH // len(long) + 1)
+    with tiny_llm(tiny.folder, max_steps_in_flight=2) as llm:
+        expected = llm.generate(GOOD, SHORT, use_tqdm=False)[0].outputs[0].token_ids
+        begun = llm.statistics().num_steps
+        refuses(lambda: llm.generate([*good, [VOCAB]], SHORT), f"prompts[{len(good)}]")
+        assert llm.statistics().num_steps > begun
+        assert llm.generate(GOOD, SHORT, use_tqdm=False)[0].outputs[0].token_ids == expected
+        assert_at_rest(llm)

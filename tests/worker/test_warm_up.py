@@ -10,7 +10,7 @@ from quire.worker.warm_up import batch_sizes
 pytest.importorskip("triton", reason="triton is not installed")
 
 from quire.kernels.triton.decode_attention import padded_splits
-from quire.layers.attention.triton import PROGRAMS_WANTED, TritonBackend
+from quire.layers.attention.triton import TritonBackend
 
 
 @pytest.mark.parametrize("max_rows", [1, 5, 16, 200, 1024])
@@ -20,10 +20,10 @@ def test_all_decode_variants_are_met(max_rows: int, num_kv_heads: int) -> None:
     kv = torch.empty(1, 2, 1, num_kv_heads, 16, 64)
     backend = TritonBackend(kv, num_kv_heads, num_kv_heads, 64, 16)
 
-    def variant(num_rows: int) -> tuple[bool, int, bool]:
+    def variant(num_rows: int) -> tuple[bool, int, int]:
         splits = backend.num_splits(num_rows)
-        is_many = num_rows * num_kv_heads >= PROGRAMS_WANTED
-        return splits > 1, padded_splits(splits) if splits > 1 else 0, is_many
+        padded = padded_splits(splits) if splits > 1 else 0
+        return splits > 1, padded, backend.num_warps(num_rows)
 
     sizes = batch_sizes(max_rows, has_graphs=False)
     assert max(sizes) <= max_rows

@@ -16,8 +16,9 @@ from quire.protocol.plan import Int32Array
 
 PROGRAMS_WANTED = 512
 """Decode programs that fill a large GPU; contexts are split until there are about as many."""
-PROGRAMS_UNSPLIT = 1024
-"""From here on whole contexts are read at full speed; below, pieces even out their lengths."""
+PROGRAMS_UNSPLIT = 768
+"""From here on whole contexts, the longest first, are read at full speed; below, pieces even out
+their lengths."""
 MIN_SPLITS, MAX_SPLITS = 4, 64
 PREFIX_PROGRAMS_WANTED = 256
 MAX_PREFIX_PIECES = 2048
@@ -81,6 +82,9 @@ class TritonBackend:
             return 1
         wanted = PROGRAMS_WANTED // programs
         return min(max(MIN_SPLITS, 1 << max(wanted - 1, 0).bit_length()), MAX_SPLITS)
+
+    def num_warps(self, num_requests: int) -> int:
+        return 2 if num_requests * self.num_kv_heads >= PROGRAMS_WANTED // 2 else 4
 
     def num_prefix_splits(self, num_requests: int) -> int:
         """Pieces of a prefix that all requests share, so that few tiles still fill the GPU."""
@@ -175,7 +179,7 @@ class TritonStep:
                 backend.workspace,
                 out,
                 tile=backend.tile,
-                num_warps=2 if len(lens) * backend.num_kv_heads >= PROGRAMS_WANTED else 4,
+                num_warps=backend.num_warps(len(lens)),
                 num_stages=backend.stages,
                 prefix=pieces,
             )
