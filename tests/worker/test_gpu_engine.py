@@ -120,6 +120,16 @@ def test_reading_a_shared_prefix_once_does_not_change_tokens(folder: Path) -> No
         assert generate(folder, work, dtype="float32", **options) == plain
 
 
+def test_a_row_may_have_nothing_but_what_it_shares(folder: Path) -> None:
+    """The first prompt's last token is computed alone, in the step in which others that begin with
+    this whole prompt join."""
+    shared = np.random.default_rng(3).integers(5, 500, 480).tolist()
+    work = [shared, *([*shared, 5 + i] for i in range(24))]
+    settings = {"dtype": "float32", "max_num_batched_tokens": 479}
+    plain = generate(folder, work, disable_cascade_attn=True, **settings)
+    assert generate(folder, work, **settings) == plain
+
+
 VARIETY: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"seed": 1},

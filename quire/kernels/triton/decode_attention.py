@@ -159,7 +159,11 @@ def _decode_kernel(
         place = (request * NUM_HEADS + head) * num_splits + split
         lse = tl.where(total > 0, top + tl.log2(total), float("-inf"))
         tl.store(lse_ptr + place, lse, in_group)
-        if begin < end:
+        has_result = begin < end
+        if HAS_PREFIX:
+            # A row that has just computed the last token of what it shares has no others.
+            has_result = has_result | (pieces > 0)
+        if has_result:
             acc = acc / total[:, None]
             tl.store(partial_ptr + place[:, None] * HEAD_DIM + dims[None, :], acc, q_mask)
 

@@ -148,6 +148,9 @@ def test_shared_prefix_attention(case: tuple) -> None:
     order = np.random.default_rng(0).permutation(len(group_of))
     num_shared, group_of = np.array(num_shared)[order], np.array(group_of, np.int32)[order]
     contexts = [int(n) * size + 1 + 7 * (i % 5) for i, n in enumerate(num_shared)]
+    # A row that has just computed the last token of what it shares has nothing of its own.
+    alone = int(np.flatnonzero(group_of == 0)[1])
+    contexts[alone] = int(num_shared[alone]) * size
     cache = Cache(contexts, kv_heads, size, dim, dtype)
     for group, (blocks, _) in enumerate(groups):
         first, *others = np.flatnonzero(group_of == group)
@@ -165,6 +168,8 @@ def test_shared_prefix_attention(case: tuple) -> None:
         starts, DecodeWorkspace(len(contexts) * prefix_splits, heads, dim, DEVICE), prefix_splits
     )
     pieces.workspace.partial.fill_(float("nan"))
+    workspace = DecodeWorkspace(len(contexts) * splits, heads, dim, DEVICE)
+    workspace.partial.fill_(float("nan"))
     out = torch.full_like(q, float("nan"))
     arguments = (dim**-0.5, prefix_splits, pieces.workspace)
     prefix_attention(
@@ -179,12 +184,14 @@ def test_shared_prefix_attention(case: tuple) -> None:
         dim**-0.5,
         None,
         splits,
-        DecodeWorkspace(len(contexts) * splits, heads, dim, DEVICE),
+        workspace,
         out,
         tile=32,
         prefix=pieces,
     )
-    close(out[1:], cache.reference(q[1:], [1] * len(contexts), None))
+    expected = cache.reference(q[1:], [1] * len(contexts), None)
+    close(out[1:], expected)
+    close(out[1 + alone], expected[alone])
 
 
 PREFILL_CASES = [
