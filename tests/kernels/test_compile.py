@@ -53,10 +53,48 @@ print("done")
 """
 
 
-def test_kernels_are_compiled_and_not_launched(tmp_path: Path) -> None:
-    """In a process of its own, because the GPU that it pretends to have would stay."""
+ATTENTION = """
+import numpy as np, torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from quire.kernels.triton.compile import CompilingTogether
+from quire.layers.attention.backend import AttentionInputs
+from quire.layers.attention.shared_prefix import PrefixTiles
+from quire.layers.attention.triton import TritonBackend
+
+class Driver:
+    get_current_target = staticmethod(lambda: GPUTarget("hip", "gfx90a", 64))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+
+driver.set_active(Driver())
+
+def ints(*shape):
+    return torch.zeros(shape, dtype=torch.int32)
+
+def send(*arrays):
+    return [torch.from_numpy(array) for array in arrays]
+
+kv, q = torch.zeros(1, 2, 4, 2, 16, 128).bfloat16(), torch.zeros(12, 8, 128).bfloat16()
+backend = TritonBackend(kv, 8, 2, 128, 16)
+tiles = PrefixTiles(ints(4), ints(1), ints(1, backend.prefix_members))
+lens = np.array([1, 1, 1, 1, 8], np.int32)
+inputs = AttentionInputs(ints(6), ints(5), ints(5, 8), ints(12).long(), lens, send, tiles)
+with CompilingTogether(2) as together:
+    backend.plan(inputs).attend_prepared(kv[0], q, 0.1, None)
+failed = [job.exception() for job in together._jobs.values() if job.exception()]
+assert not failed, failed
+assert len(together._jobs) == 4, together._jobs.keys()  # prefix, decode, merge, prefill
+print("done")
+"""
+
+
+@pytest.mark.parametrize("text", [PROGRAM, ATTENTION], ids=["side by side", "for AMD"])
+def test_kernels_are_compiled_and_not_launched(text: str, tmp_path: Path) -> None:
+    """In a process of its own, because the GPU that it pretends to have would stay. Attention is
+    compiled for a GPU of AMD that has less to offer than others."""
     program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
+    program.write_text(text)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, str(program)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
