@@ -94,7 +94,6 @@ class Logprobs:
 
     def __init__(self, vocab_size: int, columns: RowColumns) -> None:
         self.users = RowSet(columns.max_rows)
-        self._named_users = RowSet(columns.max_rows)
         self._vocab_size = vocab_size
         self._num_top = columns.integers()
         self._slots = Slots(columns)
@@ -106,7 +105,6 @@ class Logprobs:
         row, named = added.row, added.params.logprob_token_ids
         if named is not None:
             self.users.add(row)
-            self._named_users.add(row)
             self._num_top.host[row] = 0
             slot = self._slots.take(row)
             self._named = fit(self._named, (slot + 1, len(named)), -1)
@@ -122,9 +120,7 @@ class Logprobs:
             self._num_prompt_top[row] = min(added.num_prompt_logprobs, self._vocab_size)
 
     def remove(self, row: int) -> None:
-        if row in self._named_users:
-            self._named_users.discard(row)
-            self._slots.release(row)
+        self._slots.release(row)
         self.users.discard(row)
         self._num_prompt_top.pop(row, None)
         self._prompt_named.pop(row, None)
@@ -134,7 +130,7 @@ class Logprobs:
         if (lines := batch.lines(self.users)) is None:
             return None
         max_top = int(self._num_top.host[lines.host_rows].max())
-        any_named = batch.lines(self._named_users) is not None
+        any_named = batch.has(self._slots.users)
         parts = [
             measure(piece.take(logits), piece.take(tokens), self._wanted(piece, max_top, any_named))
             for piece in lines.pieces(MAX_LINES)
