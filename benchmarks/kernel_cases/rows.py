@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernel_cases.case import BLOCK_SIZE, DEVICE, Case, Sides, copies_of
-from quire.kernels.triton.rows import append_tokens, gather_decode
+from quire.kernels.triton.rows import RowTensors, TokenTensors, append_tokens, gather_decode
 
 MAX_LEN = 4096
 """Rows grow with each timed call, a few hundred times; they must not reach this."""
@@ -29,23 +29,12 @@ class Table:
         self.block_tables = integers(0, 10_000, num_rows, MAX_LEN // BLOCK_SIZE)
         self.appends = torch.ones(num_rows, dtype=torch.bool, device=DEVICE)
         self.sampled = integers(0, 100_000, num_rows)
-        self.tokens, self.positions, self.slots = (
-            torch.empty(num_rows, dtype=torch.int64, device=DEVICE) for _ in range(3)
-        )
+        self.gathered = TokenTensors.zeros(num_rows, DEVICE)
         self.context_lens = torch.empty(num_rows, dtype=torch.int32, device=DEVICE)
 
     def gather(self) -> None:
-        gather_decode(
-            self.rows,
-            self.token_ids,
-            self.lengths,
-            self.block_tables,
-            BLOCK_SIZE,
-            self.tokens,
-            self.positions,
-            self.slots,
-            self.context_lens,
-        )
+        table = RowTensors(self.token_ids, self.lengths, self.block_tables)
+        gather_decode(self.rows, table, BLOCK_SIZE, self.gathered, self.context_lens)
 
     def gather_in_torch(self) -> list[Tensor]:
         positions = self.lengths[self.rows].long()
@@ -73,8 +62,7 @@ def gathering(num_rows: int) -> Case:
         after = table.lengths.clone()
         table.lengths.copy_(before)
         table.gather()
-        found = [table.tokens, table.positions, table.slots]
-        assert all(map(torch.equal, found, expected)), "differs from the twin"
+        assert all(map(torch.equal, table.gathered, expected)), "differs from the twin"
         assert torch.equal(table.lengths, after), "the lengths differ from the twin's"
 
     return _case(num_rows, 4 * 4 + 3 * 8 + 2 * 4, Table.gather, Table.gather_in_torch, check)

@@ -28,14 +28,13 @@ class LogprobTensors:
     logprobs: Tensor
     ranks: Tensor
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.token_ids, self.logprobs, self.ranks
+
     def to_host(self) -> LogprobArrays:
         """Copy to the host, waiting for the device."""
-        return LogprobArrays(
-            self.index,
-            self.token_ids.cpu().numpy(),
-            self.logprobs.cpu().numpy(),
-            self.ranks.cpu().numpy(),
-        )
+        return LogprobArrays(self.index, *(tensor.cpu().numpy() for tensor in self.tensors))
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,6 @@ class Logprobs:
 
     def __init__(self, vocab_size: int, columns: RowColumns) -> None:
         self.users = RowSet(columns.max_rows)
-        self._named_users = RowSet(columns.max_rows)
         self._vocab_size = vocab_size
         self._num_top = columns.integers()
         self._slots = Slots(columns)
@@ -107,7 +105,6 @@ class Logprobs:
         row, named = added.row, added.params.logprob_token_ids
         if named is not None:
             self.users.add(row)
-            self._named_users.add(row)
             self._num_top.host[row] = 0
             slot = self._slots.take(row)
             self._named = fit(self._named, (slot + 1, len(named)), -1)
@@ -123,9 +120,7 @@ class Logprobs:
             self._num_prompt_top[row] = min(added.num_prompt_logprobs, self._vocab_size)
 
     def remove(self, row: int) -> None:
-        if row in self._named_users:
-            self._named_users.discard(row)
-            self._slots.release(row)
+        self._slots.release(row)
         self.users.discard(row)
         self._num_prompt_top.pop(row, None)
         self._prompt_named.pop(row, None)
@@ -135,7 +130,7 @@ class Logprobs:
         if (lines := batch.lines(self.users)) is None:
             return None
         max_top = int(self._num_top.host[lines.host_rows].max())
-        any_named = batch.lines(self._named_users) is not None
+        any_named = batch.has(self._slots.users)
         parts = [
             measure(piece.take(logits), piece.take(tokens), self._wanted(piece, max_top, any_named))
             for piece in lines.pieces(MAX_LINES)
@@ -149,19 +144,14 @@ class Logprobs:
 
     def prompt(
         self, row: int, logits: Tensor, target_ids: Tensor, positions: Int32Array
-    ) -> LogprobArrays:
-        """Logprobs of prompt tokens `target_ids` [n] that the logits [n, V] predict."""
+    ) -> LogprobTensors:
+        """Logprobs of prompt tokens `target_ids` [n] that the logits [n, V] predict; a caller with
+        more than `MAX_LINES` of them asks in pieces."""
         max_top = self._num_prompt_top.get(row, 0)
-        parts = []
-        for start in range(0, len(logits), MAX_LINES):
-            part = logits[start : start + MAX_LINES]
-            num_top = torch.full((len(part),), max_top, dtype=torch.int32, device=logits.device)
-            named = None
-            if row in self._prompt_named:
-                ids = upload(np.array([self._prompt_named[row]], np.int32), logits.device)
-                named = ids.expand(len(part), -1)
-            targets = target_ids[start : start + MAX_LINES]
-            measured = measure(part, targets, Wanted(max_top, num_top, named))
-            parts.append([tensor.cpu().numpy() for tensor in measured])
-        token_ids, logprobs, ranks = (np.concatenate(part) for part in zip(*parts, strict=True))
-        return LogprobArrays(np.asarray(positions, np.int32), token_ids, logprobs, ranks)
+        num_top = torch.full((len(logits),), max_top, dtype=torch.int32, device=logits.device)
+        named = None
+        if row in self._prompt_named:
+            ids = upload(np.array([self._prompt_named[row]], np.int32), logits.device)
+            named = ids.expand(len(logits), -1)
+        measured = measure(logits, target_ids, Wanted(max_top, num_top, named))
+        return LogprobTensors(np.asarray(positions, np.int32), *measured)

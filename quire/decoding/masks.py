@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.decoding.rows import Batch, RowColumns, RowSet, Slots, fit, upload
+from quire.decoding.rows import Batch, RowColumns, Slots, fit, upload
 from quire.protocol.plan import AddedRow, Int32Array
 
 # Contents of a bad word's prefix; token ids are never negative.
@@ -30,15 +30,14 @@ class AllowedTokens:
     """`allowed_token_ids`: every other token is forbidden."""
 
     def __init__(self, vocab_size: int, columns: RowColumns) -> None:
-        self.users = RowSet(columns.max_rows)
         self._slots = Slots(columns)
+        self.users = self._slots.users
         self._forbidden = torch.ones((0, vocab_size), dtype=torch.bool, device=columns.device)
 
     def add(self, added: AddedRow, token_ids: Int32Array) -> None:
         allowed = added.params.allowed_token_ids
         if allowed is None:
             return
-        self.users.add(added.row)
         slot = self._slots.take(added.row)
         self._forbidden = fit(self._forbidden, (slot + 1, self._forbidden.shape[1]), 1)
         self._forbidden[slot].fill_(True)
@@ -46,9 +45,7 @@ class AllowedTokens:
         self._forbidden[slot].index_fill_(0, ids, False)
 
     def remove(self, row: int) -> None:
-        if row in self.users:
-            self.users.discard(row)
-            self._slots.release(row)
+        self._slots.release(row)
 
     def apply(self, scores: Tensor, batch: Batch) -> None:
         if (lines := batch.lines(self.users)) is None:
@@ -64,10 +61,10 @@ class BadWords:
     def __init__(
         self, vocab_size: int, columns: RowColumns, token_ids: Tensor, num_tokens: Tensor
     ) -> None:
-        self.users = RowSet(columns.max_rows)
         self._token_ids = token_ids
         self._num_tokens = num_tokens
         self._slots = Slots(columns)
+        self.users = self._slots.users
         # [slot, word, 1 + p]: the word's last token, then the tokens before it, nearest first, then
         # ANY_TOKEN. A prefix of NO_TOKEN never matches and marks an unused entry.
         self._words = torch.empty((0, 1, 2), dtype=torch.int32, device=columns.device)
@@ -76,7 +73,6 @@ class BadWords:
         words = [word for word in added.params.bad_words_token_ids if word]
         if not words:
             return
-        self.users.add(added.row)
         slot = self._slots.take(added.row)
         length = max(2, *map(len, words))
         self._fit((slot + 1, len(words), length))
@@ -96,9 +92,7 @@ class BadWords:
         self._words[:, had_words:, 0] = 0
 
     def remove(self, row: int) -> None:
-        if row in self.users:
-            self.users.discard(row)
-            self._slots.release(row)
+        self._slots.release(row)
 
     def apply(self, scores: Tensor, batch: Batch) -> None:
         if (lines := batch.lines(self.users)) is None:
@@ -117,10 +111,10 @@ class MinTokens:
     """`min_tokens`: ids that would end a request are forbidden until it has generated enough."""
 
     def __init__(self, vocab_size: int, columns: RowColumns, num_tokens: Tensor) -> None:
-        self.users = RowSet(columns.max_rows)
         self._num_tokens = num_tokens
         self._until = columns.integers()
         self._slots = Slots(columns)
+        self.users = self._slots.users
         # [slot, j]: ids that end the request, padded with -1.
         self._ids = torch.empty((0, 1), dtype=torch.int32, device=columns.device)
 
@@ -128,7 +122,6 @@ class MinTokens:
         until = added.num_prompt_tokens + added.params.min_tokens
         if len(token_ids) >= until or not added.stop_token_ids:
             return
-        self.users.add(added.row)
         self._until.host[added.row] = until
         slot = self._slots.take(added.row)
         self._ids = fit(self._ids, (slot + 1, len(added.stop_token_ids)), -1)
@@ -137,9 +130,7 @@ class MinTokens:
         self._ids[slot] = upload(ids, self._ids.device)
 
     def remove(self, row: int) -> None:
-        if row in self.users:
-            self.users.discard(row)
-            self._slots.release(row)
+        self._slots.release(row)
 
     def apply(self, scores: Tensor, batch: Batch) -> None:
         if (lines := batch.lines(self.users)) is None:
@@ -153,8 +144,8 @@ class LogitBias:
     """`logit_bias`: a number added to the scores of some tokens."""
 
     def __init__(self, vocab_size: int, columns: RowColumns) -> None:
-        self.users = RowSet(columns.max_rows)
         self._slots = Slots(columns)
+        self.users = self._slots.users
         self._ids = torch.empty((0, 1), dtype=torch.int32, device=columns.device)
         self._amounts = torch.empty((0, 1), dtype=torch.float32, device=columns.device)
 
@@ -162,7 +153,6 @@ class LogitBias:
         bias = added.params.logit_bias
         if not bias:
             return
-        self.users.add(added.row)
         slot = self._slots.take(added.row)
         shape = (slot + 1, len(bias))
         self._ids = fit(self._ids, shape, 0)
@@ -174,9 +164,7 @@ class LogitBias:
         self._amounts[slot] = upload(amounts, self._ids.device)
 
     def remove(self, row: int) -> None:
-        if row in self.users:
-            self.users.discard(row)
-            self._slots.release(row)
+        self._slots.release(row)
 
     def apply(self, scores: Tensor, batch: Batch) -> None:
         if (lines := batch.lines(self.users)) is None:

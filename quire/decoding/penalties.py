@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.decoding.rows import Batch, RowColumns, RowSet, Slots, fit, upload
+from quire.decoding.rows import Batch, RowColumns, Slots, fit, upload
 from quire.kernels import dispatch
 from quire.kernels.torch.penalties import PenaltySettings
 from quire.protocol.plan import AddedRow, Int32Array
@@ -19,8 +19,8 @@ class Penalties:
     """
 
     def __init__(self, vocab_size: int, columns: RowColumns) -> None:
-        self.users = RowSet(columns.max_rows)
         self._slots = Slots(columns)
+        self.users = self._slots.users
         self._repetition = columns.floats()
         self._frequency = columns.floats()
         self._presence = columns.floats()
@@ -38,7 +38,6 @@ class Penalties:
         amounts = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         if amounts == (1.0, 0.0, 0.0):
             return
-        self.users.add(row)
         self._repetition.host[row] = params.repetition_penalty
         self._frequency.host[row] = params.frequency_penalty
         self._presence.host[row] = params.presence_penalty
@@ -56,9 +55,7 @@ class Penalties:
         self._uses[slot].index_copy_(0, entries[0], entries[1].int())
 
     def remove(self, row: int) -> None:
-        if row in self.users:
-            self.users.discard(row)
-            self._slots.release(row)
+        self._slots.release(row)
 
     def appended(self, rows: Tensor, tokens: Tensor) -> None:
         """Count generated tokens."""

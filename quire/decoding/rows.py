@@ -78,12 +78,14 @@ class Slots:
     """
 
     def __init__(self, columns: RowColumns) -> None:
+        self.users = RowSet(columns.max_rows)
         self.column = columns.integers()
         self._released: list[int] = []
         self._next = 1
 
     def take(self, row: int) -> int:
-        assert self.column.host[row] == 0, f"row {row} already has a slot"
+        assert row not in self.users, f"row {row} already has a slot"
+        self.users.add(row)
         if self._released:
             slot = heappop(self._released)
         else:
@@ -92,6 +94,10 @@ class Slots:
         return slot
 
     def release(self, row: int) -> None:
+        """Harmless if the row has none."""
+        if row not in self.users:
+            return
+        self.users.discard(row)
         heappush(self._released, int(self.column.host[row]))
         self.column.host[row] = 0
 

@@ -16,7 +16,7 @@ from quire.decoding.logprobs import Logprobs, LogprobTensors
 from quire.decoding.masks import AllowedTokens, BadWords, LogitBias, MinTokens
 from quire.decoding.penalties import Penalties
 from quire.decoding.rows import Batch, RowColumns
-from quire.protocol.plan import AddedRow, Int32Array, LogprobArrays
+from quire.protocol.plan import AddedRow, Int32Array
 
 
 @dataclass
@@ -130,6 +130,6 @@ class Sampler:
 
     def prompt_logprobs(
         self, row: int, logits: Tensor, target_ids: Tensor, positions: Int32Array
-    ) -> LogprobArrays:
+    ) -> LogprobTensors:
         """Logprobs of prompt tokens `target_ids` at `positions`, which `logits` [n, V] predict."""
         return self._logprobs.prompt(row, logits, target_ids, positions)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.triton.rows import gather_decode
+from quire.kernels.triton.rows import RowTensors, TokenTensors, gather_decode
 from quire.layers.attention.backend import AttentionBackend, AttentionInputs
 from quire.layers.attention.shared_prefix import HostPrefixTiles
 from quire.models.registry import CausalLM
@@ -49,13 +49,10 @@ class DecodeGraphs:
             largest = self.sizes[-1]
             self.prefix_sizes = sorted({*(s for s in PREFIX_SIZES if s < largest), largest})
         device = table.device
-
-        def buffer(dtype: torch.dtype) -> Tensor:
-            return torch.zeros(max_rows, dtype=dtype, device=device)
-
         self._inputs = GraphInputs(max_rows, attention.prefix_members, shares_prefixes, device)
-        self._tokens, self._positions, self._slots = (buffer(torch.int64) for _ in range(3))
-        self._lens = buffer(torch.int32)
+        self._rows = RowTensors(table.token_ids, table.num_computed, table.block_tables[0])
+        self._tokens = TokenTensors.zeros(max_rows, device)
+        self._lens = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._logits = logits
         self._graphs: dict[DecodeKey, torch.cuda.CUDAGraph] = {}
@@ -71,31 +68,20 @@ class DecodeGraphs:
 
     def forward(self, key: DecodeKey) -> None:
         size, shares_prefixes = key
-        table = self.table
-        rows, lens = self._inputs.rows(size), self._lens[:size]
-        gather_decode(
-            rows,
-            table.token_ids,
-            table.num_computed,
-            table.block_tables[0],
-            table.block_size,
-            self._tokens[:size],
-            self._positions[:size],
-            self._slots[:size],
-            lens,
-        )
+        rows, tokens, lens = self._inputs.rows(size), self._tokens.first(size), self._lens[:size]
+        gather_decode(rows, self._rows, self.table.block_size, tokens, lens)
         step = self.attention.plan(
             AttentionInputs(
                 query_start=self._query_start[:size],
                 context_lens=lens,
-                block_tables=table.block_tables[0].index_select(0, rows.clamp(min=0)),
-                slots=self._slots[:size],
+                block_tables=self._rows.block_tables.index_select(0, rows.clamp(min=0)),
+                slots=tokens.slots,
                 query_lens=np.ones(size, np.int32),
-                send=table.staging.send,
+                send=self.table.staging.send,
                 prefixes=self._inputs.prefixes(size) if shares_prefixes else None,
             )
         )
-        hidden = self.model(self._tokens[:size], self._positions[:size], step)
+        hidden = self.model(tokens.ids, tokens.positions, step)
         self.model.logits(hidden, out=self._logits[:size])
 
     def add(self, key: DecodeKey, graph: torch.cuda.CUDAGraph) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.triton.rows import gather_mixed
+from quire.kernels.triton.rows import RowTensors, TokenTensors, gather_mixed
 from quire.layers.attention.backend import AttentionBackend, AttentionInputs, DividedRows
 from quire.layers.attention.triton import query_tiles
 from quire.models.registry import CausalLM
@@ -59,9 +59,8 @@ class MixedGraphs:
         device, most = table.device, max(self.sizes, default=0)
         lengths = sum(aligned(n) for n in self._lengths(most)) if most else 0
         self._inputs = torch.zeros(lengths, dtype=torch.int32, device=device)
-        self._tokens, self._positions, self._slots = torch.zeros(
-            3, most, dtype=torch.int64, device=device
-        )
+        self._rows = RowTensors(table.token_ids, table.num_computed, table.block_tables[0])
+        self._tokens = TokenTensors.zeros(most, device)
         self._lens, self._single_tokens, self._single_lens = torch.zeros(
             3, aligned(self._max_rows + 1), dtype=torch.int32, device=device
         )
@@ -81,7 +80,7 @@ class MixedGraphs:
         self._send(size, empty_ints(), empty_ints(), empty_ints())
 
     def forward(self, size: int) -> None:
-        table, num_rows = self.table, self._num_rows(size)
+        tokens, num_rows = self._tokens.first(size), self._num_rows(size)
         parts, start = [], 0
         for length in self._lengths(size):
             parts.append(self._inputs[start : start + length])
@@ -90,13 +89,9 @@ class MixedGraphs:
         gather_mixed(
             rows[:num_rows],
             starts,
-            table.token_ids,
-            table.num_computed,
-            table.block_tables[0],
-            table.block_size,
-            self._tokens[:size],
-            self._positions[:size],
-            self._slots[:size],
+            self._rows,
+            self.table.block_size,
+            tokens,
             self._lens,
             self._single_tokens,
             self._single_lens,
@@ -105,10 +100,10 @@ class MixedGraphs:
             AttentionInputs(
                 query_start=starts,
                 context_lens=self._lens[: num_rows + 1],
-                block_tables=table.block_tables[0].index_select(0, rows.clamp(min=0)),
-                slots=self._slots[:size],
-                query_lens=np.zeros(0, np.int32),
-                send=table.staging.send,
+                block_tables=self._rows.block_tables.index_select(0, rows.clamp(min=0)),
+                slots=tokens.slots,
+                query_lens=empty_ints(),
+                send=self.table.staging.send,
                 divided=DividedRows(
                     self._single_tokens[:num_rows],
                     self._single_lens[:num_rows],
@@ -117,7 +112,7 @@ class MixedGraphs:
                 ),
             )
         )
-        hidden = self.model(self._tokens[:size], self._positions[:size], step)
+        hidden = self.model(tokens.ids, tokens.positions, step)
         self.model.logits(hidden.index_select(0, samples), out=self._logits[:num_rows])
 
     def add(self, size: int, graph: torch.cuda.CUDAGraph) -> None:

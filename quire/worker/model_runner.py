@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from quire.decoding.grammar import MaskTensors
-from quire.decoding.logprobs import MAX_LINES
+from quire.decoding.logprobs import MAX_LINES, LogprobTensors
 from quire.decoding.sampler import Sampler
 from quire.layers.attention.backend import AttentionBackend
 from quire.layers.attention.shared_prefix import HostPrefixTiles, prefix_tiles
 from quire.models.registry import CausalLM
-from quire.protocol.plan import AddedRow, Int32Array, PromptLogprobs, StepPlan
+from quire.protocol.plan import AddedRow, Int32Array, StepPlan
 from quire.worker.batch import gather_batch
 from quire.worker.kv_tensors import KVTensors
 from quire.worker.pending import PendingStep
@@ -139,9 +139,11 @@ class ModelRunner:
         self.sampler.appended(rows, sampled.tokens)
         return PendingStep(plan.step, sampled.tokens, sampled.logprobs, prompt_logprobs, pooled)
 
-    def _score_prompts(self, plan: StepPlan, hidden: Tensor | None) -> list[PromptLogprobs]:
-        """Logprobs of prompt tokens: position p is scored by the hidden state at p - 1."""
-        scored: list[PromptLogprobs] = []
+    def _score_prompts(
+        self, plan: StepPlan, hidden: Tensor | None
+    ) -> list[tuple[int, LogprobTensors]]:
+        """Rows and logprobs of their prompt tokens: p is scored by the hidden state at p - 1."""
+        scored: list[tuple[int, LogprobTensors]] = []
         if not self._prompt_logprob_rows or hidden is None:
             return scored
         starts = np.cumsum(plan.num_new_tokens) - plan.num_new_tokens
@@ -151,19 +153,25 @@ class ModelRunner:
             entry = self._prompt_logprob_rows.get(row)
             if entry is None:
                 continue
-            first, last = entry.num_computed, entry.num_computed + count
-            entry.num_computed = last
-            num_scored = min(last, entry.added.num_prompt_tokens - 1) - first
-            if num_scored <= 0:
+            first, num_scorers = entry.num_computed, entry.added.num_prompt_tokens - 1
+            entry.num_computed += count
+            if first < num_scorers:
+                some = hidden[start : start + min(count, num_scorers - first)]
+                scored.append((row, self._score_prompt(row, first, some)))
+            if entry.num_computed >= num_scorers:
                 del self._prompt_logprob_rows[row]
-                continue
-            # In pieces: all logits of a long prompt would take gigabytes.
-            for offset in range(0, num_scored, MAX_LINES):
-                size = min(MAX_LINES, num_scored - offset)
-                logits = self.model.logits(hidden[start + offset :][:size])
-                at = first + 1 + offset
-                positions = np.arange(at, at + size, dtype=np.int32)
-                targets = self.table.token_ids[row, at : at + size].long()
-                arrays = self.sampler.prompt_logprobs(row, logits, targets, positions)
-                scored.append(PromptLogprobs(row, arrays))
         return scored
+
+    def _score_prompt(self, row: int, first: int, hidden: Tensor) -> LogprobTensors:
+        """Logprobs of the tokens behind positions `first` and following, which `hidden` are of."""
+        positions = np.arange(first + 1, first + 1 + len(hidden), dtype=np.int32)
+        targets = self.table.token_ids[row, first + 1 : first + 1 + len(hidden)].long()
+        # In pieces: all logits of a long prompt would take gigabytes.
+        cuts = [slice(start, start + MAX_LINES) for start in range(0, len(hidden), MAX_LINES)]
+        parts = [
+            self.sampler.prompt_logprobs(
+                row, self.model.logits(hidden[cut]), targets[cut], positions[cut]
+            ).tensors
+            for cut in cuts
+        ]
+        return LogprobTensors(positions, *map(torch.cat, zip(*parts, strict=True)))

@@ -18,20 +18,14 @@ class PendingStep:
         step: int,
         tokens: Tensor,
         logprobs: LogprobTensors | None,
-        prompt_logprobs: list[PromptLogprobs],
+        prompt_logprobs: list[tuple[int, LogprobTensors]],
         pooled: PooledTensors | None = None,
     ) -> None:
+        """`prompt_logprobs` are given with their rows."""
         self._step = step
-        self._prompt_logprobs = prompt_logprobs
         self._tokens = _to_host(tokens)
-        self._logprobs = logprobs
-        if logprobs is not None:
-            self._logprobs = LogprobTensors(
-                logprobs.index,
-                _to_host(logprobs.token_ids),
-                _to_host(logprobs.logprobs),
-                _to_host(logprobs.ranks),
-            )
+        self._logprobs = None if logprobs is None else _logprobs_to_host(logprobs)
+        self._prompt_logprobs = [(row, _logprobs_to_host(one)) for row, one in prompt_logprobs]
         self._pooled = pooled
         if pooled is not None:
             self._pooled = PooledTensors(pooled.rows, _to_host(pooled.vectors))
@@ -49,9 +43,13 @@ class PendingStep:
             self._step,
             self._tokens.numpy(),
             logprobs,
-            self._prompt_logprobs,
+            [PromptLogprobs(row, scored.to_host()) for row, scored in self._prompt_logprobs],
             None if pooled is None else PooledRows(pooled.rows, pooled.vectors.numpy()),
         )
+
+
+def _logprobs_to_host(logprobs: LogprobTensors) -> LogprobTensors:
+    return LogprobTensors(logprobs.index, *map(_to_host, logprobs.tensors))
 
 
 def _to_host(tensor: Tensor) -> Tensor:

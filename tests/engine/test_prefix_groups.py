@@ -100,6 +100,23 @@ def test_plans_name_the_rows_that_share_a_prefix_as_long_as_it_pays() -> None:
             assert not len(plan.prefix_groups), "5 x 1000 tokens are not worth a kernel"
 
 
+def test_a_row_may_have_nothing_but_what_it_shares() -> None:
+    """A prompt's last token is computed alone, in the step in which others that begin with this
+    whole prompt join. Kernels must expect it."""
+    engine = Engine(
+        num_blocks=4000, max_model_len=2048, max_num_batched_tokens=999, groups_prefixes=True
+    )
+    prefix = numbers(1000)
+    engine.add(prefix)
+    for i in range(12):
+        engine.add([*prefix, i])
+    engine.finish()
+    joining = engine.plans[1]
+    assert joining.num_new_tokens.tolist() == [1] * 13
+    assert joining.prefix_groups.tolist() == [0] * 13
+    assert joining.prefix_blocks.tolist() == [1000 // 4]
+
+
 def test_plans_say_nothing_of_prefixes_unless_asked() -> None:
     engine = Engine(num_blocks=2000, max_model_len=2048, max_num_batched_tokens=4096)
     for i in range(12):

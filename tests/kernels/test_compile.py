@@ -53,11 +53,63 @@ print("done")
 """
 
 
+ATTENTION = """
+import sys, numpy as np, torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from quire.kernels.triton.compile import CompilingTogether
+from quire.layers.attention import triton_prefill
+from quire.layers.attention.backend import AttentionInputs
+from quire.layers.attention.shared_prefix import PrefixTiles
+from quire.layers.attention.triton import TritonBackend
+
+TARGETS = {"amd": GPUTarget("hip", "gfx90a", 64), "turing": GPUTarget("cuda", 75, 32)}
+triton_prefill.is_turing = lambda device: sys.argv[1] == "turing"
+
+class Driver:
+    get_current_target = staticmethod(lambda: TARGETS[sys.argv[1]])
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+
+driver.set_active(Driver())
+
+def ints(*shape):
+    return torch.zeros(shape, dtype=torch.int32)
+
+def send(*arrays):
+    return [torch.from_numpy(array) for array in arrays]
+
+kv, q = torch.zeros(1, 2, 4, 2, 16, 128).half(), torch.zeros(12, 8, 128).half()
+backend = TritonBackend(kv, 8, 2, 128, 16)
+tiles = PrefixTiles(ints(4), ints(1), ints(1, backend.prefix_members))
+lens = np.array([1, 1, 1, 1, 8], np.int32)
+inputs = AttentionInputs(ints(6), ints(5), ints(5, 8), ints(12).long(), lens, send, tiles)
+with CompilingTogether(2) as together:
+    backend.plan(inputs).attend_prepared(kv[0], q, 0.1, None)
+failed = [job.exception() for job in together._jobs.values() if job.exception()]
+assert not failed, failed
+made = [job.result() for job in together._jobs.values()]
+assert len(made) == 4, made  # prefix, decode, merge, prefill
+assert max(kernel.metadata.shared for kernel in made) <= 1 << 16
+print("done")
+"""
+
+
 def test_kernels_are_compiled_and_not_launched(tmp_path: Path) -> None:
+    run(PROGRAM, tmp_path)
+
+
+@pytest.mark.parametrize("target", ["amd", "turing"])
+def test_attention_compiles_for_gpus_with_less_to_offer(target: str, tmp_path: Path) -> None:
+    """No products that they do not have, and no more than their 64 KiB of shared memory."""
+    run(ATTENTION, tmp_path, target)
+
+
+def run(text: str, tmp_path: Path, *arguments: str) -> None:
     """In a process of its own, because the GPU that it pretends to have would stay."""
     program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
+    program.write_text(text)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, str(program)]
+    command = [sys.executable, str(program), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout == "done\n", done.stderr[-3000:]

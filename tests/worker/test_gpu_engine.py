@@ -120,6 +120,16 @@ def test_reading_a_shared_prefix_once_does_not_change_tokens(folder: Path) -> No
         assert generate(folder, work, dtype="float32", **options) == plain
 
 
+def test_a_row_may_have_nothing_but_what_it_shares(folder: Path) -> None:
+    """The first prompt's last token is computed alone, in the step in which others that begin with
+    this whole prompt join."""
+    shared = np.random.default_rng(3).integers(5, 500, 480).tolist()
+    work = [shared, *([*shared, 5 + i] for i in range(24))]
+    settings = {"dtype": "float32", "max_num_batched_tokens": 479}
+    plain = generate(folder, work, disable_cascade_attn=True, **settings)
+    assert generate(folder, work, **settings) == plain
+
+
 VARIETY: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"seed": 1},
@@ -129,6 +139,8 @@ VARIETY: list[dict[str, Any]] = [
     {"seed": 5, "n": 2, "presence_penalty": 0.5, "min_tokens": 8, "stop_token_ids": [7, 8]},
     {"temperature": 0.0, "logprobs": 3, "logit_bias": {5: 2.0, 6: -2.0}},
     {"temperature": 0.0, "allowed_token_ids": list(range(5, 60)), "logprob_token_ids": [5, 6]},
+    {"temperature": 0.0, "prompt_logprobs": 2},
+    {"temperature": 0.0, "prompt_logprob_token_ids": [5, 6]},
 ]
 
 
@@ -139,10 +151,7 @@ def test_launching_a_step_never_waits_for_the_device(
     folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Admissions, forks, chunks, preemptions and all sampling features: torch refuses any call that
-    would wait. Results are waited for in one place, after the launch (`PendingStep.result`).
-
-    Prompt logprobs are left out: they are read back at once.
-    """
+    would wait. Results are waited for in one place, after the launch (`PendingStep.result`)."""
     failures: list[Exception] = []
 
     def guarded(launch: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,9 @@ from torch import Tensor
 from quire.kernels.hopper.overlap import launch_options, wait_for_inputs
 
 LOG2E = 1.4426950408889634
+EXACT = tl.constexpr("ieee")
+"""Products of float32 are not rounded to fewer bits. For 16 bits it makes no difference, but the
+other way, tf32, is refused by most GPUs of AMD."""
 MIN_ROWS = 16
 """Rows of the smallest matrix product; query heads are padded to it."""
 
@@ -40,7 +43,6 @@ def attend_to_range(
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """The running softmax of rows that all see the positions from `begin` to `end`."""
     dims = tl.arange(0, PADDED_DIM)
@@ -52,7 +54,7 @@ def attend_to_range(
         slot = block * stride_block + kv_offset + (position % BLOCK_SIZE) * HEAD_DIM
         kv_mask = valid[:, None] & in_head[None, :]
         k = tl.load(keys_ptr + slot[:, None] + dims[None, :], kv_mask, 0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+        scores = tl.dot(q, tl.trans(k), input_precision=EXACT) * scale_log2
         scores = tl.where(valid[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
@@ -60,7 +62,7 @@ def attend_to_range(
         total = total * shrink + tl.sum(weights, 1)
         v = tl.load(values_ptr + slot[:, None] + dims[None, :], kv_mask, 0.0)
         acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=EXACT)
         top = new_top
     return top, total, acc
 
@@ -99,7 +101,6 @@ def _decode_kernel(
     IS_SPLIT: tl.constexpr,
     HAS_PREFIX: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     request = tl.program_id(2).to(tl.int64)
@@ -148,7 +149,7 @@ def _decode_kernel(
             top = new_top
     top, total, acc = attend_to_range(
         q, top, total, acc, keys_ptr, values_ptr, table, kv_offset, stride_block, begin, end,
-        scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, PRECISION,
+        scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE,
     )  # fmt: skip
 
     if not IS_SPLIT:
@@ -159,7 +160,11 @@ def _decode_kernel(
         place = (request * NUM_HEADS + head) * num_splits + split
         lse = tl.where(total > 0, top + tl.log2(total), float("-inf"))
         tl.store(lse_ptr + place, lse, in_group)
-        if begin < end:
+        has_result = begin < end
+        if HAS_PREFIX:
+            # A row that has just computed the last token of what it shares has no others.
+            has_result = has_result | (pieces > 0)
+        if has_result:
             acc = acc / total[:, None]
             tl.store(partial_ptr + place[:, None] * HEAD_DIM + dims[None, :], acc, q_mask)
 
@@ -251,7 +256,6 @@ def decode_attention(
     assert num_splits == 1 or num_requests * num_splits <= workspace.max_pieces
     assert prefix is None or window is None
     padded = triton.next_power_of_2(head_dim)
-    exact = q.dtype == torch.float32
     _decode_kernel[(num_splits, num_kv_heads, num_requests)](
         q,
         kv_layer[0],
@@ -284,7 +288,6 @@ def decode_attention(
         IS_SPLIT=num_splits > 1,
         HAS_PREFIX=prefix is not None,
         HAS_WINDOW=window is not None,
-        PRECISION="ieee" if exact else "tf32",
         num_warps=num_warps,
         num_stages=num_stages,
         **launch_options(out),

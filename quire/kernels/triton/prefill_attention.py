@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.decode_attention import LOG2E
+from quire.kernels.triton.decode_attention import EXACT, LOG2E
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,6 @@ def _attend_to_tile(
     KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """The running softmax after the keys from `start` on. `top` holds scaled scores."""
     key = start + tl.arange(0, KEYS)
@@ -70,7 +68,7 @@ def _attend_to_tile(
     slot = (block * block_rows + first_row + key % BLOCK_SIZE).to(tl.int64) * HEAD_DIM
     other = None if mask is None else 0.0
     k = tl.load(keys_ptr + slot[:, None] + dims[None, :], mask, other)
-    scores = tl.dot(q, k.T, input_precision=PRECISION)
+    scores = tl.dot(q, k.T, input_precision=EXACT)
     if MASKED:
         seen = key[None, :] <= position[:, None]
         if HAS_WINDOW:
@@ -85,7 +83,7 @@ def _attend_to_tile(
     shrink = tl.exp2(top - base)
     total = total * shrink + tl.sum(weights, 1)
     v = tl.load(values_ptr + slot[:, None] + dims[None, :], mask, other)
-    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=EXACT)
     return new_top, total, acc
 
 
@@ -114,7 +112,6 @@ def _prefill_kernel(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     head = tl.program_id(0)
     tile = tl.program_id(1)
@@ -147,20 +144,20 @@ def _prefill_kernel(
             top, total, acc = _attend_to_tile(
                 q, top, total, acc, keys_ptr, values_ptr, table, first_row, block_rows, start,
                 lowest, end, position, window, scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEYS,
-                HAS_WINDOW, True, PRECISION,
+                HAS_WINDOW, True,
             )  # fmt: skip
     open_end = tl.maximum((first_position + 1) // KEYS * KEYS, open_begin)
     for start in range(open_begin, open_end, KEYS):
         top, total, acc = _attend_to_tile(
             q, top, total, acc, keys_ptr, values_ptr, table, first_row, block_rows, start, lowest,
             end, position, window, scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEYS,
-            HAS_WINDOW, False, PRECISION,
+            HAS_WINDOW, False,
         )  # fmt: skip
     for start in range(open_end, end, KEYS):
         top, total, acc = _attend_to_tile(
             q, top, total, acc, keys_ptr, values_ptr, table, first_row, block_rows, start, lowest,
             end, position, window, scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEYS,
-            HAS_WINDOW, True, PRECISION,
+            HAS_WINDOW, True,
         )  # fmt: skip
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     target = out_ptr + token[:, None] * stride_out + head * HEAD_DIM + dims[None, :]
@@ -183,7 +180,6 @@ def prefill_attention(
     """Attends with the tokens of q [tokens, num_heads, head_dim] that the tiles name."""
     _, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_layer.shape[2], kv_layer.shape[3]
-    exact = q.dtype == torch.float32
     limit = {} if tiles.max_registers is None else {"maxnreg": tiles.max_registers}
     _prefill_kernel[(num_heads, len(tile_requests))](
         q,
@@ -209,7 +205,6 @@ def prefill_attention(
         QUERIES=tiles.queries,
         KEYS=tiles.keys,
         HAS_WINDOW=window is not None,
-        PRECISION="ieee" if exact else "tf32",
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **limit,

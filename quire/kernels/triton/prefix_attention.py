@@ -6,7 +6,6 @@ The results are partial, one per split of the prefix; `decode_attention` starts 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -40,7 +39,6 @@ def _prefix_kernel(
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     tile = tl.program_id(2)
@@ -73,7 +71,7 @@ def _prefix_kernel(
     kv_offset = kv_head * stride_head
     top, total, acc = attend_to_range(
         q, top, total, acc, keys_ptr, values_ptr, table, kv_offset, stride_block, begin, end,
-        scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, PRECISION,
+        scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE,
     )  # fmt: skip
 
     place = (member * NUM_HEADS + head) * num_splits + split
@@ -134,7 +132,6 @@ def prefix_attention(
         PADDED_DIM=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=block_size,
         TILE=tile,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=num_warps,
         num_stages=num_stages,
         **limit,

@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 WIDTH = 128
 """Rows of one program."""
+
+
+class RowTensors(NamedTuple):
+    """The rows of a request table."""
+
+    token_ids: Tensor
+    """int32 [rows, tokens]."""
+    num_computed: Tensor
+    """int32 [rows]."""
+    block_tables: Tensor
+    """int32 [rows, blocks]."""
+
+
+class TokenTensors(NamedTuple):
+    """What a model is told about the tokens of a step, int64 each."""
+
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    """-1 for padding."""
+
+    @classmethod
+    def zeros(cls, count: int, device: torch.device) -> TokenTensors:
+        return cls(*(torch.zeros(count, dtype=torch.int64, device=device) for _ in range(3)))
+
+    def first(self, count: int) -> TokenTensors:
+        return TokenTensors(*(tensor[:count] for tensor in self))
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -42,15 +72,7 @@ def _gather_decode_kernel(
 
 
 def gather_decode(
-    rows: Tensor,
-    token_ids: Tensor,
-    num_computed: Tensor,
-    block_tables: Tensor,
-    block_size: int,
-    out_tokens: Tensor,
-    out_positions: Tensor,
-    out_slots: Tensor,
-    out_lens: Tensor,
+    rows: Tensor, table: RowTensors, block_size: int, out: TokenTensors, out_lens: Tensor
 ) -> None:
     """Inputs of a step that computes one token for each of `rows`; -1 marks padding.
 
@@ -59,16 +81,12 @@ def gather_decode(
     count = len(rows)
     _gather_decode_kernel[(triton.cdiv(count, WIDTH),)](
         rows,
-        token_ids,
-        num_computed,
-        block_tables,
-        out_tokens,
-        out_positions,
-        out_slots,
+        *table,
+        *out,
         out_lens,
         count,
-        token_ids.stride(0),
-        block_tables.stride(0),
+        table.token_ids.stride(0),
+        table.block_tables.stride(0),
         BLOCK_SIZE=block_size,
         WIDTH=WIDTH,
         num_warps=1,
@@ -139,13 +157,9 @@ def _divide_rows_kernel(
 def gather_mixed(
     rows: Tensor,
     starts: Tensor,
-    token_ids: Tensor,
-    num_computed: Tensor,
-    block_tables: Tensor,
+    table: RowTensors,
     block_size: int,
-    out_tokens: Tensor,
-    out_positions: Tensor,
-    out_slots: Tensor,
+    out: TokenTensors,
     out_lens: Tensor,
     out_single_tokens: Tensor,
     out_single_lens: Tensor,
@@ -157,21 +171,17 @@ def gather_mixed(
     Rows with one new token are named again by `out_single_tokens`, with their contexts; others
     name the last token there, with a context of 0. The rows count as computed afterwards.
     """
-    num_rows, num_tokens = len(rows), len(out_tokens)
+    num_rows, num_tokens = len(rows), len(out.ids)
     width = triton.next_power_of_2(max(num_rows + 1, 512))  # few sizes: each is compiled
     _gather_tokens_kernel[(triton.cdiv(num_tokens, 32),)](
         rows,
         starts,
-        token_ids,
-        num_computed,
-        block_tables,
-        out_tokens,
-        out_positions,
-        out_slots,
+        *table,
+        *out,
         num_rows,
         num_tokens,
-        token_ids.stride(0),
-        block_tables.stride(0),
+        table.token_ids.stride(0),
+        table.block_tables.stride(0),
         BLOCK_SIZE=block_size,
         ROWS=width,
         WIDTH=32,
@@ -180,7 +190,7 @@ def gather_mixed(
     _divide_rows_kernel[(1,)](
         rows,
         starts,
-        num_computed,
+        table.num_computed,
         out_lens,
         out_single_tokens,
         out_single_lens,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.layers.attention.backend import BLOCK_SIZES, AttentionInputs, BackendSupport
 from quire.layers.attention.heads import Heads
-from quire.layers.attention.triton_prefill import choose_prefill, is_hopper
+from quire.layers.attention.triton_prefill import choose_prefill, is_hopper, tile_row_bytes
 from quire.protocol.plan import Int32Array
 
 PROGRAMS_WANTED = 512
@@ -58,7 +58,8 @@ class TritonBackend:
         pieces = max(MAX_SPLITS, MIN_SPLITS * PROGRAMS_UNSPLIT // num_kv_heads)
         self.workspace = DecodeWorkspace(pieces, num_heads, head_dim, kv.device)
         # Query rows of a tile that attends to a shared prefix: requests times heads of a KV head.
-        prefix_rows = 128 if row_bytes <= 256 else 64 if row_bytes <= 512 else 32
+        tile_bytes = tile_row_bytes(kv)
+        prefix_rows = 128 if tile_bytes <= 256 else 64 if tile_bytes <= 512 else 32
         heads_per_kv_head = 1 << (num_heads // num_kv_heads - 1).bit_length()
         self.prefix_members = max(1, prefix_rows // heads_per_kv_head)
         self.prefix_limits: dict[str, int] = {}

@@ -31,7 +31,7 @@ def choose_prefill(kv: Tensor, num_heads: int, num_kv_heads: int) -> PrefillKern
         return PrefillKernel(kernel.prefill_attention, queries, "the kernel for Hopper")
     from quire.kernels.triton.prefill_attention import PrefillTiles, prefill_attention
 
-    row_bytes = kv.shape[-1] * kv.element_size()
+    row_bytes = tile_row_bytes(kv)
     if hopper and row_bytes <= 256:
         tiles = PrefillTiles(128, 64, num_warps=8, num_stages=3, max_registers=128)
     elif hopper and row_bytes <= 512:
@@ -44,10 +44,24 @@ def choose_prefill(kv: Tensor, num_heads: int, num_kv_heads: int) -> PrefillKern
     return PrefillKernel(attend, tiles.queries, "the portable kernel")
 
 
+def tile_row_bytes(kv: Tensor) -> int:
+    """Bytes of a row of the cache, by which tiles of many queries get their size. On Turing, where
+    a program has 64 KiB of shared memory and not 96 or more, a row counts twice."""
+    return kv.shape[-1] * kv.element_size() * (2 if is_turing(kv.device) else 1)
+
+
 def is_hopper(device: torch.device) -> bool:
+    return _has_capability(device, (9, 0))
+
+
+def is_turing(device: torch.device) -> bool:
+    return _has_capability(device, (7, 5))
+
+
+def _has_capability(device: torch.device, capability: tuple[int, int]) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
+    return torch.cuda.get_device_capability(device) == capability
 
 
 def fits_hopper_kernel(kv: Tensor) -> bool:

@@ -24,7 +24,13 @@ from quire.kernels.triton.norm import rms_norm  # noqa: E402
 from quire.kernels.triton.prefill_attention import PrefillTiles, prefill_attention  # noqa: E402
 from quire.kernels.triton.prefix_attention import prefix_attention  # noqa: E402
 from quire.kernels.triton.rotary_cache import rotate_and_write  # noqa: E402
-from quire.kernels.triton.rows import append_tokens, gather_decode, gather_mixed  # noqa: E402
+from quire.kernels.triton.rows import (  # noqa: E402
+    RowTensors,
+    TokenTensors,
+    append_tokens,
+    gather_decode,
+    gather_mixed,
+)
 from quire.layers.attention.shared_prefix import prefix_tiles  # noqa: E402
 from quire.layers.attention.triton import query_tiles  # noqa: E402
 
@@ -148,6 +154,9 @@ def test_shared_prefix_attention(case: tuple) -> None:
     order = np.random.default_rng(0).permutation(len(group_of))
     num_shared, group_of = np.array(num_shared)[order], np.array(group_of, np.int32)[order]
     contexts = [int(n) * size + 1 + 7 * (i % 5) for i, n in enumerate(num_shared)]
+    # A row that has just computed the last token of what it shares has nothing of its own.
+    alone = int(np.flatnonzero(group_of == 0)[1])
+    contexts[alone] = int(num_shared[alone]) * size
     cache = Cache(contexts, kv_heads, size, dim, dtype)
     for group, (blocks, _) in enumerate(groups):
         first, *others = np.flatnonzero(group_of == group)
@@ -165,6 +174,8 @@ def test_shared_prefix_attention(case: tuple) -> None:
         starts, DecodeWorkspace(len(contexts) * prefix_splits, heads, dim, DEVICE), prefix_splits
     )
     pieces.workspace.partial.fill_(float("nan"))
+    workspace = DecodeWorkspace(len(contexts) * splits, heads, dim, DEVICE)
+    workspace.partial.fill_(float("nan"))
     out = torch.full_like(q, float("nan"))
     arguments = (dim**-0.5, prefix_splits, pieces.workspace)
     prefix_attention(
@@ -179,12 +190,14 @@ def test_shared_prefix_attention(case: tuple) -> None:
         dim**-0.5,
         None,
         splits,
-        DecodeWorkspace(len(contexts) * splits, heads, dim, DEVICE),
+        workspace,
         out,
         tile=32,
         prefix=pieces,
     )
-    close(out[1:], cache.reference(q[1:], [1] * len(contexts), None))
+    expected = cache.reference(q[1:], [1] * len(contexts), None)
+    close(out[1:], expected)
+    close(out[1 + alone], expected[alone])
 
 
 PREFILL_CASES = [
@@ -281,13 +294,14 @@ def test_gather_decode_and_append() -> None:
     computed = torch.tensor([3, 0, 7, 5, 2], dtype=torch.int32, device=DEVICE)
     tables = torch.arange(15, dtype=torch.int32, device=DEVICE).view(5, 3).contiguous() + 40
     rows = torch.tensor([2, 0, -1, 4], dtype=torch.int32, device=DEVICE)
-    tokens, positions, slots = (torch.full((4,), 99, device=DEVICE) for _ in range(3))
+    found = TokenTensors(*(torch.full((4,), 99, device=DEVICE) for _ in range(3)))
     lens = torch.full((4,), 99, dtype=torch.int32, device=DEVICE)
     before = computed.clone()
-    gather_decode(rows, token_ids, computed, tables, size, tokens, positions, slots, lens)
-    assert positions.tolist() == [7, 3, 0, 2]
-    assert tokens.tolist() == [int(token_ids[2, 7]), int(token_ids[0, 3]), 0, int(token_ids[4, 2])]
-    assert slots.tolist() == [47 * size + 3, 40 * size + 3, -1, 52 * size + 2]
+    gather_decode(rows, RowTensors(token_ids, computed, tables), size, found, lens)
+    assert found.positions.tolist() == [7, 3, 0, 2]
+    expected = [int(token_ids[2, 7]), int(token_ids[0, 3]), 0, int(token_ids[4, 2])]
+    assert found.ids.tolist() == expected
+    assert found.slots.tolist() == [47 * size + 3, 40 * size + 3, -1, 52 * size + 2]
     assert lens.tolist() == [8, 4, 0, 3]
     assert (computed - before).tolist() == [1, 0, 1, 0, 1]
 
@@ -309,15 +323,14 @@ def test_gather_mixed() -> None:
     tables = torch.arange(50, dtype=torch.int32, device=DEVICE).view(5, 10).contiguous() + 40
     rows = torch.tensor([2, 0, 4, -1], dtype=torch.int32, device=DEVICE)
     starts = torch.tensor([0, 1, 31, 34, 34, 34], dtype=torch.int32, device=DEVICE)
-    tokens, positions, slots = (torch.full((40,), 99, device=DEVICE) for _ in range(3))
+    found = TokenTensors(*(torch.full((40,), 99, device=DEVICE) for _ in range(3)))
     lens, single_tokens, single_lens = (
         torch.full((8,), 99, dtype=torch.int32, device=DEVICE) for _ in range(3)
     )
     before = computed.clone()
-    gather_mixed(
-        rows, starts, token_ids, computed, tables, size, tokens, positions, slots, lens,
-        single_tokens, single_lens,
-    )  # fmt: skip
+    table = RowTensors(token_ids, computed, tables)
+    gather_mixed(rows, starts, table, size, found, lens, single_tokens, single_lens)
+    tokens, positions, slots = found
     expected = [(2, 7), *((0, 3 + i) for i in range(30)), *((4, 2 + i) for i in range(3))]
     for i, (row, position) in enumerate(expected):
         assert int(positions[i]) == position
