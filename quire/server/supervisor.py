@@ -27,13 +27,16 @@ from quire.protocol.control import (
     Failed,
     FromApi,
     FromEngineProcess,
+    LogLevel,
     StartApi,
     StartEngine,
 )
 from quire.protocol.errors import EngineDeadError, QuireError
 from quire.server.children import Child, exit_cause
+from quire.server.load import Load
 from quire.server.tls import check_tls
 from quire.server.tracing import check_tracing
+from quire.server.watchdog import until_silent
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +59,8 @@ class Supervisor:
         self._options = options
         self._listener = listener
         self._folder = tempfile.mkdtemp(prefix="quire-")  # only this user can enter it
+        self._load_file = f"{self._folder}/load"
+        self._log_level: str | None = None
         self._engine: Child | None = None
         self._ready: EngineReady | None = None
         self._apis: dict[int, Child] = {}
@@ -71,8 +76,9 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
         count = self._options.serving.api_server_count
+        Load.make_file(self._load_file, count)
         keepers = [asyncio.create_task(self._keep_engine())]
-        keepers += [asyncio.create_task(self._keep_api()) for _ in range(count)]
+        keepers += [asyncio.create_task(self._keep_api(place)) for place in range(count)]
         stop = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait([*keepers, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -93,7 +99,8 @@ class Supervisor:
         num_restarts = 0
         while True:
             started = time.monotonic()
-            cause = await self._run_engine()
+            engine = self._engine = await Child.spawn("quire.engine.process")
+            cause = await self._run_engine(engine)
             if self._ready is None and num_restarts == 0:
                 raise ServerStopped(cause)
             if time.monotonic() - started > STEADY_S:
@@ -106,13 +113,27 @@ class Supervisor:
                 raise ServerStopped(f"the engine died {num_restarts + 1} times, last: {cause}")
             num_restarts += 1
             logger.error("the engine died and is started again (%d): %s", num_restarts, cause)
+            await engine.wait()  # one that hung holds its memory until it is gone
 
-    async def _run_engine(self) -> str:
-        """Run one engine process to its end; returns why it ended."""
-        engine = self._engine = await Child.spawn("quire.engine.process")
+    async def _run_engine(self, engine: Child) -> str:
+        """Run one engine process until it ends or hangs; returns why it serves nothing more."""
         # A new name each time: nobody else can guess it, and no old message reaches a new engine.
         address = f"ipc://{self._folder}/{secrets.token_hex(8)}"
-        engine.send(StartEngine(self._engine_options, address))
+        engine.send(StartEngine(self._engine_options, address, self._log_level))
+        ready = asyncio.Event()
+        ending = asyncio.create_task(self._follow_engine(engine, ready))
+        silence = asyncio.create_task(self._await_silence(ready))
+        try:
+            await asyncio.wait({ending, silence}, return_when=asyncio.FIRST_COMPLETED)
+            if ending.done():
+                return ending.result()
+            engine.kill()
+            return silence.result()
+        finally:
+            ending.cancel()
+            silence.cancel()
+
+    async def _follow_engine(self, engine: Child, ready: asyncio.Event) -> str:
         cause = None
         async for report in engine.reports(FromEngineProcess):
             if isinstance(report, Failed):
@@ -121,27 +142,35 @@ class Supervisor:
                 self._ready = report
                 self._client.connect(report.address)
                 self._tell_apis(report)
+                ready.set()
         return cause or exit_cause("the engine process", await engine.wait())
+
+    async def _await_silence(self, ready: asyncio.Event) -> str:
+        """How long a start takes is nobody's to say; from then on the engine must answer."""
+        await ready.wait()
+        timeout_s = self._options.serving.engine_timeout_s
+        await until_silent(self._client, timeout_s)
+        return (
+            f"the engine process hung: it answered nothing for engine_timeout_s={timeout_s:g}. If "
+            "a step may take that long here, raise --engine-timeout-s."
+        )
 
     # --- API processes ----------------------------------------------------------------------------
 
-    async def _keep_api(self) -> None:
+    async def _keep_api(self, place: int) -> None:
         num_failures = 0
         while True:
             index, self._next_client = self._next_client, self._next_client + 1
-            api = await Child.spawn("quire.server.api_process", [self._listener.fileno()])
-            api.send(StartApi(index, self._listener.fileno(), self._options.flat()))
-            if self._ready is not None:
-                api.send(self._ready)
-            self._apis[index] = api
-            if self._num_signals:  # it came while this one was being started
-                api.send(Drain())
+            api = await self._start_api(index, place)
             listened = False
             async for report in api.reports(FromApi):
                 if isinstance(report, Failed):
                     raise ServerStopped(report.cause)
-                listened = True
-                self._api_listens()
+                if isinstance(report, LogLevel):
+                    self._set_log_level(report)
+                else:
+                    listened = True
+                    self._api_listens()
             del self._apis[index]
             cause = exit_cause("an API process", await api.wait())
             if self._num_signals:
@@ -153,6 +182,23 @@ class Supervisor:
             self._num_listening -= listened
             with contextlib.suppress(EngineDeadError):  # then its requests have ended anyway
                 await self._client.command("abort_client", type(None), client_index=index)
+
+    async def _start_api(self, index: int, place: int) -> Child:
+        fd = self._listener.fileno()
+        api = await Child.spawn("quire.server.api_process", [fd])
+        options = self._options.flat()
+        api.send(StartApi(index, fd, options, self._load_file, place, self._log_level))
+        if self._ready is not None:
+            api.send(self._ready)
+        self._apis[index] = api
+        if self._num_signals:  # it came while this one was being started
+            api.send(Drain())
+        return api
+
+    def _set_log_level(self, message: LogLevel) -> None:
+        self._log_level = message.level
+        logging.getLogger("quire").setLevel(message.level)
+        self._tell_apis(message)
 
     def _api_listens(self) -> None:
         self._num_listening += 1
