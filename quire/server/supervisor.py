@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import resource
 import secrets
 import shutil
 import signal
@@ -31,8 +30,9 @@ from quire.protocol.control import (
     StartApi,
     StartEngine,
 )
-from quire.protocol.errors import EngineDeadError, QuireError
+from quire.protocol.errors import EngineDeadError
 from quire.server.children import Child, exit_cause
+from quire.server.listening import ServerStopped, allow_many_connections, bind
 from quire.server.load import Load
 from quire.server.tls import check_tls
 from quire.server.tracing import check_tracing
@@ -43,10 +43,6 @@ logger = logging.getLogger(__name__)
 STEADY_S = 600.0
 """An engine that lived this long has earned its restarts back."""
 MAX_API_FAILURES = 3
-
-
-class ServerStopped(QuireError):
-    """The server cannot start or go on; the message says why and what to do."""
 
 
 class Supervisor:
@@ -280,27 +276,3 @@ def secret_values(engine_options: dict[str, Any], options: ServerOptions) -> lis
     access = options.access
     found = [*access.api_key, access.admin_key, engine_options.get("hf_token")]
     return [value for value in found if isinstance(value, str)]
-
-
-def allow_many_connections() -> None:
-    """As many open files as the system lets this process have, instead of as many as is usual."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def bind(options: ServerOptions) -> socket.socket:
-    """The port is taken before the model is loaded: one that is in use is known at once."""
-    host, port = options.network.host, options.network.port
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ServerStopped(
-            f"cannot listen on host={host!r}, port={port}: {error.strerror}. Stop what uses it, or "
-            "choose another --port or --host."
-        ) from None
-    listener.set_inheritable(True)
-    return listener

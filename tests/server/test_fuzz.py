@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.hostile import hostile_requests
+from tests.server.hostile import VALID, hostile_requests, routes_with_bodies
 from tests.server.running import ADMIN, TINY, RunningServer
 
 CHAT = '{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}'
@@ -29,6 +29,7 @@ def target(tiny_model: Path) -> Iterator[RunningServer]:
 
 def bombard(target: RunningServer, count: int, seed: int) -> None:
     document = target.request("GET", "/openapi.json").json
+    assert set(routes_with_bodies(document)) == set(VALID), "a route that is never asked"
     statuses = set()
     for path, data, body in hostile_requests(document, count, seed):
         reply = target.request("POST", path, data, ADMIN)
