@@ -45,8 +45,6 @@ from server_systems import (
 
 VOCAB_SIZE = 512
 CONCURRENCY = 64
-ENGINE_THREADS = max(1, cpu_device().num_threads - 1)
-"""One core is left to HTTP and the client, as vLLM does by itself."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,6 @@ def main() -> None:
             "python": platform.python_version(),
             "workloads": {name: asdict(one) for name, one in workloads.items()},
             "rounds": arguments.rounds,
-            "engine_threads": ENGINE_THREADS,
             "results": results,
         }
         Path(arguments.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -132,9 +129,8 @@ def start_systems(
         "load_format": "dummy",
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": CONCURRENCY,
-        "num_threads": ENGINE_THREADS,
     }
-    quire_flags = ["--num-threads", str(ENGINE_THREADS), *arguments.quire_flags.split()]
+    quire_flags = arguments.quire_flags.split()
     starts = {
         "engine": lambda: start_engine(model, folder, options),
         "quire": lambda: start_quire(model, folder, quire_flags),

@@ -27,13 +27,23 @@ class DeviceInfo:
     supports_bfloat16: bool = True
     has_native_kernels: bool = False
     """Whether a CPU has the C++ library, without which packed weights are slow."""
+    is_num_threads_wanted: bool = False
+    """Whether somebody asked for that number of threads."""
 
 
 def cpu_device(root: Path = ROOT) -> DeviceInfo:
     """The CPU. `root` is where /proc and /sys are looked for."""
     total, available = cpu_memory(root)
     threads = choose_num_threads(root)
-    return DeviceInfo("cpu", _cpu_name(root), total, available, threads.count, threads.reason)
+    return DeviceInfo(
+        "cpu",
+        _cpu_name(root),
+        total,
+        available,
+        threads.count,
+        threads.reason,
+        is_num_threads_wanted=threads.is_wanted,
+    )
 
 
 def cpu_memory(root: Path = ROOT) -> tuple[int, int]:

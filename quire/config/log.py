@@ -6,8 +6,9 @@ import logging
 import os
 
 
-def configure_logging() -> None:
-    """Show Quire's messages at QUIRE_LOG_LEVEL (INFO) where nobody else handles them."""
+def configure_logging(level_name: str | None = None) -> None:
+    """Show Quire's messages where nobody else handles them: at this level, or at QUIRE_LOG_LEVEL,
+    or at INFO."""
     logger = logging.getLogger("quire")
     if logger.handlers or logging.getLogger().handlers:
         return
@@ -15,5 +16,6 @@ def configure_logging() -> None:
     handler.setFormatter(logging.Formatter("quire: %(message)s"))
     logger.addHandler(handler)
     logger.propagate = False
-    level = getattr(logging, os.environ.get("QUIRE_LOG_LEVEL", "INFO").upper(), logging.INFO)
+    name = level_name or os.environ.get("QUIRE_LOG_LEVEL", "INFO")
+    level = getattr(logging, name.upper(), logging.INFO)
     logger.setLevel(level if isinstance(level, int) else logging.INFO)

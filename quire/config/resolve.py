@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 DEFAULT_MEMORY_UTILIZATION = 0.9
 MAX_DEFAULT_CPU_CACHE_BYTES = 4 * GIB
+TOY_WEIGHTS = 500_000
+"""A served model of 150,000 gave less with two threads than with one to one client and to many
+(docs/performance.md); one of a million gave more to one client."""
 
 QUANTIZATIONS = (None, "gguf", "int8")
 # Tokens and sequences per step.
@@ -50,7 +53,7 @@ def resolve(options: EngineOptions, model: ModelConfig, device: DeviceInfo) -> R
         device=device.type,
         dtype=_dtype(options, model, device, notes),
         max_model_len=_max_model_len(options, model, notes),
-        num_threads=_num_threads(options, device, notes),
+        num_threads=_num_threads(options, model, device, notes),
         max_steps_in_flight=options.scheduler.max_steps_in_flight
         or (1 if device.type == "cpu" else 2),
     )
@@ -132,9 +135,16 @@ def _check_quantization(options: EngineOptions, model: ModelConfig, device: Devi
         )
 
 
-def _num_threads(options: EngineOptions, device: DeviceInfo, notes: list[str]) -> int:
+def _num_threads(
+    options: EngineOptions, model: ModelConfig, device: DeviceInfo, notes: list[str]
+) -> int:
     if options.device.num_threads is not None:
         return options.device.num_threads
+    num_weights = 12 * model.num_layers * model.hidden_size**2  # roughly, of a usual transformer
+    is_toy = device.type == "cpu" and num_weights < TOY_WEIGHTS
+    if is_toy and device.num_threads > 1 and not device.is_num_threads_wanted:
+        notes.append("1 thread: in layers as small as these, more would only wait for one another")
+        return 1
     if device.type == "cpu":
         threads = "thread" if device.num_threads == 1 else "threads"
         notes.append(f"{device.num_threads} {threads}: {device.why_num_threads}")

@@ -127,6 +127,12 @@ class ServingOptions(CheckedOptions):
     max_engine_restarts: int = option(
         3, "How often the engine is started again after it died.", minimum=0
     )
+    engine_timeout_s: float = option(
+        300.0,
+        "Longest time the engine may answer nothing, such as in a step that never ends, before it "
+        "is ended and started again; 0: any.",
+        minimum=0,
+    )
     drain_timeout_s: float = option(
         60.0, "Longest wait for open requests when the server is told to stop.", minimum=0
     )

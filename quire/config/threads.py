@@ -17,6 +17,8 @@ class ThreadChoice:
 
     count: int
     reason: str
+    is_wanted: bool = False
+    """Whether somebody asked for it."""
 
 
 def choose_num_threads(
@@ -31,7 +33,7 @@ def choose_num_threads(
     wanted = os.environ.get("OMP_NUM_THREADS", "") if wanted is None else wanted
     first = wanted.split(",")[0].strip()  # the others are for nested regions
     if first.isdecimal() and int(first) > 0:
-        return ThreadChoice(int(first), f"OMP_NUM_THREADS={wanted}")
+        return ThreadChoice(int(first), f"OMP_NUM_THREADS={wanted}", is_wanted=True)
     processors = sorted(_affinity() if allowed is None else allowed)
     cores = len({_core(root, processor) for processor in processors})
     quota = _cpu_quota(root)

@@ -73,6 +73,10 @@ def set_vocabulary(
         compiler.prepare()
 
 
+def answer(core: EngineCore) -> None:
+    """Say that the engine gets on: commands are run between two steps."""
+
+
 def check_books(core: EngineCore) -> int:
     """Raise unless every block is accounted for; returns how many are in use."""
     core.scheduler.check_books()
@@ -99,6 +103,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         resume,
         set_log_level,
         set_vocabulary,
+        answer,
         check_books,
     )
 }

@@ -122,7 +122,7 @@ def main() -> int:
     reports = _claim_stdout()
     start: StartEngine = read_line(sys.stdin.buffer.readline(), StartEngine)
     threading.Thread(target=_die_with_parent, name="quire-parent-watch", daemon=True).start()
-    configure_logging()
+    configure_logging(start.log_level)
     try:
         engine = start_engine(EngineOptions().replace(**start.options))
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -23,7 +23,7 @@ from quire.protocol.errors import EngineDeadError, RequestError, RequestTimeoutE
 from quire.protocol.messages import ID_SEPARATOR
 from quire.protocol.output import RequestProgress, StepOutput
 from quire.protocol.request import NewRequest
-from quire.protocol.sampling import RequestOutputKind, SamplingParams
+from quire.protocol.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.protocol.snapshot import EngineSnapshot
 
 
@@ -159,20 +159,22 @@ class AsyncLLM:
     async def open_stream(
         self,
         prompts: Sequence[Prompt],
-        params: SamplingParams | PoolingParams | None = None,
+        params: SamplingParams | PoolingParams | BeamSearchParams | None = None,
         name: str | None = None,
         terms: RequestTerms | None = None,
     ) -> OutputStream:
         """Hand prompts that are tokenised already to the engine: all of them or none."""
         self._bind_loop()
         terms = terms or RequestTerms()
-        pooling = None
+        task: dict[str, Any] = {}
         if isinstance(params, PoolingParams):
-            pooling, params = params.pooling, params.sampling()
+            task, params = {"pooling": params.pooling}, params.sampling()
+        elif isinstance(params, BeamSearchParams):
+            task, params = {"beams": params}, params.sampling()
         params = params or self.session.default_params
         news, requests = asyncio.Event(), list[OpenRequest]()
         prepared = self.session.inputs.prepare_params(params)
-        made = [self._new_request(prompt, prepared, name, terms, pooling) for prompt in prompts]
+        made = [self._new_request(prompt, prepared, name, terms, task) for prompt in prompts]
         try:
             for new, prompt in zip(made, prompts, strict=True):
                 known_as = name or f"quire-{new.key}"
@@ -257,7 +259,7 @@ class AsyncLLM:
         params: SamplingParams,
         name: str | None,
         terms: RequestTerms,
-        pooling: str | None,
+        task: Mapping[str, Any],
     ) -> NewRequest:
         key, now = self.session.take_keys(params.n), time.monotonic()
         return self.session.inputs.new_request(
@@ -271,7 +273,7 @@ class AsyncLLM:
             tenant=terms.tenant,
             deadline=None if terms.timeout_s is None else now + terms.timeout_s,
             wants_progress=terms.wants_progress,
-            pooling=pooling,
+            **task,
         )
 
     def _bind_loop(self) -> None:

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from quire.frontend.outputs import BeamSearchOutput, BeamSearchSequence
 from quire.frontend.tokenizer import Tokenizer
-from quire.protocol.output import FinishedSequence
+from quire.protocol.output import Beam, FinishedSequence
 from quire.protocol.request import NewRequest
+from quire.protocol.sampling import SamplingParams
+
+
+def beam_tokens(beam: Beam, params: SamplingParams) -> list[int]:
+    """The tokens of a hypothesis that its caller sees."""
+    drops_eos = beam.finished_by_eos and not params.include_stop_str_in_output
+    return beam.token_ids[:-1] if drops_eos else beam.token_ids
 
 
 def beam_output(
@@ -15,8 +22,7 @@ def beam_output(
     prompt = new.prompt_token_ids.tolist()
     sequences = []
     for beam in ended.beams:
-        drops_eos = beam.finished_by_eos and not new.params.include_stop_str_in_output
-        tokens = prompt + (beam.token_ids[:-1] if drops_eos else beam.token_ids)
+        tokens = prompt + beam_tokens(beam, new.params)
         sequences.append(
             BeamSearchSequence(
                 tokens=tokens,

@@ -190,7 +190,7 @@ def _prepare(
             raise RequestError(
                 f"{where}.content must be a string or a list of parts, got {str(content)[:80]!r}."
             )
-        _parse_arguments(message)
+        _parse_arguments(message, where)
         _spread_reasoning(message)
         conversation.append(message)
     return conversation
@@ -207,14 +207,17 @@ def _text_part(part: Any, where: str) -> dict[str, Any]:
     return {**part, "type": "text"}
 
 
-def _parse_arguments(message: dict[str, Any]) -> None:
+def _parse_arguments(message: dict[str, Any], where: str) -> None:
     """Tool calls arrive with their arguments as JSON text; templates want the object itself."""
-    for call in message.get("tool_calls") or ():
+    calls = message.get("tool_calls")
+    if calls is not None and not isinstance(calls, list):
+        raise RequestError(f"{where}.tool_calls must be a list, got {str(calls)[:80]!r}.")
+    for call in calls or ():
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             try:
                 function["arguments"] = json.loads(function["arguments"] or "{}")
-            except json.JSONDecodeError:
+            except ValueError:  # not JSON, or a number of thousands of digits
                 continue
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from quire.frontend.beam_outputs import beam_tokens
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.outputs import (
     CompletionOutput,
@@ -188,15 +189,21 @@ class Collector:
         if params.wants_prompt_logprobs:
             request.prompt_logprobs = {}
         for index in range(params.n):
-            sequence = OpenSequence(new.key + index, index, request)
-            if params.detokenize and self.tokenizer is not None:
-                sequence.detokenizer = IncrementalDetokenizer(self.tokenizer, ids, params)
+            sequence = self._open_sequence(request, new.key + index, index)
             if params.wants_logprobs:
                 sequence.logprobs = FlatLogprobs() if params.flat_logprobs else []
                 sequence.cumulative_logprob = 0.0
             request.sequences.append(sequence)
             self._by_key[sequence.key] = sequence
         return request
+
+    def _open_sequence(self, request: OpenRequest, key: int, index: int) -> OpenSequence:
+        sequence = OpenSequence(key, index, request)
+        params = request.params
+        if params.detokenize and self.tokenizer is not None:
+            ids = request.prompt_token_ids
+            sequence.detokenizer = IncrementalDetokenizer(self.tokenizer, ids, params)
+        return sequence
 
     def close(self, request: OpenRequest) -> None:
         """Stop listening for a request, ended or not."""
@@ -239,12 +246,26 @@ class Collector:
     def _finish(self, sequence: OpenSequence, ended: FinishedSequence) -> None:
         request = sequence.request
         sequence.finish(ended)
+        if ended.beams:
+            request.sequences = self._beams(request, ended)
         request.error = request.error or ended.error
         if sequence.index == 0:
             request.num_cached_tokens = ended.num_cached_tokens
         request.metrics.first_scheduled_time = ended.first_scheduled_time
         request.metrics.first_token_time = ended.first_token_time
         request.metrics.finished_time = ended.finished_time
+
+    def _beams(self, request: OpenRequest, ended: FinishedSequence) -> list[OpenSequence]:
+        """The hypotheses of a search, best first, in the place of the sequence that led it."""
+        found = []
+        for index, beam in enumerate(ended.beams or ()):
+            sequence = self._open_sequence(request, ended.key, index)
+            sequence.token_ids = list(beam_tokens(beam, request.params))
+            sequence.cumulative_logprob = beam.cumulative_logprob
+            sequence.finish_reason = "stop" if beam.finished_by_eos else ended.finish_reason
+            sequence.ended = True
+            found.append(sequence)
+        return found
 
     def _add_logprobs(self, sequence: OpenSequence, arrays: LogprobArrays, line: int) -> None:
         assert sequence.logprobs is not None and sequence.cumulative_logprob is not None

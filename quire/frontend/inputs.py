@@ -337,8 +337,10 @@ class InputProcessor:
         deadline: float | None = None,
         wants_progress: bool = False,
         pooling: str | None = None,
+        beams: BeamSearchParams | None = None,
     ) -> NewRequest:
-        """A request from a checked prompt and prepared parameters."""
+        """A request from a checked prompt and prepared parameters. `beams`, if it is a beam search;
+        then `params` are `beams.sampling()`."""
         assert prompt.token_ids is not None
         room = self.max_model_len - len(prompt.token_ids)
         if params.min_tokens > room:
@@ -361,31 +363,8 @@ class InputProcessor:
             deadline=deadline,
             wants_progress=wants_progress,
             pooling=pooling,
-        )
-
-    def new_beam_search(
-        self,
-        key: int,
-        request_id: str,
-        prompt: Prompt,
-        params: BeamSearchParams,
-        arrival_time: float,
-    ) -> NewRequest:
-        assert prompt.token_ids is not None
-        return NewRequest(
-            key=key,
-            request_id=request_id,
-            prompt_token_ids=prompt.token_ids,
-            params=SamplingParams(
-                temperature=0.0,
-                max_tokens=params.max_tokens,
-                ignore_eos=params.ignore_eos,
-                include_stop_str_in_output=params.include_stop_str_in_output,
-            ),
-            arrival_time=arrival_time,
-            eos_token_ids=self.eos_token_ids,
-            beam_width=params.beam_width,
-            length_penalty=params.length_penalty,
+            beam_width=0 if beams is None else beams.beam_width,
+            length_penalty=1.0 if beams is None else beams.length_penalty,
         )
 
 

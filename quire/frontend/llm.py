@@ -177,7 +177,9 @@ class LLM:
         for i, prompt in enumerate(parsed):
             with naming_index(i):
                 key, now = self._session.take_keys(1), self._core.clock()
-                new = self._inputs.new_beam_search(key, str(key), prompt, params, now)
+                new = self._inputs.new_request(
+                    key, str(key), prompt, params.sampling(), arrival_time=now, beams=params
+                )
                 self._core.check(new)
             news.append(new)
         size = concurrency_limit or max(len(news), 1)

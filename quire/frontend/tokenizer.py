@@ -215,6 +215,7 @@ class Tokenizer:
 
     def apply_chat_template(
         self,
+        /,
         messages: Sequence[Any],
         tokenize: bool = True,
         add_generation_prompt: bool = False,

@@ -18,6 +18,7 @@ class StartEngine(msgspec.Struct, tag=True):
 
     options: dict[str, Any]
     address: str
+    log_level: str | None = None
 
 
 class EngineReady(msgspec.Struct, tag=True):
@@ -41,6 +42,11 @@ class StartApi(msgspec.Struct, tag=True):
     client_index: int
     socket_fd: int
     server_options: dict[str, Any]
+    load_file: str
+    """Where API processes count their requests (`server/load.py`)."""
+    place: int
+    """Of this process among them."""
+    log_level: str | None = None
 
 
 class EngineDown(msgspec.Struct, tag=True):
@@ -53,14 +59,20 @@ class Drain(msgspec.Struct, tag=True):
     """Take no new requests, finish the open ones, then end."""
 
 
+class LogLevel(msgspec.Struct, tag=True):
+    """From an API process that was told to log more or less, and on to all others."""
+
+    level: str
+
+
 class Listening(msgspec.Struct, tag=True):
     """From an API process: it answers."""
 
 
 ToEngineProcess = StartEngine
 FromEngineProcess = EngineReady | Failed
-ToApi = StartApi | EngineReady | EngineDown | Drain
-FromApi = Listening | Failed
+ToApi = StartApi | EngineReady | EngineDown | Drain | LogLevel
+FromApi = Listening | Failed | LogLevel
 
 
 def line(message: msgspec.Struct) -> bytes:

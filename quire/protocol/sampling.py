@@ -330,6 +330,7 @@ class BeamSearchParams:
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
     structured_outputs: Any = None
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         self.beam_width = _integer("beam_width", self.beam_width)
@@ -347,3 +348,14 @@ class BeamSearchParams:
                 "structured_outputs is not supported in beam search; use generate, or leave it "
                 "unset."
             )
+
+    def sampling(self) -> SamplingParams:
+        """What the members of a search have in common with requests that sample."""
+        return SamplingParams(
+            temperature=0.0,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )

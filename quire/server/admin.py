@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 import signal
 from typing import Any, Literal
@@ -10,6 +10,8 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
+from quire.protocol.control import LogLevel
+from quire.protocol.errors import EngineDeadError
 from quire.server.generation import state_of
 
 router = APIRouter(prefix="/admin")
@@ -57,8 +59,11 @@ async def resume(request: Request) -> dict[str, Any]:
 
 @router.post("/check_books")
 async def check_books(request: Request) -> dict[str, Any]:
-    """Whether every block of the KV cache is accounted for; an error if not."""
-    return {"used_blocks": await state_of(request).llm.client.command("check_books", int)}
+    """Whether every block of the KV cache is accounted for; an error if not. Requests are those
+    whose outputs the API process that answers still keeps."""
+    llm = state_of(request).llm
+    used = await llm.client.command("check_books", int)
+    return {"used_blocks": used, "open_requests": llm.num_open}
 
 
 @router.post("/drain")
@@ -70,7 +75,9 @@ async def drain() -> dict[str, Any]:
 
 @router.post("/log_level")
 async def log_level(body: LogLevelBody, request: Request) -> dict[str, Any]:
-    """Of the engine and of the API process that answers."""
-    await state_of(request).llm.client.command("set_log_level", type(None), level=body.level)
-    logging.getLogger("quire").setLevel(body.level)
+    """Of all processes, and of those that take their place."""
+    state = state_of(request)
+    state.report(LogLevel(body.level))
+    with contextlib.suppress(EngineDeadError):  # the next one is told when it starts
+        await state.llm.client.command("set_log_level", type(None), level=body.level)
     return {"level": body.level}

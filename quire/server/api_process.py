@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import sys
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
+import msgspec
 import uvicorn
 import uvloop
 
@@ -25,6 +27,7 @@ from quire.protocol.control import (
     EngineReady,
     Failed,
     Listening,
+    LogLevel,
     StartApi,
     ToApi,
     line,
@@ -34,6 +37,7 @@ from quire.protocol.errors import QuireError
 from quire.server.app import build_app
 from quire.server.children import MAX_LINE_BYTES
 from quire.server.connection import bounded_connections
+from quire.server.load import Load
 from quire.server.state import ServerState
 from quire.server.tool_use import log_parsers
 
@@ -87,7 +91,7 @@ class ApiProcess:
             order = await self._orders.next()
         state = self._connect(order)
         config = uvicorn_config(build_app(state), self._options)
-        server = HttpServer(config, lambda: self._reports.write(line(Listening())))
+        server = HttpServer(config, lambda: self._report(Listening()))
         listener = socket.socket(fileno=self._start.socket_fd)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         following = asyncio.create_task(self._follow(server, state))
@@ -110,9 +114,14 @@ class ApiProcess:
         llm = AsyncLLM.connected(session, self._client)
         self._attach(llm, ready)
         state = ServerState.of(llm, self._options)
+        state.load = Load.shared(self._start.load_file, self._start.place)
+        state.report = self._report
         if self._start.client_index == 1:  # all API processes would say the same
             log_parsers(state)
         return state
+
+    def _report(self, message: msgspec.Struct) -> None:
+        self._reports.write(line(message))
 
     def _attach(self, llm: AsyncLLM, ready: EngineReady) -> None:
         """Connect to an engine that has just started, and tell it the vocabulary first of all."""
@@ -128,6 +137,8 @@ class ApiProcess:
             elif isinstance(order, EngineDown):
                 state.restarting = order.restarts
                 self._client.disconnect(order.cause)
+            elif isinstance(order, LogLevel):
+                logging.getLogger("quire").setLevel(order.level)
             elif isinstance(order, Drain):
                 server.should_exit = True
 
@@ -154,11 +165,11 @@ def uvicorn_config(app: Any, options: ServerOptions) -> uvicorn.Config:
 async def main() -> int:
     reports = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
-    configure_logging()
     orders = await Orders.on_stdin()
     start = await orders.next()
     if not isinstance(start, StartApi):
         return 1
+    configure_logging(start.log_level)
     try:
         await ApiProcess(orders, start, reports).run()
     except QuireError as error:

@@ -15,6 +15,7 @@ from quire.server.dashboard import state as dashboard_state
 from quire.server.errors import ERRORS, add_error_handlers
 from quire.server.finished import Observer, Watch
 from quire.server.gate import Gate
+from quire.server.load import CountedRequests
 from quire.server.openai import chat, completions, embeddings, responses
 from quire.server.request_log import RequestLog
 from quire.server.state import ServerState
@@ -31,7 +32,8 @@ def build_app(state: ServerState) -> Any:
     if not state.admin_keys.is_open:
         app.include_router(admin.router)
     network = state.options.network
-    gated: Any = Gate(app, state.keys, state.admin_keys, network.max_body_bytes)
+    counted = CountedRequests(app, state.load)
+    gated: Any = Gate(counted, state.keys, state.admin_keys, network.max_body_bytes)
     if observers := _observers(state):
         gated = Watch(gated, observers)
     if network.allowed_origins:

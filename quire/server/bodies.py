@@ -51,6 +51,9 @@ class RequestBody(BaseModel):
     timeout_s: float | None = Field(None, gt=0)
     request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]{1,128}$")
 
+    def refuse_unsupported(self) -> None:
+        """Raise for what the body asks and cannot get, as far as that is known from it alone."""
+
     def note_unknown_fields(self) -> None:
         """Fields nobody knows are ignored, which the log says once for each."""
         for name in self.model_extra or ():
@@ -114,10 +117,7 @@ class GenerationBody(RequestBody):
     thinking_token_budget: int | None = None
     vllm_xargs: dict[str, Any] | None = None
     use_beam_search: bool | None = None
-
-    def refuse_unsupported(self) -> None:
-        if self.use_beam_search:
-            raise RequestError("use_beam_search is not supported over HTTP; leave it out.")
+    length_penalty: float | None = None
 
     def output_format(self) -> dict[str, Any]:
         """The form of the answer as chat completions' `response_format` has it."""
@@ -136,6 +136,9 @@ class GenerationBody(RequestBody):
         given["structured_outputs"] = requested_form(self)
         if self.vllm_xargs is not None:
             given["extra_args"] = self.vllm_xargs
+        if self.use_beam_search:  # which draws nothing, so that the model's defaults do not apply
+            given.pop("temperature", None)
+            defaults = SamplingParams()
         return dataclasses.replace(defaults, **{**given, **own})
 
 
@@ -154,6 +157,10 @@ class MessageBody(ConversationBody):
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
+        if self.use_beam_search:
+            raise RequestError(
+                "use_beam_search is not supported here; use /v1/chat/completions, or leave it out."
+            )
         if self.n not in (None, 1):
             raise RequestError(f"n={self.n} is not supported here; send several requests.")
         self.refuse("prompt_logprobs", "prompt_logprob_token_ids")

@@ -89,8 +89,10 @@ class BoundedConnection(HttpToolsProtocol):
         """Close. A client whose request has not begun to be answered is told why."""
         if self.transport.is_closing():
             return
-        answered = self.cycle is not None and not self.cycle.response_complete
-        if not answered and self._num_head_bytes:
+        cycle = self.cycle
+        is_open = cycle is not None and not cycle.response_complete
+        lacks_body = is_open and cycle.more_body and not cycle.response_started
+        if lacks_body or (self._num_head_bytes and not is_open):
             self.transport.write(
                 b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
             )

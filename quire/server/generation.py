@@ -13,7 +13,7 @@ from quire.frontend.embedding import PoolingParams
 from quire.frontend.inputs import Prompt, TokenizationOptions
 from quire.frontend.outputs import EmbeddingRequestOutput, RequestOutput
 from quire.protocol.errors import RequestError
-from quire.protocol.sampling import SamplingParams
+from quire.protocol.sampling import BeamSearchParams, SamplingParams
 from quire.server.state import ServerState
 
 T = TypeVar("T")
@@ -44,12 +44,17 @@ async def tokenize(state: ServerState, prompts: list[Prompt], options: Mapping[s
 def check_max_tokens(
     state: ServerState, prompts: list[Prompt], max_tokens: int | None, name: str
 ) -> None:
-    """Refuse a limit that the context cannot hold; the field is called `name`."""
+    """Refuse a limit that allows no token, or that the context cannot hold; the field is called
+    `name`."""
+    if max_tokens is None:
+        return
+    if max_tokens < 1:
+        raise RequestError(f"{name} must be at least 1, got {max_tokens}.")
     limit = state.llm.session.inputs.max_model_len
     for prompt in prompts:
         assert prompt.token_ids is not None
         room = limit - len(prompt.token_ids)
-        if max_tokens is not None and max_tokens > room:
+        if max_tokens > room:
             raise RequestError(
                 f"{name}={max_tokens} is more than the {room} tokens that max_model_len={limit} "
                 f"leaves after a prompt of {len(prompt.token_ids)}; lower {name} or shorten the "
@@ -71,7 +76,7 @@ class Generation:
         cls,
         request: Request,
         prompts: list[Prompt],
-        params: SamplingParams | PoolingParams,
+        params: SamplingParams | PoolingParams | BeamSearchParams,
         name: str,
         terms: RequestTerms,
         field: str = "prompt",
@@ -80,7 +85,7 @@ class Generation:
         body has them."""
         state = state_of(request)
         limit = state.llm.options.scheduler.max_num_queued_reqs
-        num_each = params.n if isinstance(params, SamplingParams) else 1
+        num_each = params.n if isinstance(params, SamplingParams) else 1  # beams are one request
         if limit and len(prompts) * num_each > limit:
             raise RequestError(
                 f"{field} holds {len(prompts)} prompts with n={num_each}, which is more than "

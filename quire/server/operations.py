@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from quire import __version__
+from quire.frontend.tools.declared import ToolUse, chat_tools
 from quire.protocol.errors import RequestError
 from quire.server.conversation import render_chat
 from quire.server.errors import RETRY_AFTER_S, error_response
@@ -36,7 +37,8 @@ async def version() -> dict[str, str]:
 
 @router.get("/load")
 async def load(request: Request) -> dict[str, int]:
-    return {"server_load": state_of(request).llm.num_open}
+    """Requests that are being answered, by whichever API process."""
+    return {"server_load": state_of(request).load.num_requests}
 
 
 @router.get("/v1/models")
@@ -93,7 +95,7 @@ async def tokenize_text(body: TokenizeBody, request: Request) -> dict[str, Any]:
             chat_template=body.chat_template,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
-            tools=body.tools,
+            tools=ToolUse.read(chat_tools(body.tools), None, None).declarations,
             template_kwargs=body.chat_template_kwargs,
         )
         text = prompt.text or ""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import msgspec
 
 from quire.config.server import ServerOptions
 from quire.frontend.async_llm import AsyncLLM
 from quire.server.access import KeyRing
 from quire.server.errors import UnknownModelError
+from quire.server.load import Load
 from quire.server.tracing import Tracer
 
 
@@ -20,6 +24,9 @@ class ServerState:
     keys: KeyRing
     admin_keys: KeyRing
     tracer: Tracer | None = None
+    load: Load = field(default_factory=Load.alone)
+    report: Callable[[msgspec.Struct], None] = lambda message: None
+    """Tells the supervisor, if there is one, something (`protocol/control.py`)."""
     restarting: bool = False
     """Whether an engine that died is being replaced."""
     created: int = field(default_factory=lambda: int(time.time()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import resource
 import secrets
 import shutil
 import signal
@@ -27,23 +26,23 @@ from quire.protocol.control import (
     Failed,
     FromApi,
     FromEngineProcess,
+    LogLevel,
     StartApi,
     StartEngine,
 )
-from quire.protocol.errors import EngineDeadError, QuireError
+from quire.protocol.errors import EngineDeadError
 from quire.server.children import Child, exit_cause
+from quire.server.listening import ServerStopped, allow_many_connections, bind
+from quire.server.load import Load
 from quire.server.tls import check_tls
 from quire.server.tracing import check_tracing
+from quire.server.watchdog import until_silent
 
 logger = logging.getLogger(__name__)
 
 STEADY_S = 600.0
 """An engine that lived this long has earned its restarts back."""
 MAX_API_FAILURES = 3
-
-
-class ServerStopped(QuireError):
-    """The server cannot start or go on; the message says why and what to do."""
 
 
 class Supervisor:
@@ -56,6 +55,8 @@ class Supervisor:
         self._options = options
         self._listener = listener
         self._folder = tempfile.mkdtemp(prefix="quire-")  # only this user can enter it
+        self._load_file = f"{self._folder}/load"
+        self._log_level: str | None = None
         self._engine: Child | None = None
         self._ready: EngineReady | None = None
         self._apis: dict[int, Child] = {}
@@ -71,8 +72,9 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
         count = self._options.serving.api_server_count
+        Load.make_file(self._load_file, count)
         keepers = [asyncio.create_task(self._keep_engine())]
-        keepers += [asyncio.create_task(self._keep_api()) for _ in range(count)]
+        keepers += [asyncio.create_task(self._keep_api(place)) for place in range(count)]
         stop = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait([*keepers, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -93,7 +95,8 @@ class Supervisor:
         num_restarts = 0
         while True:
             started = time.monotonic()
-            cause = await self._run_engine()
+            engine = self._engine = await Child.spawn("quire.engine.process")
+            cause = await self._run_engine(engine)
             if self._ready is None and num_restarts == 0:
                 raise ServerStopped(cause)
             if time.monotonic() - started > STEADY_S:
@@ -106,13 +109,27 @@ class Supervisor:
                 raise ServerStopped(f"the engine died {num_restarts + 1} times, last: {cause}")
             num_restarts += 1
             logger.error("the engine died and is started again (%d): %s", num_restarts, cause)
+            await engine.wait()  # one that hung holds its memory until it is gone
 
-    async def _run_engine(self) -> str:
-        """Run one engine process to its end; returns why it ended."""
-        engine = self._engine = await Child.spawn("quire.engine.process")
+    async def _run_engine(self, engine: Child) -> str:
+        """Run one engine process until it ends or hangs; returns why it serves nothing more."""
         # A new name each time: nobody else can guess it, and no old message reaches a new engine.
         address = f"ipc://{self._folder}/{secrets.token_hex(8)}"
-        engine.send(StartEngine(self._engine_options, address))
+        engine.send(StartEngine(self._engine_options, address, self._log_level))
+        ready = asyncio.Event()
+        ending = asyncio.create_task(self._follow_engine(engine, ready))
+        silence = asyncio.create_task(self._await_silence(ready))
+        try:
+            await asyncio.wait({ending, silence}, return_when=asyncio.FIRST_COMPLETED)
+            if ending.done():
+                return ending.result()
+            engine.kill()
+            return silence.result()
+        finally:
+            ending.cancel()
+            silence.cancel()
+
+    async def _follow_engine(self, engine: Child, ready: asyncio.Event) -> str:
         cause = None
         async for report in engine.reports(FromEngineProcess):
             if isinstance(report, Failed):
@@ -121,27 +138,35 @@ class Supervisor:
                 self._ready = report
                 self._client.connect(report.address)
                 self._tell_apis(report)
+                ready.set()
         return cause or exit_cause("the engine process", await engine.wait())
+
+    async def _await_silence(self, ready: asyncio.Event) -> str:
+        """How long a start takes is nobody's to say; from then on the engine must answer."""
+        await ready.wait()
+        timeout_s = self._options.serving.engine_timeout_s
+        await until_silent(self._client, timeout_s)
+        return (
+            f"the engine process hung: it answered nothing for engine_timeout_s={timeout_s:g}. If "
+            "a step may take that long here, raise --engine-timeout-s."
+        )
 
     # --- API processes ----------------------------------------------------------------------------
 
-    async def _keep_api(self) -> None:
+    async def _keep_api(self, place: int) -> None:
         num_failures = 0
         while True:
             index, self._next_client = self._next_client, self._next_client + 1
-            api = await Child.spawn("quire.server.api_process", [self._listener.fileno()])
-            api.send(StartApi(index, self._listener.fileno(), self._options.flat()))
-            if self._ready is not None:
-                api.send(self._ready)
-            self._apis[index] = api
-            if self._num_signals:  # it came while this one was being started
-                api.send(Drain())
+            api = await self._start_api(index, place)
             listened = False
             async for report in api.reports(FromApi):
                 if isinstance(report, Failed):
                     raise ServerStopped(report.cause)
-                listened = True
-                self._api_listens()
+                if isinstance(report, LogLevel):
+                    self._set_log_level(report)
+                else:
+                    listened = True
+                    self._api_listens()
             del self._apis[index]
             cause = exit_cause("an API process", await api.wait())
             if self._num_signals:
@@ -153,6 +178,23 @@ class Supervisor:
             self._num_listening -= listened
             with contextlib.suppress(EngineDeadError):  # then its requests have ended anyway
                 await self._client.command("abort_client", type(None), client_index=index)
+
+    async def _start_api(self, index: int, place: int) -> Child:
+        fd = self._listener.fileno()
+        api = await Child.spawn("quire.server.api_process", [fd])
+        options = self._options.flat()
+        api.send(StartApi(index, fd, options, self._load_file, place, self._log_level))
+        if self._ready is not None:
+            api.send(self._ready)
+        self._apis[index] = api
+        if self._num_signals:  # it came while this one was being started
+            api.send(Drain())
+        return api
+
+    def _set_log_level(self, message: LogLevel) -> None:
+        self._log_level = message.level
+        logging.getLogger("quire").setLevel(message.level)
+        self._tell_apis(message)
 
     def _api_listens(self) -> None:
         self._num_listening += 1
@@ -234,27 +276,3 @@ def secret_values(engine_options: dict[str, Any], options: ServerOptions) -> lis
     access = options.access
     found = [*access.api_key, access.admin_key, engine_options.get("hf_token")]
     return [value for value in found if isinstance(value, str)]
-
-
-def allow_many_connections() -> None:
-    """As many open files as the system lets this process have, instead of as many as is usual."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def bind(options: ServerOptions) -> socket.socket:
-    """The port is taken before the model is loaded: one that is in use is known at once."""
-    host, port = options.network.host, options.network.port
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ServerStopped(
-            f"cannot listen on host={host!r}, port={port}: {error.strerror}. Stop what uses it, or "
-            "choose another --port or --host."
-        ) from None
-    listener.set_inheritable(True)
-    return listener

@@ -228,7 +228,7 @@ def test_resolution_fills_what_depends_on_the_device() -> None:
     cpu = resolved(CPU)
     assert cpu["device"] == "cpu" and cpu["dtype"] == "float32"
     assert (cpu["max_num_batched_tokens"], cpu["max_num_seqs"]) == (4096, 256)
-    assert cpu["max_steps_in_flight"] == 1 and cpu["num_threads"] == 8
+    assert cpu["max_steps_in_flight"] == 1
     assert cpu["max_model_len"] == 2048
     gpu = resolved(GPU)
     assert gpu["dtype"] == "bfloat16" and gpu["gpu_memory_utilization"] == 0.9
@@ -236,6 +236,15 @@ def test_resolution_fills_what_depends_on_the_device() -> None:
     assert gpu["max_steps_in_flight"] == 2
     small = resolved(replace(GPU, total_memory_bytes=24 * GIB))
     assert (small["max_num_batched_tokens"], small["max_num_seqs"]) == (8192, 256)
+
+
+def test_toy_models_get_one_thread_unless_somebody_asks_for_more() -> None:
+    model = replace(MODEL, hidden_size=576, num_layers=30)
+    assert resolved(CPU, model)["num_threads"] == 8
+    assert resolved(CPU, MODEL)["num_threads"] == 1
+    assert resolved(CPU, MODEL, num_threads=4)["num_threads"] == 4
+    assert resolved(replace(CPU, is_num_threads_wanted=True), MODEL)["num_threads"] == 8
+    assert "1 thread" in " ".join(resolve(options(), MODEL, CPU).notes)
 
 
 def test_resolution_keeps_what_the_user_chose_and_changes_nothing_else() -> None:

@@ -100,3 +100,4 @@ def test_omp_num_threads_is_read_from_the_environment(monkeypatch: pytest.Monkey
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     device = cpu_device()
     assert device.num_threads == 5 and device.why_num_threads == "OMP_NUM_THREADS=5"
+    assert device.is_num_threads_wanted

@@ -28,16 +28,54 @@ NASTY: list[Any] = [
     *([0] * 3000, ["a"] * 3000, {str(i): 1 for i in range(3000)}),
 ]
 
-VALID: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "Hi there", "max_tokens": 3},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3},
-    "/v1/responses": {"input": "Hi", "max_output_tokens": 16},
-    "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3},
-    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hi"}]},
-    "/v1/embeddings": {"input": "Hi"},
-    "/tokenize": {"prompt": "Hi"},
-    "/detokenize": {"tokens": [1, 2]},
+HELLO = [{"role": "user", "content": "Hi"}]
+NOTHING: dict[str, Any] = {"type": "object", "properties": {}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": NOTHING}}
+FLAT_TOOL = {"type": "function", "name": "f", "parameters": NOTHING}
+CLAUDE_TOOL = {"name": "f", "input_schema": NOTHING}
+CALLS = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+CALLED = [
+    {"role": "tool", "tool_call_id": "1", "content": "ok"},
+    {"role": "assistant", "tool_calls": CALLS},
+]
+CALL_ITEMS = [
+    {"type": "function_call_output", "call_id": "1", "output": "ok"},
+    {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+]
+CLAUDE_CALLED = [
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "ok"}]},
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]},
+]
+
+VALID: dict[str, list[dict[str, Any]]] = {
+    "/v1/completions": [
+        {"prompt": "Hi there", "max_tokens": 3},
+        {"prompt": "Hi there", "max_tokens": 3, "use_beam_search": True, "n": 2},
+    ],
+    "/v1/chat/completions": [
+        {"messages": HELLO, "max_tokens": 3},
+        {"messages": CALLED, "max_tokens": 3, "tools": [TOOL]},
+        {"messages": HELLO, "max_tokens": 3, "chat_template_kwargs": {"self": 1}},
+    ],
+    "/v1/responses": [
+        {"input": "Hi", "max_output_tokens": 16},
+        {"input": CALL_ITEMS, "max_output_tokens": 16, "tools": [FLAT_TOOL]},
+    ],
+    "/v1/messages": [
+        {"messages": HELLO, "max_tokens": 3},
+        {"messages": CLAUDE_CALLED, "max_tokens": 3, "tools": [CLAUDE_TOOL]},
+    ],
+    "/v1/messages/count_tokens": [
+        {"messages": HELLO},
+        {"messages": CLAUDE_CALLED, "tools": [CLAUDE_TOOL]},
+    ],
+    "/v1/embeddings": [{"input": "Hi"}],
+    "/tokenize": [{"prompt": "Hi"}, {"messages": CALLED, "tools": [TOOL]}],
+    "/detokenize": [{"tokens": [1, 2]}],
+    "/admin/abort": [{"request_id": "nobody"}],
+    "/admin/log_level": [{"level": "INFO"}],
 }
+"""What is spoilt is the last of a list, so those that need it come before."""
 
 
 def routes_with_bodies(document: dict[str, Any]) -> dict[str, list[str]]:
@@ -46,7 +84,7 @@ def routes_with_bodies(document: dict[str, Any]) -> dict[str, list[str]]:
     found = {}
     for path, operations in document["paths"].items():
         body = operations.get("post", {}).get("requestBody")
-        if body is None or path.startswith("/admin/"):
+        if body is None or path == "/admin/pause":  # after which nobody is answered
             continue
         reference = body["content"]["application/json"]["schema"].get("$ref", "")
         fields = schemas.get(reference.rpartition("/")[2], {}).get("properties", {})
@@ -62,9 +100,9 @@ def hostile_requests(
     routes = routes_with_bodies(document)
     for _ in range(count):
         path = chance.choice(list(routes))
-        body = dict(VALID.get(path, {}))
+        body = dict(chance.choice(VALID.get(path, [{}])))
         for _ in range(chance.choice([0, 1, 1, 1, 2, 3])):
-            name = chance.choice([*routes[path], *body])
+            name = chance.choice([*body, chance.choice(routes[path])])
             inside = name in body and chance.random() < 0.5
             body[name] = _spoilt(body[name], chance) if inside else chance.choice(NASTY)
         if chance.random() < 0.4:

@@ -150,7 +150,7 @@ class RunningServer:
             "the end of all replies",
         )
         books = self.request("POST", "/admin/check_books", None, ADMIN)
-        assert books.json == {"used_blocks": 0}
+        assert books.json == {"used_blocks": 0, "open_requests": 0}
 
     def memory_bytes(self) -> dict[str, int]:
         """What the engine and the API process have in memory."""

@@ -97,13 +97,21 @@ def test_echo_of_the_prompt_alone(client: openai.OpenAI, model: str) -> None:
     assert reply.usage.completion_tokens == 0
 
 
-def test_streamed_logprobs_are_the_whole_ones(client: openai.OpenAI, model: str) -> None:
-    settings: Any = {"prompt": PROMPTS[1], "temperature": 0, "max_tokens": 6, "logprobs": 1}
-    (whole,) = complete(client, model, **settings).choices
-    chunks = [c.choices[0].logprobs for c in complete(client, model, stream=True, **settings)]
-    for name in ("tokens", "token_logprobs", "text_offset"):
-        joined = [value for part in chunks if part for value in getattr(part, name)]
-        assert joined == pytest.approx(getattr(whole.logprobs, name)), name
+@pytest.mark.parametrize("more", [{}, {"echo": True, "n": 2}, {"echo": True, "max_tokens": 0}])
+def test_streamed_logprobs_are_the_whole_ones(
+    client: openai.OpenAI, model: str, more: dict[str, Any]
+) -> None:
+    settings: Any = {"prompt": PROMPTS, "seed": 5, "max_tokens": 6, "logprobs": 1, **more}
+    whole = complete(client, model, **settings).choices
+    chunks: list[list[Any]] = [[] for _ in whole]
+    for chunk in complete(client, model, stream=True, **settings):
+        chunks[chunk.choices[0].index].append(chunk.choices[0])
+    for choice, parts in zip(whole, chunks, strict=True):
+        assert "".join(part.text for part in parts) == choice.text
+        for name in ("tokens", "token_logprobs", "text_offset"):
+            told = [part.logprobs for part in parts if part.logprobs]
+            joined = [value for part in told for value in getattr(part, name)]
+            assert joined == pytest.approx(getattr(choice.logprobs, name)), name
 
 
 def test_stop_strings_and_default_length(client: openai.OpenAI, model: str, llm: LLM) -> None:

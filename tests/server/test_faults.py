@@ -14,7 +14,14 @@ import anthropic
 import openai
 import pytest
 
-from tests.server.running import BROKEN_OFF, ENGINE, RunningServer, eventually, gauge
+from tests.server.running import (
+    BROKEN_OFF,
+    ENGINE,
+    TINY,
+    RunningServer,
+    eventually,
+    gauge,
+)
 
 LONG: Any = {"prompt": "Once upon a time", "max_tokens": 900, "extra_body": {"ignore_eos": True}}
 
@@ -61,6 +68,29 @@ def test_killed_engine(own_server: RunningServer) -> None:
     os.kill(own_server.engine_pid(), signal.SIGKILL)
     assert own_server.process.wait(60) == 2
     eventually(lambda: "died 2 times" in own_server.lines[-1], "the last words")
+
+
+def test_engine_that_hangs(tiny_model: Path) -> None:
+    """It lives and answers nothing: its requests fail all the same, and another takes its place."""
+    flags = ("--model", str(tiny_model), *TINY, "--engine-timeout-s", "3")
+    server = RunningServer.start(*flags)
+    client = server.client()
+    model = client.models.list().data[0].id
+    hung = server.engine_pid()
+    long: Any = {"model": model, **LONG, "max_tokens": 1900}
+    stream = client.completions.create(stream=True, **long)
+    next(iter(stream))
+    os.kill(hung, signal.SIGSTOP)
+    with pytest.raises(openai.InternalServerError, match="engine_timeout_s=3") as caught:
+        client.completions.create(**long)
+    assert caught.value.status_code == 503 and "retry-after" in caught.value.response.headers
+    with pytest.raises(openai.APIError, match="engine_timeout_s=3"):
+        list(stream)
+    eventually(lambda: server.request("GET", "/health").status == 200, "the restart")
+    assert server.engine_pid() != hung and not Path(f"/proc/{hung}").exists()
+    assert server.request("POST", "/v1/completions", {"prompt": "Hi"}).status == 200
+    server.assert_at_rest()
+    assert server.stop() == 0
 
 
 def test_client_that_leaves_frees_its_blocks(server: RunningServer, model: str) -> None:

@@ -69,6 +69,27 @@ def test_killed_engine_under_load(crowded: RunningServer) -> None:
     crowded.assert_at_rest()
 
 
+def test_load_and_log_level_are_the_whole_servers(crowded: RunningServer) -> None:
+    """Whichever process answers: every one of them knows all requests, and is told the level."""
+    crowded.request("POST", "/admin/pause", {"mode": "hold"}, ADMIN)
+    with clients(crowded, 1) as replies:
+        loads = [crowded.request("GET", "/load").json["server_load"] for _ in range(20)]
+        assert loads == [NUM_CLIENTS] * 20
+        crowded.request("POST", "/admin/resume", None, ADMIN)
+        assert {reply.result().status for reply in replies} == {200}
+    crowded.assert_at_rest()
+    reply = crowded.request("POST", "/admin/log_level", {"level": "ERROR"}, ADMIN)
+    assert reply.json == {"level": "ERROR"}
+    os.kill(crowded.engine_pid(), signal.SIGKILL)
+    eventually(lambda: "started again" in crowded.lines[-1], "the end of the engine")
+    num_lines = len(crowded.lines)
+    eventually(lambda: crowded.request("GET", "/health").status == 200, "the restart")
+    for i in range(20):  # an unknown field is worth a warning to each process, once
+        body = {"prompt": "Hi", "max_tokens": 1, f"unknown_{i}": 1}
+        crowded.request("POST", "/v1/completions", body)
+    assert len(crowded.lines) == num_lines, crowded.lines[num_lines:]
+
+
 @pytest.mark.parametrize("by", ["signal", "route"])
 def test_drain_under_load(crowded: RunningServer, by: str) -> None:
     """Everyone who is there gets all tokens, also those that wait; who comes then is refused a

@@ -25,7 +25,9 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (TEXT, {**PROMPT, "logprobs": 21}, 400, "logprobs"),
     (TEXT, {**PROMPT, "stop": [""]}, 400, "stop"),
     (TEXT, {**PROMPT, "priority": 1}, 400, "priority"),
-    (TEXT, {**PROMPT, "use_beam_search": True}, 400, "use_beam_search"),
+    (TEXT, {**PROMPT, "max_tokens": 0}, 400, "max_tokens"),
+    (CHAT, {**HELLO, "max_completion_tokens": 0}, 400, "max_completion_tokens"),
+    ("/v1/responses", {"input": "Hi", "max_output_tokens": 0}, 400, "max_output_tokens"),
     (TEXT, {**PROMPT, "response_format": {"type": "xml"}}, 400, "response_format.type"),
     (TEXT, {**PROMPT, "structured_outputs": {"regex": "["}}, 400, "structured_outputs.regex"),
     (TEXT, {**PROMPT, "stream_interval": 10**30}, 400, "a value of the request"),
@@ -45,7 +47,10 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (CHAT, {**HELLO, "tool_choice": "required"}, 400, "tool_choice"),
     (CHAT, {**HELLO, "chat_template": "{{ 1 }}"}, 400, "--trust-request-chat-template"),
     (CHAT, {**HELLO, "chat_template_kwargs": {"tokenize": True}}, 400, "chat_template_kwargs"),
+    (CHAT, {**HELLO, "chat_template_kwargs": {"self": 1}}, 400, "chat_template"),
+    (CHAT, {"messages": [{"role": "tool"}, {"role": "user", "tool_calls": 5}]}, 400, "tool_calls"),
     ("/tokenize", {}, 400, "prompt"),
+    ("/tokenize", {"messages": HELLO["messages"], "tools": [{}]}, 400, "tools"),
     ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
 ]
 

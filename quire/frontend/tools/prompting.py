@@ -67,20 +67,26 @@ def _as_text(message: dict[str, Any], messages: list[dict[str, Any]]) -> dict[st
         content = message.get("content")
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
         return {"role": "user", "content": f"Result of {name}: {text}"}
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list) or not calls:
+    calls = _calls(message)
+    if not calls:
         return message
-    written = [_written(call.get("function")) for call in calls if isinstance(call, dict)]
+    written = [_written(call.get("function")) for call in calls]
     spoken = [message["content"]] if message.get("content") else []
     plain = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**plain, "content": "\n".join([*map(str, spoken), *written])}
 
 
+def _calls(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """The calls of a message that nobody has checked yet."""
+    calls = message.get("tool_calls")
+    return [one for one in calls if isinstance(one, dict)] if isinstance(calls, list) else []
+
+
 def _called(call_id: Any, messages: list[dict[str, Any]]) -> str:
     for message in messages:
-        for call in message.get("tool_calls") or ():
-            if isinstance(call, dict) and call.get("id") == call_id:
-                return str((call.get("function") or {}).get("name"))
+        for call in _calls(message):
+            if call.get("id") == call_id and isinstance(call.get("function"), dict):
+                return str(call["function"].get("name"))
     return "the function"
 
 

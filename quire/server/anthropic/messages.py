@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -16,13 +15,13 @@ from quire.frontend.tools.deltas import CallDelta, Delta, Message, ReasoningDelt
 from quire.frontend.tools.message_stream import MessageForm
 from quire.protocol.errors import QuireError
 from quire.protocol.sampling import RequestOutputKind, SamplingParams
+from quire.server.answering import answer, check_body
 from quire.server.anthropic.blocks import TextBlock, ThinkingBlock, ToolBlock, event
 from quire.server.anthropic.body import CountBody, MessagesBody
 from quire.server.conversation import conversation_prompt
 from quire.server.dialect import ANTHROPIC
 from quire.server.errors import error_body, status_of
-from quire.server.event_stream import CLIENT_LEFT, EventStream
-from quire.server.generation import Generation, check_max_tokens, state_of
+from quire.server.generation import Generation, check_max_tokens
 from quire.server.state import ServerState
 from quire.server.tool_use import message_form, with_form
 
@@ -34,8 +33,7 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 @router.post("/v1/messages")
 async def create_message(body: MessagesBody, request: Request) -> Response:
-    state = state_of(request)
-    model = state.check_model(body.model)
+    state, model = check_body(body, request)
     use = body.tool_use
     prompt = await _render(state, body)
     form = message_form(state, body.chat_template, prompt, use)
@@ -43,28 +41,18 @@ async def create_message(body: MessagesBody, request: Request) -> Response:
     reply = MessageReply(f"msg_{body.request_id or request.state.request_id}", model, form)
     terms = body.terms(request.state.tenant)
     generation = await Generation.start(request, [prompt], params, reply.id, terms)
-    if body.stream:
-        if not await generation.begin():
-            return Response(status_code=CLIENT_LEFT)
-        return EventStream(reply.events(generation), last=b"", write_error=_error_event)
-    outputs = await generation.outputs()
-    if outputs is None:
-        return Response(status_code=CLIENT_LEFT)
-    return Response(msgspec.json.encode(reply.whole(outputs[0])), media_type="application/json")
+    return await answer(generation, reply, body.stream, last=b"", write_error=_error_event)
 
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountBody, request: Request) -> dict[str, int]:
-    state = state_of(request)
-    state.check_model(body.model)
+    state, _ = check_body(body, request)
     prompt = await _render(state, body)
     assert prompt.token_ids is not None
     return {"input_tokens": len(prompt.token_ids)}
 
 
 async def _render(state: ServerState, body: CountBody) -> Prompt:
-    body.note_unknown_fields()
-    body.refuse_unsupported()
     return await conversation_prompt(
         state,
         body,
@@ -76,13 +64,12 @@ async def _render(state: ServerState, body: CountBody) -> Prompt:
 
 
 def _params(state: ServerState, body: MessagesBody, prompt: Prompt) -> SamplingParams:
+    check_max_tokens(state, [prompt], body.max_tokens, "max_tokens")
     own: dict[str, Any] = {"max_tokens": body.max_tokens}
     if body.stop_sequences is not None:
         own["stop"] = body.stop_sequences
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
-    params = body.sampling_params(state.llm.session.default_params, output_kind=kind, **own)
-    check_max_tokens(state, [prompt], params.max_tokens, "max_tokens")
-    return params
+    return body.sampling_params(state.llm.session.default_params, output_kind=kind, **own)
 
 
 def _error_event(error: QuireError) -> bytes:
@@ -103,7 +90,8 @@ class MessageReply:
         """The one that is open, of `_num_blocks`."""
         self._num_blocks = 0
 
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        (output,) = outputs
         (one,) = output.outputs
         self._output_tokens += len(one.token_ids)
         parsed = self._form.parse(one.text)

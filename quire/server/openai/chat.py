@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -16,12 +15,12 @@ from quire.frontend.outputs import CompletionOutput, RequestOutput
 from quire.frontend.tools.declared import ToolUse, chat_tools
 from quire.frontend.tools.deltas import ReasoningDelta
 from quire.frontend.tools.message_stream import MessageForm, MessageStream
-from quire.protocol.errors import RequestError
 from quire.protocol.output import RequestProgress
-from quire.protocol.sampling import RequestOutputKind, SamplingParams
+from quire.protocol.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.server.answering import answer, check_body
 from quire.server.conversation import conversation_prompt
-from quire.server.event_stream import CLIENT_LEFT, EventStream
-from quire.server.generation import Generation, check_max_tokens, state_of
+from quire.server.generation import Generation, check_max_tokens
+from quire.server.openai.beam_search import beam_search_params
 from quire.server.openai.chat_messages import delta_record, finish_reason, whole_message
 from quire.server.openai.logprobs import chat_logprobs
 from quire.server.openai.schemas import ChatBody
@@ -35,35 +34,15 @@ router = APIRouter()
 
 @router.post("/v1/chat/completions")
 async def create_chat_completion(body: ChatBody, request: Request) -> Response:
-    state = state_of(request)
-    model = state.check_model(body.model)
-    body.note_unknown_fields()
-    body.refuse_unsupported()
-    _refuse_unsupported(body)
+    state, model = check_body(body, request)
     use = ToolUse.read(chat_tools(body.tools), body.tool_choice, body.parallel_tool_calls)
     prompt = await _render(state, body, use)
     form = message_form(state, body.chat_template, prompt, use)
-    params = with_form(state, _params(state, body, prompt), form, use)
+    params = _params(state, body, prompt, form, use)
     reply = ChatReply(body, f"chatcmpl-{body.request_id or request.state.request_id}", model, form)
     terms = body.terms(request.state.tenant, body.wants_progress)
     generation = await Generation.start(request, [prompt], params, reply.id, terms)
-    if body.stream:
-        if not body.usage_options.include_progress and not await generation.begin():
-            return Response(status_code=CLIENT_LEFT)
-        return EventStream(reply.events(generation))
-    outputs = await generation.outputs()
-    if outputs is None:
-        return Response(status_code=CLIENT_LEFT)
-    return Response(msgspec.json.encode(reply.whole(outputs[0])), media_type="application/json")
-
-
-def _refuse_unsupported(body: ChatBody) -> None:
-    if body.top_logprobs is not None and not body.logprobs:
-        raise RequestError(
-            f"top_logprobs={body.top_logprobs} has no effect without logprobs; set logprobs=true."
-        )
-    if body.top_logprobs is not None and body.top_logprobs < 0:
-        raise RequestError(f"top_logprobs must be at least 0, got {body.top_logprobs}.")
+    return await answer(generation, reply, body.stream, begins_first=not body.wants_progress)
 
 
 async def _render(state: ServerState, body: ChatBody, use: ToolUse) -> Prompt:
@@ -86,17 +65,21 @@ async def _render(state: ServerState, body: ChatBody, use: ToolUse) -> Prompt:
     )
 
 
-def _params(state: ServerState, body: ChatBody, prompt: Prompt) -> SamplingParams:
-    old, new = body.max_tokens, body.max_completion_tokens
-    name = "max_tokens" if new is None else "max_completion_tokens"
-    max_tokens = old if new is None else new
+def _params(
+    state: ServerState, body: ChatBody, prompt: Prompt, form: MessageForm, use: ToolUse
+) -> SamplingParams | BeamSearchParams:
+    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    max_tokens = getattr(body, name)
+    check_max_tokens(state, [prompt], max_tokens, name)
     params = body.sampling_params(
         state.llm.session.default_params,
         max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
     )
-    check_max_tokens(state, [prompt], params.max_tokens, name)
+    params = with_form(state, params, form, use)
+    if body.use_beam_search:
+        return beam_search_params(state, body, params, [prompt])
     return params
 
 
@@ -116,7 +99,8 @@ class ChatReply:
             body.usage_options.include_usage and body.usage_options.continuous_usage_stats
         )
 
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        (output,) = outputs
         usage = Usage()
         usage.add(0, output)
         choices = [
@@ -134,11 +118,15 @@ class ChatReply:
             "choices": choices,
             "usage": usage.record(),
         }
+        return reply | self._about_prompt(output)
+
+    def _about_prompt(self, output: RequestOutput) -> dict[str, Any]:
+        told: dict[str, Any] = {}
         if output.prompt_logprobs is not None:
-            reply["prompt_logprobs"] = list(output.prompt_logprobs)
+            told["prompt_logprobs"] = list(output.prompt_logprobs)
         if self._body.return_token_ids:
-            reply["prompt_token_ids"] = output.prompt_token_ids
-        return reply
+            told["prompt_token_ids"] = output.prompt_token_ids
+        return told
 
     def _message(self, one: CompletionOutput) -> dict[str, Any]:
         if self._form.is_plain:
@@ -171,7 +159,7 @@ class ChatReply:
 
     def _opening(self, writer: ChunkWriter, output: RequestOutput) -> bytes:
         """The role of each choice, before its text."""
-        extra = {"prompt_token_ids": output.prompt_token_ids} if self._body.return_token_ids else {}
+        extra = self._about_prompt(output)
         return b"".join(
             writer.choice(
                 {

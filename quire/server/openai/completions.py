@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -16,14 +15,10 @@ from quire.frontend.outputs import CompletionOutput, RequestOutput
 from quire.frontend.tokenizer import Tokenizer
 from quire.protocol.errors import RequestError
 from quire.protocol.output import RequestProgress
-from quire.protocol.sampling import RequestOutputKind, SamplingParams
-from quire.server.event_stream import CLIENT_LEFT, EventStream
-from quire.server.generation import (
-    Generation,
-    check_max_tokens,
-    state_of,
-    tokenize,
-)
+from quire.protocol.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.server.answering import answer, check_body
+from quire.server.generation import Generation, check_max_tokens, tokenize
+from quire.server.openai.beam_search import beam_search_params
 from quire.server.openai.logprobs import CompletionLogprobs
 from quire.server.openai.schemas import CompletionBody
 from quire.server.openai.stream import ChunkWriter
@@ -35,11 +30,7 @@ router = APIRouter()
 
 @router.post("/v1/completions")
 async def create_completion(body: CompletionBody, request: Request) -> Response:
-    state = state_of(request)
-    model = state.check_model(body.model)
-    body.note_unknown_fields()
-    body.refuse_unsupported()
-    _refuse_unsupported(body)
+    state, model = check_body(body, request)
     prompts = await _prompts(state, body)
     params = _params(state, body, prompts)
     response_id = f"cmpl-{body.request_id or request.state.request_id}"
@@ -47,28 +38,7 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     generation = await Generation.start(request, prompts, params, response_id, terms)
     echoes = [_text_of(state, prompt) for prompt in prompts] if body.echo else None
     reply = CompletionReply(body, response_id, model, state.llm.session.tokenizer, echoes)
-    if body.stream:
-        if not body.usage_options.include_progress and not await generation.begin():
-            return Response(status_code=CLIENT_LEFT)
-        return EventStream(reply.events(generation))
-    outputs = await generation.outputs()
-    if outputs is None:
-        return Response(status_code=CLIENT_LEFT)
-    return Response(msgspec.json.encode(reply.whole(outputs)), media_type="application/json")
-
-
-def _refuse_unsupported(body: CompletionBody) -> None:
-    if body.suffix:
-        raise RequestError(
-            f"suffix={body.suffix!r} is not supported: models here continue text and cannot fill "
-            "it in. Leave suffix out."
-        )
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise RequestError(f"best_of={body.best_of} is not supported; use n, or leave it out.")
-    if body.prompt is None:
-        raise RequestError("prompt is missing; give text, token ids, or a list of these.")
-    if body.echo and body.stream and body.logprobs is not None:
-        raise RequestError("echo with logprobs is not supported in streams; set stream=false.")
+    return await answer(generation, reply, body.stream, begins_first=not body.wants_progress)
 
 
 async def _prompts(state: ServerState, body: CompletionBody) -> list[Prompt]:
@@ -81,18 +51,22 @@ async def _prompts(state: ServerState, body: CompletionBody) -> list[Prompt]:
     return prompts
 
 
-def _params(state: ServerState, body: CompletionBody, prompts: list[Prompt]) -> SamplingParams:
+def _params(
+    state: ServerState, body: CompletionBody, prompts: list[Prompt]
+) -> SamplingParams | BeamSearchParams:
     defaults = state.llm.session.default_params
-    max_tokens = defaults.max_tokens if body.max_tokens is None else body.max_tokens
-    if max_tokens == 0 and body.echo:
-        max_tokens = 1  # the engine generates at least one token; the reply leaves it out
+    max_tokens = defaults.max_tokens
+    if body.max_tokens is not None:
+        # The engine generates at least one token; the reply leaves it out.
+        max_tokens = 1 if body.max_tokens == 0 and body.echo else body.max_tokens
+        check_max_tokens(state, prompts, max_tokens, "max_tokens")
     own: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": body.logprobs}
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         own["prompt_logprobs"] = body.logprobs
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     params = body.sampling_params(defaults, output_kind=kind, **own)
-    if body.max_tokens is not None:
-        check_max_tokens(state, prompts, params.max_tokens, "max_tokens")
+    if body.use_beam_search:
+        return beam_search_params(state, body, params, prompts)
     return params
 
 
@@ -121,8 +95,9 @@ class CompletionReply:
         self._echoes = echoes
         self._created = int(time.time())
         self._num_each = body.n or 1
+        asks_prompt = body.prompt_logprobs is not None or body.prompt_logprob_token_ids is not None
         self._prompt_only = bool(body.echo) and body.max_tokens == 0
-        self._plain = body.logprobs is None and not body.return_token_ids
+        self._plain = not (body.logprobs is not None or body.return_token_ids or asks_prompt)
         self._continuous = bool(
             body.usage_options.include_usage and body.usage_options.continuous_usage_stats
         )
@@ -134,7 +109,7 @@ class CompletionReply:
         for index, output in enumerate(outputs):
             self._leave_out_generated(output)
             usage.add(index, output)
-            choices += [self._whole_choice(index, output, one) for one in output.outputs]
+            choices += [self._first_choice(index, output, one) for one in output.outputs]
         return {
             "id": self._id,
             "object": "text_completion",
@@ -150,16 +125,15 @@ class CompletionReply:
                 one.text, one.token_ids = "", []
                 one.logprobs = None if one.logprobs is None else []
 
-    def _whole_choice(
+    def _first_choice(
         self, index: int, output: RequestOutput, one: CompletionOutput
     ) -> dict[str, Any]:
-        echo = "" if self._echoes is None else self._echoes[index]
-        choice = self._choice(index, output, one)
-        choice["text"] = echo + one.text
-        if self._body.logprobs is not None and self._echoes is not None:
-            known = [*(output.prompt_logprobs or ()), *(one.logprobs or ())]
-            ids = output.prompt_token_ids + one.token_ids
-            choice["logprobs"] = self._new_logprobs().lists(ids, known)
+        """What a choice says first, or altogether: what is about the prompt, then new text."""
+        choice = self._choice(index, output, one, about_prompt=self._echoes is not None)
+        if self._echoes is not None:
+            choice["text"] = self._echoes[index] + one.text
+        if self._body.return_token_ids:
+            choice["prompt_token_ids"] = output.prompt_token_ids
         if output.prompt_logprobs is not None:
             choice["prompt_logprobs"] = list(output.prompt_logprobs)
         return choice
@@ -167,7 +141,7 @@ class CompletionReply:
     async def events(self, generation: Generation) -> AsyncIterator[bytes]:
         writer = ChunkWriter(self._id, "text_completion", self._created, self._model)
         usage = Usage()
-        echoed: set[int] = set()
+        begun: set[int] = set()
         async with aclosing(generation.news()) as all_news:
             async for news in all_news:
                 data = []
@@ -178,7 +152,7 @@ class CompletionReply:
                     self._leave_out_generated(output)
                     usage.add(index, output)
                     data += [
-                        self._chunk(writer, index, output, one, usage, echoed)
+                        self._chunk(writer, index, output, one, usage, begun)
                         for one in output.outputs
                     ]
                 yield b"".join(data)
@@ -192,21 +166,25 @@ class CompletionReply:
         output: RequestOutput,
         one: CompletionOutput,
         usage: Usage,
-        echoed: set[int],
+        begun: set[int],
     ) -> bytes:
         place = index * self._num_each + one.index
-        first = place not in echoed
-        echoed.add(place)
-        if first and self._echoes is not None:
-            one.text = self._echoes[index] + one.text
+        begins = place not in begun
+        begun.add(place)
         if self._plain and not self._continuous and one.finish_reason is None:
-            return writer.text(place, one.text, b'"text":', b"")
-        choice = self._choice(index, output, one)
-        if not first:
-            choice.pop("prompt_token_ids", None)
+            echo = self._echoes[index] if begins and self._echoes is not None else ""
+            return writer.text(place, echo + one.text, b'"text":', b"")
+        choose = self._first_choice if begins else self._choice
+        choice = choose(index, output, one)
         return writer.choice(choice, **({"usage": usage.record()} if self._continuous else {}))
 
-    def _choice(self, index: int, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
+    def _choice(
+        self,
+        index: int,
+        output: RequestOutput,
+        one: CompletionOutput,
+        about_prompt: bool = False,
+    ) -> dict[str, Any]:
         place = index * self._num_each + one.index
         choice: dict[str, Any] = {
             "index": place,
@@ -216,11 +194,14 @@ class CompletionReply:
             "stop_reason": one.stop_reason,
         }
         if self._body.logprobs is not None and one.logprobs is not None:
+            ids, entries = one.token_ids, list(one.logprobs)
+            if about_prompt:
+                ids = output.prompt_token_ids + ids
+                entries = [*(output.prompt_logprobs or ()), *entries]
             writer = self._logprobs.setdefault(place, self._new_logprobs())
-            choice["logprobs"] = writer.lists(one.token_ids, list(one.logprobs))
+            choice["logprobs"] = writer.lists(ids, entries)
         if self._body.return_token_ids:
             choice["token_ids"] = one.token_ids
-            choice["prompt_token_ids"] = output.prompt_token_ids
         return choice
 
     def _new_logprobs(self) -> CompletionLogprobs:

@@ -14,8 +14,9 @@ from quire.frontend.embedding import PoolingParams, checked_params
 from quire.frontend.inputs import Prompt, parse_prompts
 from quire.frontend.outputs import EmbeddingRequestOutput
 from quire.protocol.errors import RequestError
+from quire.server.answering import check_body
 from quire.server.event_stream import CLIENT_LEFT
-from quire.server.generation import Generation, state_of, tokenize
+from quire.server.generation import Generation, tokenize
 from quire.server.openai.schemas import EmbeddingBody
 from quire.server.state import ServerState
 
@@ -24,9 +25,7 @@ router = APIRouter()
 
 @router.post("/v1/embeddings")
 async def create_embedding(body: EmbeddingBody, request: Request) -> Response:
-    state = state_of(request)
-    model = state.check_model(body.model)
-    body.note_unknown_fields()
+    state, model = check_body(body, request)
     params = _params(state, body)
     prompts = await _prompts(state, body)
     name = f"embd-{body.request_id or request.state.request_id}"

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -18,9 +17,9 @@ from quire.frontend.tools.deltas import CallDelta, Delta, ReasoningDelta, TextDe
 from quire.frontend.tools.message_stream import MessageForm
 from quire.protocol.errors import QuireError
 from quire.protocol.sampling import RequestOutputKind, SamplingParams
+from quire.server.answering import answer, check_body
 from quire.server.conversation import conversation_prompt
-from quire.server.event_stream import CLIENT_LEFT, EventStream
-from quire.server.generation import Generation, check_max_tokens, state_of
+from quire.server.generation import Generation, check_max_tokens
 from quire.server.openai.logprobs import chat_logprobs
 from quire.server.openai.response_input import ResponseBody
 from quire.server.openai.response_items import (
@@ -40,10 +39,7 @@ router = APIRouter()
 
 @router.post("/v1/responses")
 async def create_response(body: ResponseBody, request: Request) -> Response:
-    state = state_of(request)
-    model = state.check_model(body.model)
-    body.note_unknown_fields()
-    body.refuse_unsupported()
+    state, model = check_body(body, request)
     use = body.tool_use
     prompt = await _render(state, body, use)
     form = message_form(state, body.chat_template, prompt, use)
@@ -51,14 +47,7 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
     reply = ResponseReply(body, body.request_id or request.state.request_id, model, params, form)
     terms = body.terms(request.state.tenant)
     generation = await Generation.start(request, [prompt], params, reply.id, terms)
-    if body.stream:
-        if not await generation.begin():
-            return Response(status_code=CLIENT_LEFT)
-        return EventStream(reply.events(generation), last=b"", write_error=reply.failure)
-    outputs = await generation.outputs()
-    if outputs is None:
-        return Response(status_code=CLIENT_LEFT)
-    return Response(msgspec.json.encode(reply.whole(outputs[0])), media_type="application/json")
+    return await answer(generation, reply, body.stream, last=b"", write_error=reply.failure)
 
 
 async def _render(state: ServerState, body: ResponseBody, use: ToolUse) -> Prompt:
@@ -70,14 +59,13 @@ async def _render(state: ServerState, body: ResponseBody, use: ToolUse) -> Promp
 
 
 def _params(state: ServerState, body: ResponseBody, prompt: Prompt) -> SamplingParams:
-    params = body.sampling_params(
+    check_max_tokens(state, [prompt], body.max_output_tokens, "max_output_tokens")
+    return body.sampling_params(
         state.llm.session.default_params,
         max_tokens=body.max_output_tokens,
         logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
         output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
     )
-    check_max_tokens(state, [prompt], params.max_tokens, "max_output_tokens")
-    return params
 
 
 class ResponseReply:
@@ -106,7 +94,8 @@ class ResponseReply:
         self._open: type[Delta] | None = None
         """What the last item consists of."""
 
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        (output,) = outputs
         self._usage.add(0, output)
         (one,) = output.outputs
         self._take(one)

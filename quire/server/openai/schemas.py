@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from quire.protocol.errors import RequestError
 from quire.server.bodies import ConversationBody, GenerationBody, RequestBody
 
 
@@ -47,6 +48,18 @@ class CompletionBody(ChoicesBody):
     best_of: int | None = None
     add_special_tokens: bool | None = True
 
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        if self.suffix:
+            raise RequestError(
+                f"suffix={self.suffix!r} is not supported: models here continue text and cannot "
+                "fill it in. Leave suffix out."
+            )
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise RequestError(f"best_of={self.best_of} is not supported; use n, or leave it out.")
+        if self.prompt is None:
+            raise RequestError("prompt is missing; give text, token ids, or a list of these.")
+
 
 class ChatBody(ChoicesBody, ConversationBody):
     messages: list[dict[str, Any]]
@@ -61,6 +74,16 @@ class ChatBody(ChoicesBody, ConversationBody):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = True
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError(
+                f"top_logprobs={self.top_logprobs} has no effect without logprobs; set "
+                "logprobs=true."
+            )
+        if self.top_logprobs is not None and self.top_logprobs < 0:
+            raise RequestError(f"top_logprobs must be at least 0, got {self.top_logprobs}.")
 
 
 class EmbeddingBody(RequestBody):
