@@ -1,10 +1,11 @@
-"""Memory in large pages, for what a step reads from end to end: with small ones the processor spends
-a good part of its time on finding out where they lie."""
+"""Memory in large pages, for what a step reads from end to end: with small ones the processor
+spends a good part of its time on finding out where they lie."""
 
 from __future__ import annotations
 
 import math
 import mmap
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -19,13 +20,14 @@ def map_bytes(count: int) -> Tensor:
     """uint8 [count] from the system, in large pages where it has them. What is not written to takes
     no memory; what is, takes whole pages."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    mapped = mmap.mmap(-1, count + LARGE_PAGE, flags=flags)
+    try:
+        mapped = mmap.mmap(-1, count + LARGE_PAGE, flags=flags)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"tried to allocate {count / (1 << 20):.0f} MiB") from error
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is not None:
-        try:
+        with suppress(OSError):  # of a kernel without large pages
             mapped.madvise(advice)
-        except OSError:  # a kernel without large pages
-            pass
     whole = torch.frombuffer(mapped, dtype=torch.uint8)
     start = -whole.data_ptr() % LARGE_PAGE
     return whole[start : start + count]
