@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.memory import map_bytes
-
 MAX_COPIED_AT_ONCE = 32
 """Blocks. A copy passes through memory of its own: for a thousand forks it would be gigabytes."""
 
@@ -35,15 +33,9 @@ class KVTensors:
     def __init__(self, spec: KVSpec, num_blocks: int, device: torch.device) -> None:
         self.spec = spec
         self.num_blocks = num_blocks
-        per_block = (spec.num_kv_heads, spec.block_size, spec.head_dim)
-        if device.type != "cpu":
-            shape = (spec.num_layers, 2, num_blocks, *per_block)
-            self.data: Tensor = torch.empty(shape, dtype=spec.dtype, device=device)
-            return
-        # All layers of a block lie together, so that few blocks take few of the large pages, which
-        # are taken when they are first written to.
-        memory = map_bytes(num_blocks * spec.bytes_per_block).view(spec.dtype)
-        self.data = memory.view(num_blocks, spec.num_layers, 2, *per_block).movedim(0, 2)
+        shape = (spec.num_layers, 2, num_blocks, spec.num_kv_heads, spec.block_size, spec.head_dim)
+        # Uninitialised on purpose: on a CPU pages are then taken when first written.
+        self.data: Tensor = torch.empty(shape, dtype=spec.dtype, device=device)
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copy whole blocks in all layers. A target is never also a source."""

@@ -40,19 +40,6 @@ def test_places_beyond_32_bits() -> None:
     assert places.view(np.int64).tolist() == [1023 * length, 1023 * length + 1]
 
 
-def test_all_layers_of_a_block_lie_together() -> None:
-    """On a CPU memory comes in large pages: were layers apart, a token would take one in each."""
-    spec = KVSpec(3, 2, 8, 4, torch.float32)
-    kv = KVTensors(spec, 5, CPU)
-    assert kv.data.shape == (3, 2, 5, 2, 4, 8)
-    kv.data.zero_()
-    kv.data[:, :, 3] = 1
-    memory = kv.data.movedim(2, 0).reshape(-1)
-    assert memory.data_ptr() == kv.data.data_ptr()
-    size = spec.bytes_per_block // 4
-    assert memory.nonzero().flatten().tolist() == list(range(3 * size, 4 * size))
-
-
 def test_blocks_are_copied_in_all_layers_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_tensors, "MAX_COPIED_AT_ONCE", 2)
     kv = KVTensors(KVSpec(2, 1, 4, 4, torch.float32), 12, CPU)
