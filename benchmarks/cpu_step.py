@@ -6,6 +6,10 @@
 The phases of a step are timed as the engine runs them, where all layers are one call of the native
 library; then the layers are taken one by one to see what linear layers (with their norms and gates)
 and attention (with rotation and storing keys and values) take. Medians over steps.
+
+The floor is what reading the weights, and the keys and values of all tokens, takes at the speed at
+which this machine, in the same run and with as many threads, adds up numbers that are in order in
+large pages. No step with few requests can be faster.
 """
 
 from __future__ import annotations
@@ -13,8 +17,11 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from harness import markdown_table, say
 from profile_step import timed
@@ -29,7 +36,23 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "gguf": {"quantization": "gguf"},
 }
 WARM_UP_STEPS, ROUNDS, STEPS = 5, 6, 8
+READ_BYTES = 512 << 20
 Phases = dict[str, tuple[object, str]]
+
+
+class Reader:
+    """Reads memory of the size of a model."""
+
+    def __init__(self) -> None:
+        from quire.kernels.cpu.memory import map_bytes
+
+        self._numbers = map_bytes(READ_BYTES).view(torch.float32)
+        self._numbers.normal_()
+
+    def bytes_per_s(self) -> float:
+        started = time.perf_counter()
+        self._numbers.sum()
+        return READ_BYTES / (time.perf_counter() - started)
 
 
 class Batch:
@@ -102,7 +125,18 @@ def layer_phases() -> Phases:
     }
 
 
-def profile_batch(llm: LLM, size: int, context: int) -> dict[str, float]:
+def bytes_read(llm: LLM, size: int, context: int) -> float:
+    """By a step in the middle of those that are timed."""
+    from quire.models.loader import held_weight_bytes
+
+    runner: Any = llm._core.executor.runner
+    spec = runner.kv.spec
+    tokens = context + WARM_UP_STEPS + ROUNDS * (STEPS + 1)
+    kv_bytes: float = size * tokens * spec.bytes_per_block / spec.block_size
+    return held_weight_bytes(runner.model) + kv_bytes
+
+
+def profile_batch(llm: LLM, reader: Reader, size: int, context: int) -> dict[str, float]:
     """Milliseconds by row of the table."""
     core: Any = llm._core
     decoder = core.executor.runner.model.model
@@ -111,7 +145,9 @@ def profile_batch(llm: LLM, size: int, context: int) -> dict[str, float]:
     batch = Batch(llm, size, context)
     whole: list[dict[str, float]] = []
     pieces: list[dict[str, float]] = []
+    speeds: list[float] = []
     for _ in range(ROUNDS):
+        speeds.append(reader.bytes_per_s())
         decoder.__dict__["native_decoder"] = native
         whole.append(batch.run(engine_phases(llm)))
         decoder.__dict__["native_decoder"] = None
@@ -140,6 +176,9 @@ def profile_batch(llm: LLM, size: int, context: int) -> dict[str, float]:
         "one by one: step": median(pieces, "step"),
     }
     rows["the rest: outputs, loop"] = rows["step"] - sum(list(rows.values())[:5])
+    speed = statistics.median(speeds)
+    rows["floor: reading weights, keys and values"] = 1e3 * bytes_read(llm, size, context) / speed
+    rows["GB/s that memory is read at"] = speed / 1e9
     return rows
 
 
@@ -152,6 +191,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=256, help="tokens in before the first step")
     arguments = parser.parse_args(words)
     figures: dict[str, dict[str, float]] = {}
+    reader = Reader()
     for precision in arguments.precisions:
         llm = LLM(
             max_model_len=1024,
@@ -160,7 +200,7 @@ def main(words: Sequence[str] | None = None) -> None:
             **PRECISIONS[precision],
         )
         for size in arguments.batches:
-            figures[f"{precision}, {size}"] = profile_batch(llm, size, arguments.context)
+            figures[f"{precision}, {size}"] = profile_batch(llm, reader, size, arguments.context)
         del llm
     names = list(next(iter(figures.values())))
     table = [[name, *(f"{figures[one][name]:.2f}" for one in figures)] for name in names]

@@ -25,7 +25,7 @@ from quire.engine.advice import Advisor
 from quire.engine.commands import run_command
 from quire.engine.core import EngineCore
 from quire.engine.routing import split_by_client
-from quire.engine.startup import start_engine
+from quire.engine.startup import find_model, start_engine
 from quire.engine.status_log import StatusLog
 from quire.protocol.codec import Decoder, encode
 from quire.protocol.control import EngineReady, Failed, StartEngine, line, read_line
@@ -124,7 +124,8 @@ def main() -> int:
     threading.Thread(target=_die_with_parent, name="quire-parent-watch", daemon=True).start()
     configure_logging(start.log_level)
     try:
-        engine = start_engine(EngineOptions().replace(**start.options))
+        options = EngineOptions().replace(**start.options)
+        engine = start_engine(options, find_model(options))
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         socket = open_engine_socket(context, start.address)
     except Exception as error:

@@ -25,16 +25,21 @@ class Engine:
     options: EngineOptions
 
 
-def start_engine(options: EngineOptions) -> Engine:
-    started = time.perf_counter()
+def find_model(options: EngineOptions) -> ModelConfig:
+    """The model that is asked for; its weights stay untouched."""
     check_options(options)
-    model = load_model_config(
+    return load_model_config(
         options.model.model,
         revision=options.model.revision,
         token=options.model.hf_token,
         hf_overrides=options.model.hf_overrides,
         load_format=options.model.load_format,
     )
+
+
+def start_engine(options: EngineOptions, model: ModelConfig) -> Engine:
+    """An engine for `model`, which `find_model` has found."""
+    started = time.perf_counter()
     # Imported here: the executor brings torch, which `quire --help` must not wait for.
     from quire.engine.executors.local import LocalExecutor
 

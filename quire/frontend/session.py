@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
@@ -12,7 +13,7 @@ from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.engine.core import EngineCore
 from quire.engine.grammar.compiler import Vocabulary
-from quire.engine.startup import start_engine
+from quire.engine.startup import find_model, start_engine
 from quire.frontend.chat_inputs import parse_conversations, render_conversations
 from quire.frontend.collector import Collector
 from quire.frontend.garbage import no_full_collections
@@ -27,10 +28,16 @@ from quire.protocol.sampling import SamplingParams
 class Session:
     """One client's side of an engine that may run elsewhere. `options` are the resolved ones."""
 
-    def __init__(self, model: ModelConfig, options: EngineOptions, client_index: int = 0) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        options: EngineOptions,
+        tokenizer: Tokenizer | None,
+        client_index: int = 0,
+    ) -> None:
         self.options = options
         self.model_config = model
-        self._tokenizer = _load_tokenizer(model, options)
+        self._tokenizer = tokenizer
         self.default_params: SamplingParams = generation_defaults(
             options.model.generation_config, model.generation
         )
@@ -75,9 +82,14 @@ class Session:
 def start_session(arguments: dict[str, Any]) -> tuple[Session, EngineCore]:
     """An engine in this process, and its one client."""
     configure_logging()
-    with no_full_collections():  # importing torch alone would cause several
-        engine = start_engine(EngineOptions.from_arguments(**arguments))
-        session = Session(engine.model, engine.options)
+    options = EngineOptions.from_arguments(**arguments)
+    # Importing torch alone would cause several full collections. The tokenizer is made while
+    # weights are loaded, which leaves a core to it.
+    with no_full_collections(), ThreadPoolExecutor(1) as beside:
+        model = find_model(options)
+        tokenizer = beside.submit(session_tokenizer, model, options)
+        engine = start_engine(options, model)
+        session = Session(engine.model, engine.options, tokenizer.result())
         if session.has_tokenizer:
             engine.core.grammars.compiler.set_vocabulary(session.vocabulary)
         return session, engine.core
@@ -90,7 +102,8 @@ def request_failure(error: str, death: str | None) -> QuireError:
     return EngineDeadError(f"the engine failed: {error}")
 
 
-def _load_tokenizer(model: ModelConfig, options: EngineOptions) -> Tokenizer | None:
+def session_tokenizer(model: ModelConfig, options: EngineOptions) -> Tokenizer | None:
+    """The one that the options ask for; None if they ask for none."""
     wanted = options.model
     if wanted.skip_tokenizer_init:
         return None

@@ -19,7 +19,7 @@ from quire.config.model import load_model_config
 from quire.config.options import EngineOptions
 from quire.config.server import ServerOptions
 from quire.frontend.async_llm import AsyncLLM
-from quire.frontend.session import Session
+from quire.frontend.session import Session, session_tokenizer
 from quire.frontend.socket_client import SocketEngineClient
 from quire.protocol.control import (
     Drain,
@@ -110,7 +110,8 @@ class ApiProcess:
             hf_overrides=options.model.hf_overrides,
             load_format=options.model.load_format,
         )
-        session = Session(model, options, self._start.client_index)
+        tokenizer = session_tokenizer(model, options)
+        session = Session(model, options, tokenizer, self._start.client_index)
         llm = AsyncLLM.connected(session, self._client)
         self._attach(llm, ready)
         state = ServerState.of(llm, self._options)

@@ -34,10 +34,13 @@ def gather_batch(
     num_tokens = plan.num_tokens
     ends = counts.cumsum(0)
     starts = ends - counts
-    row_of = torch.repeat_interleave(rows, counts, output_size=num_tokens)
     computed = table.num_computed[rows]
-    first = torch.repeat_interleave(computed - starts, counts, output_size=num_tokens)
-    positions = torch.arange(num_tokens, device=table.device) + first
+    if num_tokens == len(plan.rows):  # a token each, as in most steps
+        row_of, positions = rows, computed.long()
+    else:
+        row_of = torch.repeat_interleave(rows, counts, output_size=num_tokens)
+        first = torch.repeat_interleave(computed - starts, counts, output_size=num_tokens)
+        positions = torch.arange(num_tokens, device=table.device) + first
     size = table.block_size
     blocks = table.block_tables[0, row_of, positions // size].long()
     context_lens = computed + counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +15,14 @@ from quire.config.threads import choose_num_threads
 from quire.kernels import cpu
 from quire.protocol.errors import OptionError
 
+logger = logging.getLogger(__name__)
+
+WITHOUT_LIBRARY = (
+    "{reason}. Without it plain torch does everything: attention, linear layers (their weights are "
+    "not packed), norms, rotation and the choice of tokens, all layers one by one, several times "
+    "slower; GGUF files are dequantised to float32, as computing from quantised weights is slower "
+    "still"
+)
 OLDEST_CAPABILITY = (7, 0)
 """Volta: Triton makes no code for older GPUs of NVIDIA."""
 
@@ -21,7 +30,10 @@ OLDEST_CAPABILITY = (7, 0)
 def detect_device(wanted: str) -> DeviceInfo:
     """The GPU if there is one and it is not unwanted, else the CPU."""
     if wanted == "cpu" or not torch.cuda.is_available():
-        return replace(cpu_device(), has_native_kernels=cpu.available()[0])
+        is_there, reason = cpu.available()
+        if not is_there:
+            logger.warning("%s", WITHOUT_LIBRARY.format(reason=reason))
+        return replace(cpu_device(), has_native_kernels=is_there)
     name = torch.cuda.get_device_name()
     check_triton(name, has_triton=find_spec("triton") is not None)
     if torch.version.hip is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -13,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from quire import SamplingParams
 from quire.kernels.cpu import library
+from tests.tiny import save_tiny, tiny_llm
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = Path("quire/kernels/cpu/src")
@@ -98,6 +101,44 @@ def test_missing_and_foreign_libraries_are_named(tmp_path: Path) -> None:
     foreign.write_text("not a library")
     found, reason = library.load(foreign)
     assert found is None and "cannot be loaded" in reason
+
+
+WITHOUT_LIBRARY = """
+import json, sys
+from quire import LLM, SamplingParams
+from quire.kernels import cpu
+assert not cpu.available()[0]
+wanted = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+for quantization in (None, "int8"):
+    llm = LLM(sys.argv[1], quantization=quantization, num_threads=1, kv_cache_memory_bytes="32MiB")
+    outputs = llm.generate(json.loads(sys.argv[2]), wanted, use_tqdm=False)
+    print(json.dumps([output.outputs[0].text for output in outputs]))
+"""
+
+
+def test_generates_the_same_text_without_the_library(tmp_path: Path, native: None) -> None:
+    """The package as it is installed where there was no compiler: its twins do all the work, and a
+    line says what is lost."""
+    model, prompts = tmp_path / "model", ["the quick brown", "a", "def f(x):"]
+    save_tiny(model)
+    unbuilt = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "quire", tmp_path / "quire", ignore=unbuilt)
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LIBRARY, str(model), json.dumps(prompts)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    for lost in ("not built", "attention", "linear layers", "quantised weights"):
+        assert lost in result.stderr
+    wanted = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    for quantization, line in zip((None, "int8"), result.stdout.splitlines(), strict=True):
+        with tiny_llm(model, quantization=quantization) as llm:
+            outputs = llm.generate(prompts, wanted, use_tqdm=False)
+        assert json.loads(line) == [output.outputs[0].text for output in outputs]
 
 
 def test_unknown_instruction_set_is_refused(native: None) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu.library import FloatLinearCall, NativeMatrix, native
+from quire.kernels.torch.quantized import Empty
 
 GROUP = 16
 """Outputs that lie together, as in src/float_linear.h."""
@@ -15,13 +16,13 @@ FLOAT_KIND = -1
 """Takes the place of a format of blocks."""
 
 
-def pack_weight(*parts: Tensor) -> Tensor:
+def pack_weight(*parts: Tensor, empty: Empty = torch.empty) -> Tensor:
     """[groups, inputs, GROUP] in float32 from parts [outputs, inputs] one below the other.
 
     Missing outputs of the last group are 0. Nothing is copied on the way, for parts may be large.
     """
     total, num_inputs = sum(len(part) for part in parts), parts[0].shape[1]
-    packed = torch.empty(-(-total // GROUP), num_inputs, GROUP)
+    packed = empty((-(-total // GROUP), num_inputs, GROUP), dtype=torch.float32)
     by_output = packed.transpose(1, 2)
     if total % GROUP:
         packed[-1] = 0.0

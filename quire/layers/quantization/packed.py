@@ -15,9 +15,11 @@ from torch import Tensor
 from quire.kernels import cpu, dispatch
 from quire.kernels.cpu.decoder import MatrixHandle
 from quire.kernels.cpu.float_linear import GROUP, handle, pack_weight, packed_linear
+from quire.kernels.cpu.memory import Arena
 from quire.kernels.cpu.norm_linear import norm_linear
 from quire.kernels.cpu.quantized import PackedMatrix
 from quire.kernels.torch.gguf_blocks import BlockRows
+from quire.kernels.torch.quantized import Empty
 from quire.layers.parallel import Axis, Placement, WeightedLayer
 from quire.layers.quantization.scheme import NormWeight
 
@@ -118,7 +120,7 @@ class BlockMatrix:
         return rows
 
 
-Pack = Callable[[Sequence[Weight]], list[Matrix]]
+Pack = Callable[[Sequence[Weight], Empty], list[Matrix]]
 """Makes matrices of the weights that a layer joins."""
 
 
@@ -130,33 +132,34 @@ def block_kernels() -> ModuleType:
     return native if cpu.available()[0] else twins
 
 
-def pack_floats(weights: Sequence[Weight]) -> list[Matrix]:
+def pack_floats(weights: Sequence[Weight], empty: Empty = torch.empty) -> list[Matrix]:
     tensors = [weight for weight in weights if isinstance(weight, Tensor)]
     assert len(tensors) == len(weights), "blocks are for `pack_gguf`"
-    return [FloatMatrix(pack_weight(*tensors), sum(len(tensor) for tensor in tensors))]
+    packed = pack_weight(*tensors, empty=empty)
+    return [FloatMatrix(packed, sum(len(tensor) for tensor in tensors))]
 
 
-def pack_int8(weights: Sequence[Weight]) -> list[Matrix]:
+def pack_int8(weights: Sequence[Weight], empty: Empty = torch.empty) -> list[Matrix]:
     """8 bits with a scale for each block of inputs; float32 where blocks do not divide them."""
     if weights[0].shape[1] % INT8_BLOCK:
-        return pack_floats(weights)
+        return pack_floats(weights, empty)
     tensors = [weight for weight in weights if isinstance(weight, Tensor)]
     kernels = block_kernels()
     joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-    return [BlockMatrix(kernels, kernels.quantize_int8(joined))]
+    return [BlockMatrix(kernels, kernels.quantize_int8(joined, empty))]
 
 
-def pack_gguf(weights: Sequence[Weight]) -> list[Matrix]:
+def pack_gguf(weights: Sequence[Weight], empty: Empty = torch.empty) -> list[Matrix]:
     """Blocks as they are stored; what is stored as numbers in float32."""
     matrices: list[Matrix] = []
     kernels = block_kernels()
     for kind, group in groupby(weights, lambda weight: getattr(weight, "kind", None)):
         parts = list(group)
         if kind is None:
-            matrices += pack_floats(parts)
+            matrices += pack_floats(parts, empty)
             continue
         rows = torch.cat([part.rows for part in parts if isinstance(part, BlockRows)])
-        blocks = kernels.pack_blocks(kind, rows, parts[0].shape[1])
+        blocks = kernels.pack_blocks(kind, rows, parts[0].shape[1], empty)
         matrices.append(BlockMatrix(kernels, blocks))
     return matrices
 
@@ -166,6 +169,7 @@ class Packed:
 
     def __init__(self, pack: Pack) -> None:
         self._pack = pack
+        self._memory = Arena()
 
     def create_weights(
         self, layer: WeightedLayer, outputs: Axis, inputs: Axis, place: Placement
@@ -191,7 +195,7 @@ class Packed:
             arrived = [weight for weight in waiting.values() if weight is not None]
             if len(arrived) < len(waiting):
                 return
-        layer.matrices = self._pack(arrived)
+        layer.matrices = self._pack(arrived, self._memory.empty)
         waiting.clear()
 
     def finish_loading(self, layer: WeightedLayer) -> None:
