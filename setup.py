@@ -28,6 +28,7 @@ PORTABLE = {
     "linear_layer.cpp": [],
     "largest.cpp": [],
     "decoder.cpp": [],
+    "bitmask.cpp": [],
     "kernel_generic.cpp": [],
     "pointwise_generic.cpp": [],
     "quantized.cpp": [EXACT],

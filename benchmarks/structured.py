@@ -35,7 +35,9 @@ from harness import markdown_table, say
 from quire import LLM, RequestError, SamplingParams, StructuredOutputs
 from quire.config.model import load_model_config
 from quire.config.structured import GrammarSettings
-from quire.engine.grammar.compiler import Grammar, GrammarCompiler, Vocabulary
+from quire.engine.grammar.bits import adjust
+from quire.engine.grammar.compiler import GrammarCompiler, Vocabulary
+from quire.engine.grammar.grammar import Grammar
 from quire.engine.grammar.matcher import Matcher
 from quire.frontend.tokenizer import Tokenizer, load_tokenizer
 
@@ -106,7 +108,7 @@ def walk(grammar: Grammar, vocabulary: Vocabulary, tokens: list[int]) -> bool:
         if matcher.is_complete:
             return token in vocabulary.eos_token_ids
         matcher.native.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        matcher.adjust(mask)
+        adjust(mask[None], [matcher])
         if matcher.failure is not None or not mask[token // 32] >> token % 32 & 1:
             return False
         if token not in vocabulary.eos_token_ids:
@@ -136,9 +138,13 @@ def directly(
         return start.get_error()
     results = []
     for test in case["tests"]:
-        matcher, tokens = start.deep_copy(), instance_tokens(tokenizer, test)
-        accepted = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
-        results.append((test["valid"], accepted))
+        matcher, accepted = start.deep_copy(), True
+        for token in instance_tokens(tokenizer, test):
+            accepted = bool(matcher.compute_bitmask()[token // 8] >> token % 8 & 1)
+            if not accepted:
+                break
+            matcher.consume_token(token)
+        results.append((test["valid"], accepted and matcher.is_accepting()))
     return results
 
 

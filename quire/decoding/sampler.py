@@ -86,13 +86,14 @@ class Sampler:
         """Compile the GPU kernels for logits of this type; no request may be there yet."""
         self._choice.warm_up(dtype)
         self._penalties.warm_up()
-        self._warm_up_masks()
+        for kind in {dtype, torch.float32}:
+            self._warm_up_masks(kind)
 
-    def _warm_up_masks(self) -> None:
+    def _warm_up_masks(self, dtype: torch.dtype) -> None:
         """One mask, as the first request with a grammar brings it."""
         device = self._columns.device
         masks = MaskTensors(np.zeros(1, np.int32), -(-self._vocab_size // 32), device)
-        masks.apply(torch.zeros((1, self._vocab_size), dtype=torch.float32, device=device))
+        masks.apply(torch.zeros((1, self._vocab_size), dtype=dtype, device=device))
 
     def sample(
         self,
@@ -103,8 +104,8 @@ class Sampler:
     ) -> Sampled:
         """Choose the next token of each of `rows` (integers [S]; `host_rows` the same on the host).
 
-        `logits` [S, vocab_size] may be of any floating type and are left as they are. `masks` are
-        what grammars allow.
+        `logits` [S, vocab_size] may be of any floating type. `masks` are what grammars allow; they
+        may be applied to the logits in place, which are otherwise left as they are.
         """
         assert logits.shape == (len(host_rows), self._vocab_size), tuple(logits.shape)
         self._columns.flush()
@@ -113,13 +114,13 @@ class Sampler:
             batch = self._batch = Batch(rows, host_rows)
         scores = logits
         edits = [edit for edit in self._edits if batch.has(edit.users)]
-        if edits or masks is not None:
+        if edits or (masks is not None and batch.has(self._logprobs.users)):
             scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
             scores.copy_(logits)
-            if masks is not None:
-                masks.apply(scores)
-            for edit in edits:
-                edit.apply(scores, batch)
+        if masks is not None:
+            masks.apply(scores)
+        for edit in edits:
+            edit.apply(scores, batch)
         tokens = self._choice.apply(scores, batch)
         return Sampled(tokens, self._logprobs.apply(logits, tokens, batch))
 

@@ -46,11 +46,13 @@ class EngineCore:
         max_steps_in_flight: int = 1,
         clock: Callable[[], float] = time.monotonic,
         grammar_settings: GrammarSettings | None = None,
+        num_threads: int = 1,
     ) -> None:
+        """`num_threads` are what the host may compute on besides this one."""
         self.executor = executor
         self.metrics = EngineMetrics()
         self.scheduler = Scheduler(limits, self.metrics)
-        self.grammars = Grammars(self.scheduler, grammar_settings or GrammarSettings())
+        self.grammars = Grammars(self.scheduler, grammar_settings or GrammarSettings(), num_threads)
         self.pressure = MemoryPressure(self.scheduler)
         self.max_steps_in_flight = max_steps_in_flight
         self.clock = clock
@@ -67,6 +69,8 @@ class EngineCore:
         self._books_due = -math.inf
         self._host_s: float | None = None
         """What the host did for the last step, until all of it is known."""
+        self._apply_s = 0.0
+        """What of it went into taking in a result."""
 
     @property
     def has_work(self) -> bool:
@@ -164,22 +168,16 @@ class EngineCore:
             started = time.perf_counter()
             self.grammars.poll()
             plan = self.scheduler.schedule(self.clock())
-            host_s = time.perf_counter() - started
+            self._apply_s, host_s = 0.0, time.perf_counter() - started
             if self.on_plan is not None and plan is not None:
                 self.on_plan(plan)
-            done = self._execute(plan)
+            output = self._run(plan) or output
             started = time.perf_counter()
-            if done is not None:
-                complete = self.grammars.consume(*done)
-                output = self.scheduler.apply(*done, self.clock(), complete)
-                self.grammars.advance(output, self.clock())
-                self._num_failures = 0
-                self.pressure.step_done(done[0])
             output.progress = self.scheduler.progress.collect(self.scheduler, self.clock())
             if self.advisor is not None:
                 self.advisor.look(self.clock())
             if plan is not None:
-                self._host_s = host_s + time.perf_counter() - started
+                self._host_s = host_s + self._apply_s + time.perf_counter() - started
             if not self.has_work and self.clock() >= self._books_due:
                 self.scheduler.check_books()
                 self._books_due = self.clock() + BOOKS_INTERVAL_S
@@ -200,30 +198,60 @@ class EngineCore:
             self.metrics.step_host.observe(self._host_s)
             self._host_s = None
 
-    def _execute(self, plan: StepPlan | None) -> tuple[StepPlan, StepResult] | None:
-        """Launch a step and, once enough are in flight, wait for the oldest one's result."""
-        try:
-            started = time.perf_counter()
-            if plan is not None:
-                self.executor.execute(plan)
-                masks = self.grammars.masks(plan, self.executor)
-                self._in_flight.append((plan, self.executor.sample(plan.step, masks)))
-                self.metrics.step_launch.observe(time.perf_counter() - started)
-            if not self._in_flight or (plan is not None and not self._is_full):
+    def _run(self, plan: StepPlan | None) -> StepOutput | None:
+        """Launch a step and, once enough are in flight, take in the oldest one. Where a mask waits
+        for that one's tokens, it is taken in between: the device computes meanwhile."""
+        if plan is None:
+            return self._take_in(None) if self._in_flight else None
+        started = time.perf_counter()
+        if not self._attempt(plan, lambda: self.executor.execute(plan)):
+            return None
+        launch_s = time.perf_counter() - started
+        output: StepOutput | None = None
+        if self.grammars.need_tokens_in_flight(plan):
+            output = self._take_in(plan)
+            if output is None:
                 return None
-            oldest, pending = self._in_flight[0]
-            started = time.perf_counter()
-            result = pending.result()
-            self.metrics.step_wait.observe(time.perf_counter() - started)
-            self._in_flight.popleft()
-            return oldest, result
+        started = time.perf_counter()
+        if not self._attempt(plan, lambda: self._sample(plan)):
+            return output
+        self.metrics.step_launch.observe(launch_s + time.perf_counter() - started)
+        return self._take_in(plan) if output is None and self._is_full else output
+
+    def _sample(self, plan: StepPlan) -> None:
+        masks = self.grammars.masks(plan, self.executor)
+        self._in_flight.append((plan, self.executor.sample(plan.step, masks)))
+
+    def _take_in(self, plan: StepPlan | None) -> StepOutput | None:
+        """Wait for the oldest step in flight and apply its result; None if it failed."""
+        oldest, pending = self._in_flight[0]
+        results: list[StepResult] = []
+        waiting = time.perf_counter()
+        if not self._attempt(plan or oldest, lambda: results.append(pending.result())):
+            return None
+        self._in_flight.popleft()
+        applying = time.perf_counter()
+        self.metrics.step_wait.observe(applying - waiting)
+        complete = self.grammars.consume(oldest, results[0])
+        output = self.scheduler.apply(oldest, results[0], self.clock(), complete)
+        self.grammars.advance(output, self.clock())
+        self._num_failures = 0
+        self.pressure.step_done(oldest)
+        self._apply_s = time.perf_counter() - applying
+        return output
+
+    def _attempt(self, plan: StepPlan, action: Callable[[], None]) -> bool:
+        """Do what the executor may fail at. If it does, the steps in flight and that of `plan` are
+        started over."""
+        try:
+            action()
         except BaseException as error:
             first = self._in_flight[0][0] if self._in_flight else plan
-            assert first is not None
-            self._recover(first.step, plan or first, error)
+            self._recover(first.step, plan, error)
             if not isinstance(error, Exception):
                 raise
-            return None
+            return False
+        return True
 
     @property
     def _is_full(self) -> bool:

@@ -56,6 +56,7 @@ def start_engine(options: EngineOptions, model: ModelConfig) -> Engine:
         scheduler_limits(final, model, executor.num_blocks, executor.groups_prefixes),
         max_steps_in_flight=final.scheduler.max_steps_in_flight or 1,
         grammar_settings=GrammarSettings.from_config(final.decoding.structured_outputs_config),
+        num_threads=final.device.num_threads or 1,
     )
     logger.info(
         "ready in %.1f s: %s on %s", time.perf_counter() - started, model.source.name, device.name

@@ -128,5 +128,9 @@ def apply_bitmask(scores: Tensor, lines: Tensor, bits: Tensor) -> None:
         from quire.kernels.triton.bitmask import apply_bitmask as kernel
 
         kernel(scores, lines, bits)
+    elif scores.dtype == torch.float32 and cpu.available()[0]:
+        from quire.kernels.cpu.bitmask import apply_bitmask as native
+
+        native(scores, lines, bits)
     else:
         apply_bitmask_twin(scores, lines, bits)

@@ -40,6 +40,8 @@ class WaitingQueue:
         self._order: LazyHeap[Lane] = LazyHeap()
         self._lane_of: dict[Request, Lane] = {}
         self._numbers = count()
+        self._held_back: dict[Request, int] = {}
+        """Slots of requests that are counted here but have no turn yet."""
         self.num_new = 0
         """Requests that have never run, and their prompt tokens."""
         self.num_new_tokens = 0
@@ -56,12 +58,24 @@ class WaitingQueue:
         return chain.from_iterable(lane.requests for lane in self._lanes.values())
 
     def push(self, request: Request) -> None:
+        self._release(request)
         lane = self._lane(request)
         lane.requests.push(request.rank[1], request)
         self._lane_of[request] = lane
         lane.num_tokens_in += request.num_prompt
         if lane.slot != RETURNING:
             self._count_new(lane.slot, 1, request.num_prompt)
+
+    def hold_back(self, request: Request) -> None:
+        """Count a request as waiting that has no turn before it is pushed."""
+        slot = self._tenants.slot(request.new.tenant)
+        self._held_back[request] = slot
+        self._count_new(slot, 1, request.num_prompt)
+
+    def _release(self, request: Request) -> None:
+        slot = self._held_back.pop(request, None)
+        if slot is not None:
+            self._count_new(slot, -1, -request.num_prompt)
 
     def first(self) -> Request:
         """Whose turn it is."""
@@ -81,6 +95,7 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Forget a request, if it is here."""
+        self._release(request)
         lane = self._lane_of.pop(request, None)
         if lane is None:
             return

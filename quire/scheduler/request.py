@@ -68,8 +68,9 @@ class Columns:
         self.in_flight = ints()
         """Planned steps that include the row and are not applied yet."""
         self.synchronous = flags()
+        """The host must have all tokens before the row goes on."""
         self.constrained = flags()
-        """A grammar says which tokens the sampler may choose."""
+        """A grammar says which tokens the sampler may choose; it needs the one before."""
         self.host_chooses = flags()
         """The host decides on the next token (beam search), not the sampler."""
         self.has_followers = flags()
@@ -101,7 +102,7 @@ class Columns:
         self.num_held_blocks[row] = num_known // self.block_size
         self.in_flight[row] = 1
         self.constrained[row] = request.params.structured_outputs is not None
-        self.synchronous[row] = by_host or self.constrained[row]
+        self.synchronous[row] = by_host
         self.host_chooses[row] = by_host
         self.has_followers[row] = bool(request.followers)
         self.streams[row] = request.new.streams and not by_host
@@ -112,6 +113,14 @@ class Columns:
         self.rank[:, row] = request.rank
         self._set_stop_ids(row, request.stop_ids)
         return num_tokens
+
+    def awaits_tokens(self, rows: Int32Array, num_steps_in_flight: int) -> BoolArray:
+        """Which rows the host must have tokens of before they go on. Masks of grammars are made so
+        late that they can await the tokens of one step."""
+        awaits: BoolArray = self.synchronous[rows]
+        if num_steps_in_flight > 1:
+            awaits = awaits | self.constrained[rows]
+        return awaits & (self.in_flight[rows] > 0)
 
     def _set_stop_ids(self, row: int, ids: tuple[int, ...]) -> None:
         width = self.stop_ids.shape[1]

@@ -73,10 +73,6 @@ class Scheduler:
         self.num_admissions = 0
 
     @property
-    def has_unfinished(self) -> bool:
-        return bool(self.requests)
-
-    @property
     def has_work(self) -> bool:
         """Whether there is anything to compute, now or after results have come."""
         if self.pause is Pause.DRAIN:
@@ -118,6 +114,8 @@ class Scheduler:
         self.unready[new.request_id] = leader
         if is_ready:
             self.make_ready(new.request_id)
+        else:
+            self.waiting.hold_back(leader)
 
     def make_ready(self, request_id: str) -> None:
         """Queue a request that was held back."""
@@ -188,7 +186,7 @@ class Scheduler:
             if not len(rows):
                 return
             want = np.minimum(c.num_tokens[rows], c.max_total[rows] - 1) - c.num_computed[rows]
-            want[c.synchronous[rows] & (c.in_flight[rows] > 0)] = 0
+            want[c.awaits_tokens(rows, self.num_steps_in_flight)] = 0
             if self.limits.long_prefill_token_threshold:
                 np.minimum(want, self.limits.long_prefill_token_threshold, out=want)
             grant = np.clip(draft.budget - (np.cumsum(want) - want), 0, want).astype(np.int32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from quire.protocol.errors import OverloadedError
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams
 from quire.scheduler.failure import fail_request
@@ -47,3 +48,26 @@ def test_it_can_end(how: str) -> None:
     reason = {"abort": "abort", "deadline": "timeout", "failure": "error"}[how]
     assert [engine.ended[key].finish_reason for key in (5000, 5001)] == [reason] * 2
     assert not engine.core.scheduler.unready and not engine.core.has_work
+
+
+@pytest.mark.parametrize("ends", ["ready", "abort"])
+def test_it_takes_its_place_in_a_bounded_queue(ends: str) -> None:
+    """As long as it is held back, and no longer."""
+    engine = Engine(max_num_seqs=1, max_num_queued_reqs=1)
+    engine.add(numbers(5))
+    engine.step()
+    held_back(engine)
+    with pytest.raises(OverloadedError, match="1 requests are waiting"):
+        engine.add(numbers(6))
+    engine.requests.popitem()
+    if ends == "abort":
+        engine.core.abort("r5000")
+        engine.add(numbers(6))
+    else:
+        engine.core.scheduler.make_ready("r5000")
+        with pytest.raises(OverloadedError):
+            engine.add(numbers(6))
+        engine.requests.popitem()
+    engine.finish()
+    waiting = engine.core.scheduler.waiting
+    assert (waiting.num_new, waiting.num_new_tokens, waiting.num_new_tenants) == (0, 0, 0)

@@ -253,6 +253,19 @@ def test_many_at_once(tiny: Tiny, llm: LLM, steps: int) -> None:
     assert [output.outputs[0].token_ids for output in outputs] == alone
 
 
+def test_constrained_requests_keep_pace(tiny: Tiny) -> None:
+    """With two steps in flight they take part in every step, beside a free one."""
+    form = StructuredOutputs(regex="[a-f]{150}")
+    params = [
+        SamplingParams(max_tokens=40, seed=1, ignore_eos=True, structured_outputs=one)
+        for one in (form, None)
+    ]
+    with tiny_llm(tiny.folder, max_steps_in_flight=2) as fast:
+        fast.generate(["of the", "return"], params, use_tqdm=False)
+        assert fast._core.scheduler._next_step <= 42
+        assert_at_rest(fast)
+
+
 def test_several_sequences(llm: LLM) -> None:
     """Each of `n` has a state of its own, and the same as if it were asked for again."""
     first, second = (run(llm, TIGHT, n=4).outputs for _ in range(2))

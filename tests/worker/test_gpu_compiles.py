@@ -50,9 +50,10 @@ for count in range(1, 9):  # of grammars, which need a tokenizer
     device = torch.device("cuda")
     masks = MaskTensors(numpy.arange(count, dtype=numpy.int32), 17, device)
     masks.host[:] = 5
-    scores = torch.zeros((8, 520), device=device)
-    masks.apply(scores)
-    assert scores.isfinite().sum().item() == 17 * 2 * count + 520 * (8 - count)
+    for dtype in (torch.float32, torch.bfloat16):
+        scores = torch.zeros((8, 520), dtype=dtype, device=device)
+        masks.apply(scores)
+        assert scores.isfinite().sum().item() == 17 * 2 * count + 520 * (8 - count)
 print("done")
 """
 

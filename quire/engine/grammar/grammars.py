@@ -15,13 +15,14 @@ import numpy as np
 
 from quire.config.structured import GrammarSettings
 from quire.engine.executors.base import Executor, TokenMasks
+from quire.engine.grammar.bits import adjust
 from quire.engine.grammar.compiler import Compilation, GrammarCompiler
+from quire.engine.grammar.growth import Growth
 from quire.engine.grammar.matcher import Matcher
 from quire.protocol.errors import QuireError
 from quire.protocol.output import FinishedSequence, StepOutput
-from quire.protocol.plan import BoolArray, StepPlan, StepResult
+from quire.protocol.plan import BoolArray, Int32Array, StepPlan, StepResult
 from quire.protocol.request import NewRequest
-from quire.protocol.sampling import SamplingParams
 from quire.scheduler.failure import fail_request
 from quire.scheduler.request import Request, Status
 from quire.scheduler.scheduler import Scheduler
@@ -34,8 +35,13 @@ POLL_S = 0.002
 
 
 class Grammars:
-    def __init__(self, scheduler: Scheduler, settings: GrammarSettings) -> None:
+    def __init__(
+        self, scheduler: Scheduler, settings: GrammarSettings, num_threads: int = 1
+    ) -> None:
+        """`num_threads` make masks at most."""
         self.compiler = GrammarCompiler(settings)
+        self._num_threads = num_threads
+        self._growth = Growth(num_threads)
         self._scheduler = scheduler
         self._settings = settings
         self._pending: dict[str, tuple[NewRequest, Compilation, Future[None]]] = {}
@@ -73,6 +79,7 @@ class Grammars:
 
     def poll(self) -> None:
         """Let requests run whose grammars are there; refuse those whose forms are wrong."""
+        self._growth.poll(self._matchers.values())
         for request_id, (new, compilation, accepted) in list(self._pending.items()):
             if not compilation.is_over:
                 continue
@@ -92,18 +99,22 @@ class Grammars:
         grammar = compilation.result()
         for key in range(new.key, new.key + new.params.n):
             self._matchers[key] = Matcher(grammar, new.params, new.eos_token_ids)
+        self._growth.consider(grammar)
         self._scheduler.make_ready(new.request_id)
 
     def forget(self, finished: Iterable[FinishedSequence]) -> None:
         if self._matchers:
             for sequence in finished:
-                self._matchers.pop(sequence.key, None)
+                matcher = self._matchers.pop(sequence.key, None)
+                if matcher is not None:
+                    matcher.leave()
 
     def shutdown(self) -> None:
         for _, _, accepted in self._pending.values():
             accepted.set_result(None)  # its last output says what happened
         self._pending.clear()
         self.compiler.shutdown()
+        self._growth.shutdown()
 
     # --- in a step ------------------------------------------------------------------------------
 
@@ -111,24 +122,45 @@ class Grammars:
         """What the sampled rows may choose; the device computes meanwhile."""
         if not self._matchers:
             return None
-        lines = np.flatnonzero(self._scheduler.columns.constrained[plan.rows[plan.samples]])
+        c, rows = self._scheduler.columns, plan.rows[plan.samples]
+        lines = np.flatnonzero(self._live(plan))
         if not len(lines):
             return None
-        matchers = [
-            self._matchers[key]
-            for key in self._scheduler.columns.keys[plan.rows[plan.samples][lines]].tolist()
-        ]
-        masks = executor.token_masks(lines.astype(np.int32), matchers[0].num_words)
-        bits = masks.bits
-        self._pool().unsafe_compute_mask_ptr(
-            [(matcher.native, i) for i, matcher in enumerate(matchers)],
-            bits.ctypes.data,
-            bits.strides[0],
-            len(bits),
-        )
-        for matcher, line in zip(matchers, bits, strict=True):
-            matcher.adjust(line)
+        rows = rows[lines]
+        matchers = [self._matchers[key] for key in c.keys[rows].tolist()]
+        masks = executor.token_masks(lines.astype(np.int32), matchers[0].grammar.num_words)
+        self._fill(masks.bits, matchers)
+        has_one_choice = adjust(masks.bits, matchers)
+        if self._settings.jump_ahead:
+            # Where there is no choice there may be none for long: the row waits, and then jumps.
+            c.synchronous[rows] = has_one_choice & [matcher.may_jump for matcher in matchers]
         return masks
+
+    def _fill(self, bits: Int32Array, matchers: list[Matcher]) -> None:
+        """What the grammars alone allow. Copies of one start lock each other out: they are kept
+        together, so that threads take different ones."""
+        address, stride = bits.ctypes.data, bits.strides[0]
+        order = sorted(range(len(matchers)), key=lambda i: id(matchers[i].start))
+        if matchers[order[0]].start is matchers[order[-1]].start:
+            for i, matcher in enumerate(matchers):
+                matcher.native.unsafe_compute_mask_ptr(address + i * stride, stride)
+        else:
+            work = [(matchers[i].native, i) for i in order]
+            self._pool().unsafe_compute_mask_ptr(work, address, stride, len(bits))
+
+    def need_tokens_in_flight(self, plan: StepPlan) -> bool:
+        """Whether masks for a plan can only be made once the step before it is applied."""
+        if not self._matchers:
+            return False
+        rows = plan.rows[plan.samples]
+        c = self._scheduler.columns
+        return bool((c.constrained[rows] & (c.in_flight[rows] > 1)).any())
+
+    def _live(self, plan: StepPlan) -> BoolArray:
+        """Which samples of a plan are those of constrained requests that still run."""
+        c = self._scheduler.columns
+        live: BoolArray = (c.epoch[plan.rows] == plan.epochs)[plan.samples]
+        return live & c.constrained[plan.rows[plan.samples]]
 
     def consume(self, plan: StepPlan, result: StepResult) -> BoolArray | None:
         """Match a step's tokens, just before it is applied. Says which samples end their text
@@ -136,8 +168,7 @@ class Grammars:
         self._sampled = []
         if not self._matchers:
             return None
-        c, rows = self._scheduler.columns, plan.rows[plan.samples]
-        live = (c.epoch[plan.rows] == plan.epochs)[plan.samples] & c.constrained[rows]
+        rows, live = plan.rows[plan.samples], self._live(plan)
         if not live.any():
             return None
         complete = np.zeros(len(rows), np.bool_)
@@ -162,7 +193,7 @@ class Grammars:
             matcher = self._matchers[request.key]
             if matcher.failure is not None:
                 self._scheduler.end(request, "error", now, error=matcher.failure)
-            elif self._settings.jump_ahead and may_jump(request.params):
+            elif self._may_jump(request, matcher):
                 tokens = self._jump(request, matcher, now)
                 if request.new.streams:
                     shown += [(request.key, token) for token in tokens]
@@ -170,6 +201,9 @@ class Grammars:
             keys, ids = np.array(shown, np.int64).T
             output.keys = np.append(output.keys, keys)
             output.tokens = np.append(output.tokens, ids.astype(np.int32))
+
+    def _may_jump(self, request: Request, matcher: Matcher) -> bool:
+        return self._settings.jump_ahead and matcher.may_jump and not request.has_tokens_in_flight
 
     def _jump(self, request: Request, matcher: Matcher, now: float) -> list[int]:
         """Append the tokens that can only follow; returns them."""
@@ -195,11 +229,5 @@ class Grammars:
         if self._threads is None:
             from llguidance import LLExecutor
 
-            self._threads = LLExecutor()
+            self._threads = LLExecutor(self._num_threads)
         return self._threads
-
-
-def may_jump(params: SamplingParams) -> bool:
-    """Whether tokens may be appended that no sampler has seen: they have no logprobs, and no other
-    rule was asked about them."""
-    return not (params.wants_logprobs or params.allowed_token_ids or params.bad_words)

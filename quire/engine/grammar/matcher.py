@@ -4,32 +4,34 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from quire.engine.grammar.compiler import Grammar
-from quire.protocol.plan import Int32Array
+from quire.engine.grammar.bits import Words, token_bits
+from quire.engine.grammar.grammar import Grammar, Start
 from quire.protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-WORD_BITS = 32
-
 
 class Matcher:
     def __init__(self, grammar: Grammar, params: SamplingParams, eos: tuple[int, ...]) -> None:
-        self.native: LLMatcher = grammar.start.deep_copy()
-        self.num_words = grammar.num_words
+        self.grammar = grammar
+        self.start = grammar.join()
+        self.native: LLMatcher = self.start.matcher.deep_copy()
+        self._tokens: list[int] = []
         self.failure: str | None = None
         """Why the sequence cannot go on."""
+        self.may_jump = not (params.wants_logprobs or params.allowed_token_ids or params.bad_words)
+        """Whether tokens may be appended that no sampler has seen: they have no logprobs, and no
+        other rule was asked about them."""
+        self.eos = eos
         is_special = grammar.tokenizer.is_special_token
         stops = [token for token in params.stop_token_ids or () if is_special(token)]
-        # Tokens that end a request stand outside its text; they are allowed where that may end.
-        self._ends = _bits([] if params.ignore_eos else [*eos, *stops], grammar.num_words)
-        self._eos = _bits(eos, grammar.num_words)
-        self._among = None
+        self.ends = () if params.ignore_eos else (*eos, *stops)
+        """Tokens that end the request. They stand outside its text, and are allowed where that may
+        end."""
+        self.allowed: Words | None = None
         if params.allowed_token_ids is not None:
-            self._among = _bits(params.allowed_token_ids, grammar.num_words)
+            self.allowed = token_bits(params.allowed_token_ids, grammar.num_words)
 
     @property
     def is_complete(self) -> bool:
@@ -39,37 +41,35 @@ class Matcher:
     def consume(self, token: int) -> None:
         """Take a sampled token in."""
         if self.failure is None and not self.native.consume_token(token):
-            self.failure = self._explain(f"token {token} was sampled, which it does not allow")
+            self._fail(f"token {token} was sampled, which it does not allow")
+        self._tokens.append(token)
 
     def forced(self) -> list[int]:
         """The tokens that can only follow, taken in already."""
         tokens: list[int] = self.native.compute_ff_tokens()
-        count = self.native.try_consume_tokens(tokens) if tokens else 0
-        assert count == len(tokens), "a grammar refused what it forces"
+        if tokens:
+            tokens = tokens[: self.native.try_consume_tokens(tokens)]
+            self._tokens += tokens
         return tokens
 
-    def adjust(self, mask: Int32Array) -> None:
-        """Bring a mask that the grammar alone has made in line with the request's settings."""
-        may_end = bool((mask & self._eos).any())
-        mask &= ~self._eos
-        if may_end:
-            mask |= self._ends
-        if self._among is not None:
-            mask &= self._among
-        if self.failure is None and not mask.any():
-            settings = "allowed_token_ids leaves" if self._among is not None else "there is"
-            self.failure = self._explain(f"{settings} no token that it allows")
-        if self.failure is not None:
-            mask.fill(-1)  # the token is thrown away; sampling needs one
+    def move_to(self, start: Start) -> None:
+        """Go on, from where it stands, as a copy of another start."""
+        start.num_sequences += 1
+        self.leave()
+        self.start, self.native = start, start.matcher.deep_copy()
+        if self.failure is None and not self.native.consume_tokens(self._tokens):
+            self._fail("it refused tokens that it had allowed")
 
-    def _explain(self, otherwise: str) -> str:
-        error = " ".join(self.native.get_error().split())[:300]
-        return f"structured_outputs: the grammar cannot go on: {error or otherwise}."
+    def leave(self) -> None:
+        """The sequence has ended."""
+        self.grammar.leave(self.start)
 
+    def found_nothing(self) -> None:
+        """No token is left that may follow."""
+        settings = "allowed_token_ids leaves" if self.allowed is not None else "there is"
+        self._fail(f"{settings} no token that it allows")
 
-def _bits(tokens: list[int] | tuple[int, ...], num_words: int) -> Int32Array:
-    """A mask with the bits of these tokens."""
-    words = np.zeros(num_words, np.uint32)
-    for token in tokens:
-        words[token // WORD_BITS] |= np.uint32(1 << token % WORD_BITS)
-    return words.view(np.int32)
+    def _fail(self, otherwise: str) -> None:
+        if self.failure is None:
+            error = " ".join(self.native.get_error().split())[:300]
+            self.failure = f"structured_outputs: the grammar cannot go on: {error or otherwise}."

@@ -11,7 +11,7 @@ import torch
 
 LIBRARY = Path(__file__).with_name("libquire_cpu.so")
 ISAS = ("generic", "avx2", "avx512")
-ABI = 3
+ABI = 5
 
 
 class AttentionCall(ctypes.Structure):
@@ -150,6 +150,15 @@ PACKED_ROWS = (
     ctypes.c_int64,  # count
     ctypes.c_void_p,  # out
 )
+APPLY_BITMASK = (
+    ctypes.c_void_p,  # scores
+    ctypes.c_int64,  # stride
+    ctypes.c_int64,  # vocab_size
+    ctypes.c_void_p,  # lines
+    ctypes.c_void_p,  # bits
+    ctypes.c_int64,  # num_lines
+    ctypes.c_int64,  # num_words
+)
 PACK_INT8 = (
     ctypes.c_void_p,  # rows
     ctypes.c_int64,  # stride
@@ -212,6 +221,8 @@ def load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     library.quire_attend_heads.argtypes = tuple(ctypes.POINTER(call) for call in heads)
     library.quire_largest.argtypes = LARGEST
     library.quire_largest.restype = None
+    library.quire_apply_bitmask.argtypes = APPLY_BITMASK
+    library.quire_apply_bitmask.restype = None
     library.quire_set_parallel.argtypes = (ctypes.c_void_p,)
     library.quire_set_parallel.restype = None
     parallel = find_parallel()

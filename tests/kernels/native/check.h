@@ -50,5 +50,6 @@ void test_norm_linear();
 void test_attend_heads();
 void test_largest();
 void test_decode();
+void test_bitmask();
 
 }  // namespace check

@@ -1,0 +1,103 @@
+"""Masks of many sequences at once: starts that they share, and requests' settings."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.config.structured import GrammarSettings
+from quire.engine.grammar.bits import adjust
+from quire.engine.grammar.compiler import GrammarCompiler, Vocabulary
+from quire.engine.grammar.grammar import Grammar
+from quire.engine.grammar.growth import Growth
+from quire.engine.grammar.matcher import Matcher
+from quire.protocol.sampling import SamplingParams
+from quire.protocol.structured import StructuredOutputs
+from tests.models.reference import VOCAB
+from tests.tiny import END_ID, ascii_tokenizer, text_ids
+
+pytest.importorskip("llguidance", reason="llguidance is not installed")
+
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def grammar() -> Grammar:
+    compiler = GrammarCompiler(GrammarSettings())
+    compiler.set_vocabulary(lambda: Vocabulary(ascii_tokenizer().to_str(), VOCAB, (END_ID,)))
+    return compiler.compile(StructuredOutputs(regex="[a-f]{0,50}")).result()
+
+
+def mask_of(matcher: Matcher) -> bytes:
+    return matcher.native.compute_bitmask()
+
+
+def test_sequences_move_to_new_starts(grammar: Grammar) -> None:
+    """Ten sequences are enough for three starts. Wherever one goes on, it stands where it stood."""
+    matchers = [Matcher(grammar, SamplingParams(), (END_ID,)) for _ in range(10)]
+    for i, (matcher, letter) in enumerate(zip(matchers, "abcdefabcd", strict=True)):
+        for token in text_ids(letter) * (5 * i + 5):
+            matcher.consume(token)
+    before = [mask_of(matcher) for matcher in matchers]
+    growth = Growth(num_threads=8)
+    growth.consider(grammar)
+    deadline = time.monotonic() + PATIENCE_S
+    while grammar.is_growing and time.monotonic() < deadline:
+        growth.poll(matchers)
+    growth.shutdown()
+    assert sorted(start.num_sequences for start in grammar.starts) == [3, 3, 4]
+    assert [mask_of(matcher) for matcher in matchers] == before
+    assert len(set(before)) > 1, "they stand at different places"
+    for matcher in matchers:
+        matcher.leave()
+    assert [start.num_sequences for start in grammar.starts] == [0]
+
+
+@pytest.mark.parametrize(("num_sequences", "num_threads"), [(4, 8), (50, 1)])
+def test_few_sequences_or_threads_need_one_start(
+    grammar: Grammar, num_sequences: int, num_threads: int
+) -> None:
+    matchers = [Matcher(grammar, SamplingParams(), (END_ID,)) for _ in range(num_sequences)]
+    assert not grammar.wants_start(num_threads)
+    for matcher in matchers:
+        matcher.leave()
+
+
+TOKENS = range(70)
+SETTINGS = [
+    SamplingParams(),
+    SamplingParams(ignore_eos=True),
+    SamplingParams(allowed_token_ids=[0, 5, 64]),
+]
+
+
+@given(
+    rows=st.lists(
+        st.tuples(st.sets(st.sampled_from(TOKENS), max_size=3), st.booleans(), st.integers(0, 2)),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_settings_of_requests(grammar: Grammar, rows: list[tuple[set[int], bool, int]]) -> None:
+    """(tokens that the grammar allows, whether the text may end, settings) of each row."""
+    eos = (2, 65)
+    matchers = [Matcher(grammar, SETTINGS[which], eos) for _, _, which in rows]
+    masks = np.zeros((len(rows), grammar.num_words), np.int32)
+    expected = []
+    for line, (tokens, may_end, which) in zip(masks, rows, strict=True):
+        inner = tokens - set(eos)
+        for token in inner | ({65} if may_end else set()):
+            line.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+        left = inner | (set(eos) if may_end and which != 1 else set())
+        expected.append(left & {0, 5, 64} if which == 2 else left)
+    one_left = adjust(masks, matchers)
+    for i, wanted in enumerate(expected):
+        found = {t for t in TOKENS if int(masks[i, t // 32]) >> t % 32 & 1}
+        assert found == (wanted or set(TOKENS))
+        assert (matchers[i].failure is None) == bool(wanted)
+        assert one_left[i] == (len(wanted) == 1)
+        matchers[i].leave()
