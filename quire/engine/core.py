@@ -48,7 +48,7 @@ class EngineCore:
         grammar_settings: GrammarSettings | None = None,
         num_threads: int = 1,
     ) -> None:
-        """`num_threads` are what the host may compute on besides this one."""
+        """`num_threads` make masks of grammars at most."""
         self.executor = executor
         self.metrics = EngineMetrics()
         self.scheduler = Scheduler(limits, self.metrics)

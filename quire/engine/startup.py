@@ -56,12 +56,19 @@ def start_engine(options: EngineOptions, model: ModelConfig) -> Engine:
         scheduler_limits(final, model, executor.num_blocks, executor.groups_prefixes),
         max_steps_in_flight=final.scheduler.max_steps_in_flight or 1,
         grammar_settings=GrammarSettings.from_config(final.decoding.structured_outputs_config),
-        num_threads=final.device.num_threads or 1,
+        num_threads=_mask_threads(final),
     )
     logger.info(
         "ready in %.1f s: %s on %s", time.perf_counter() - started, model.source.name, device.name
     )
     return Engine(core, model, final)
+
+
+def _mask_threads(options: EngineOptions) -> int:
+    """Threads that make masks of grammars. On a CPU, those that ran the model still hold their
+    cores: they spin for the next piece of work."""
+    num_threads = options.device.num_threads or 1
+    return num_threads if options.device.device != "cpu" else max(num_threads // 2, 1)
 
 
 def scheduler_limits(

@@ -34,13 +34,14 @@ def adjust(masks: Int32Array, matchers: Sequence[Matcher]) -> BoolArray:
     for row, matcher in enumerate(matchers):
         if matcher.allowed is not None:
             words[row] &= matcher.allowed
-    counts = np.count_nonzero(words, axis=1)
-    for row in np.flatnonzero(counts == 0).tolist():
+    largest = words.max(axis=1)
+    for row in np.flatnonzero(largest == 0).tolist():
         matchers[row].found_nothing()
+    one_word = words.sum(axis=1, dtype=np.uint64) == largest
     for row, matcher in enumerate(matchers):
         if matcher.failure is not None:
             masks[row] = -1
-    return _have_one_bit(words, counts)
+    return one_word & (largest != 0) & (largest & (largest - np.uint32(1)) == 0)
 
 
 def _set_ends(
@@ -54,15 +55,6 @@ def _set_ends(
         words[rows, token // WORD_BITS] &= ~_bit(token)
     for token in ends:
         words[rows, token // WORD_BITS] |= may_end * _bit(token)
-
-
-def _have_one_bit(words: Words, counts: NDArray[np.intp]) -> BoolArray:
-    """Which rows have one bit; `counts` says how many of their words have any."""
-    found: BoolArray = counts == 1
-    for row in np.flatnonzero(found).tolist():
-        word = int(words[row].max())
-        found[row] = word & (word - 1) == 0
-    return found
 
 
 def token_bits(tokens: Iterable[int], num_words: int) -> Words:

@@ -207,18 +207,20 @@ class Grammars:
 
     def _jump(self, request: Request, matcher: Matcher, now: float) -> list[int]:
         """Append the tokens that can only follow; returns them."""
+        tokens = matcher.forced()
+        if not tokens:
+            return tokens
         room = request.max_total - request.num_known
         too_early = request.num_prompt + request.params.min_tokens - request.num_known - 1
-        tokens, stops = matcher.forced(), matcher.is_complete
+        stops = matcher.is_complete
         for place, token in enumerate(tokens):
             if token in request.stop_ids and place >= too_early:
                 tokens, stops = tokens[: place + 1], True
                 break
         if len(tokens) > room:
             tokens, stops = tokens[:room], False
-        if tokens:
-            self._scheduler.append_tokens(request, tokens)
-            self._scheduler.metrics.generated(len(tokens), np.zeros(0), now)
+        self._scheduler.append_tokens(request, tokens)
+        self._scheduler.metrics.generated(len(tokens), np.zeros(0), now)
         if stops:
             self._scheduler.end(request, "stop", now)
         elif len(tokens) == room:

@@ -26,7 +26,7 @@ QWEN_3 = (
 OPENS_THINKING = (
     QWEN_2_5
     + """
-{%- if add_generation_prompt and enable_thinking is not defined %}{{ '<think>\n' }}{% endif %}"""
+{%- if add_generation_prompt and enable_thinking | default(true) %}{{ '<think>\n' }}{% endif %}"""
 )
 
 LLAMA_3_1 = """
