@@ -76,7 +76,7 @@ def with_form(
             )
         grammar = calls_grammar(form, use, tokenizer.special_ids.get)
         changes["structured_outputs"] = StructuredOutputs(grammar=grammar)
-    elif params.structured_outputs is not None and form.starts_in_reasoning:
+    elif params.structured_outputs is not None and form.tags is not None:
         changes["structured_outputs"] = answer_after_reasoning(
             form, params.structured_outputs, tokenizer.special_ids.get
         )

@@ -167,6 +167,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+    ({"thinking": {"type": "deep"}}, "thinking"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config"),
     ({"n": 2}, "n"),
     ({"stop": "a", "stop_sequences": ["b"]}, "stop_sequences"),
@@ -242,3 +243,14 @@ def test_tool_use(claude: anthropic.Anthropic, model: str) -> None:
     ]
     arguments["tool_choice"] = {"type": "none"}
     assert claude.messages.create(**arguments).content[0].type == "text"
+
+
+def test_output_format(claude: anthropic.Anthropic, model: str) -> None:
+    schema = {"type": "object", "properties": {"mood": {"enum": ["glad", "sad"]}}}
+    schema |= {"required": ["mood"], "additionalProperties": False}
+    config: Any = {"format": {"type": "json_schema", "schema": schema}}
+    reply = claude.messages.create(
+        model=model, max_tokens=60, messages=QUESTION, output_config=config
+    )
+    assert reply.stop_reason == "end_turn"
+    jsonschema.validate(json.loads(text_of(reply)), schema)

@@ -113,3 +113,18 @@ def test_responses(thinker: RunningServer) -> None:
     again += [{"type": "function_call_output", "call_id": whole.output[2].call_id, "output": "1"}]  # type: ignore[union-attr]
     arguments["input"] = again
     assert client.responses.create(**arguments, max_output_tokens=4).status == "incomplete"
+
+
+@pytest.mark.parametrize("kind", ["enabled", "adaptive", "disabled"])
+def test_thinking_in_messages(thinker: RunningServer, kind: str) -> None:
+    """It is what the template hears; a reply whose prompt opens no reasoning has none."""
+    text = "Paris." if kind == "disabled" else "Hm.</think>Paris."
+    body: dict[str, Any] = {"messages": QUESTION, "max_tokens": 40}
+    body |= {"thinking": {"type": kind, "budget_tokens": 1024}}
+    body |= {"structured_outputs": {"grammar": f"start: {json.dumps(text)}"}}
+    reply = thinker.request("POST", "/v1/messages", body)
+    assert reply.status == 200, reply.body
+    *thought, answer = reply.json["content"]
+    assert answer["text"] == "Paris."
+    assert [one["thinking"] for one in thought] == ([] if kind == "disabled" else ["Hm."])
+    assert reply.json["stop_reason"] == "end_turn"

@@ -32,11 +32,18 @@ class Person(BaseModel):
 
 def test_parse(client: openai.OpenAI, model: str) -> None:
     """The client sends the model's schema as strict and reads the object back."""
-    reply = client.chat.completions.parse(
+    reply = client.beta.chat.completions.parse(
         model=model, messages=MESSAGES, response_format=Person, max_tokens=60, temperature=0
     )
     assert reply.choices[0].finish_reason == "stop"
     assert isinstance(reply.choices[0].message.parsed, Person)
+
+
+def test_parse_a_response(client: openai.OpenAI, model: str) -> None:
+    reply = client.responses.parse(
+        model=model, input="Describe a person.", text_format=Person, max_output_tokens=60
+    )
+    assert reply.status == "completed" and isinstance(reply.output_parsed, Person)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.frontend.tools.declared import Tool, ToolUse
 from quire.frontend.tools.message_stream import MessageForm
-from quire.protocol.structured import StructuredOutputs
+from quire.protocol.structured import StructuredOutputs, closed
 
 SpecialTokens = Callable[[str], int | None]
 """The id of a marker that is a special token, which a grammar cannot spell out."""
@@ -42,20 +42,33 @@ def calls_grammar(form: MessageForm, use: ToolUse, special: SpecialTokens) -> st
 def answer_after_reasoning(
     form: MessageForm, wanted: StructuredOutputs, special: SpecialTokens
 ) -> StructuredOutputs:
-    """The same form for the answer alone, where the prompt has opened the reasoning. Grammars and
+    """The same form for the answer alone, after what the model may think first. Grammars and
     regular expressions speak of the whole text: they can have the tags themselves."""
     if wanted.choice is not None:
         answer = " | ".join(json.dumps(one, ensure_ascii=False) for one in wanted.choice)
     elif wanted.json is not None or wanted.json_object:
-        schema = json.loads(wanted.text)
-        if wanted.disable_any_whitespace and isinstance(schema, dict):
-            schema = {**schema, "x-guidance": {"whitespace_flexible": False}}
-        answer = f"%json {json.dumps(schema)}"
+        answer = f"%json {json.dumps(_answer_schema(wanted))}"
     else:
         return wanted
     lines, prefix = _reasoning(form, special)
     lines += [f"start: {prefix}answer", f"answer: {answer}"]
     return StructuredOutputs(grammar="\n".join(lines) + "\n")
+
+
+def _answer_schema(wanted: StructuredOutputs) -> Any:
+    """A schema with the request's settings, which grammars have no other place for."""
+    schema = json.loads(wanted.text)
+    if wanted.disable_additional_properties:
+        schema = closed(schema)
+    if not isinstance(schema, dict):
+        return schema
+    settings: dict[str, Any] = {}
+    if wanted.disable_any_whitespace:
+        settings["whitespace_flexible"] = False
+    elif wanted.whitespace_pattern is not None:
+        settings["whitespace_pattern"] = wanted.whitespace_pattern
+    rest = {key: value for key, value in schema.items() if key != "x-guidance"}
+    return {**rest, "x-guidance": settings} if settings else rest
 
 
 def _arguments_schema(tool: Tool) -> dict[str, Any]:

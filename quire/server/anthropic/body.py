@@ -12,6 +12,8 @@ from quire.server.conversation import text_parts
 
 TEXT_BLOCKS = ("text",)
 ROLES = ("user", "assistant", "system")
+THINKING = {"enabled": True, "adaptive": True, "disabled": False}
+"""The types of `thinking`, and what chat templates hear as `enable_thinking`."""
 
 
 class CountBody(MessageBody):
@@ -28,12 +30,26 @@ class CountBody(MessageBody):
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
         self.refuse("logprob_token_ids")
-        if (self.thinking or {}).get("type", "disabled") != "disabled":
+        if self.thinking is not None and self.thinking.get("type") not in THINKING:
             raise RequestError(
-                f"thinking={self.thinking!r} is not supported yet; use {{'type': 'disabled'}}."
+                f"thinking.type must be one of {', '.join(THINKING)}, got {self.thinking!r:.200}."
             )
-        if (self.output_config or {}).get("format") is not None:
-            raise RequestError("output_config has a format, which is not supported yet.")
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the model is to reason before it answers; None: as it likes."""
+        return None if self.thinking is None else THINKING[self.thinking["type"]]
+
+    def output_format(self) -> dict[str, Any]:
+        form = (self.output_config or {}).get("format")
+        if form is None:
+            return {}
+        if not isinstance(form, dict) or form.get("type") != "json_schema" or "schema" not in form:
+            raise RequestError(
+                "output_config.format must be {'type': 'json_schema', 'schema': {...}}, got "
+                f"{form!r:.200}."
+            )
+        return {"type": "json_schema", "json_schema": form}
 
     @property
     def continues(self) -> bool:

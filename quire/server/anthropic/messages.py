@@ -13,7 +13,7 @@ from quire.frontend.inputs import Prompt
 from quire.frontend.outputs import CompletionOutput, RequestOutput
 from quire.frontend.tools.deltas import CallDelta, Delta, Message, ReasoningDelta, TextDelta
 from quire.frontend.tools.message_stream import MessageForm
-from quire.protocol.errors import QuireError
+from quire.protocol.errors import QuireError, RequestError
 from quire.protocol.sampling import RequestOutputKind, SamplingParams
 from quire.server.answering import answer, check_body
 from quire.server.anthropic.blocks import TextBlock, ThinkingBlock, ToolBlock, event
@@ -37,6 +37,11 @@ async def create_message(body: MessagesBody, request: Request) -> Response:
     use = body.tool_use
     prompt = await _render(state, body)
     form = message_form(state, body.chat_template, prompt, use)
+    if body.thinks and form.tags is None:
+        raise RequestError(
+            f"thinking={body.thinking!r:.200} is refused: the chat template of model {model!r} "
+            "shows no reasoning; leave it out, or set the server's --reasoning-parser."
+        )
     params = with_form(state, _params(state, body, prompt), form, use)
     reply = MessageReply(f"msg_{body.request_id or request.state.request_id}", model, form)
     terms = body.terms(request.state.tenant)
@@ -57,6 +62,7 @@ async def _render(state: ServerState, body: CountBody) -> Prompt:
         state,
         body,
         body.conversation(),
+        template_kwargs={} if body.thinks is None else {"enable_thinking": body.thinks},
         add_generation_prompt=not body.continues,
         continue_final_message=body.continues,
         tools=body.tool_use.declarations,

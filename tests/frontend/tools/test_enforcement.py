@@ -91,8 +91,11 @@ def test_markers_that_are_special_tokens_go_by_their_ids() -> None:
     assert 'call_0: <[9]> "add" <[32]> arguments_0' in grammar
 
 
-def test_answers_keep_their_form_after_reasoning() -> None:
-    form = MessageForm(tags=THINK, starts_in_reasoning=True)
+@pytest.mark.parametrize("inside", [False, True])
+def test_answers_keep_their_form_after_reasoning(inside: bool) -> None:
+    """Where the prompt has not opened the reasoning, the model may do so or answer at once."""
+    form = MessageForm(tags=THINK, starts_in_reasoning=inside)
+    start = "" if inside else "<think>"
     for wanted, answer in (
         (StructuredOutputs(json=SCHEMA), '{"a": 5}'),
         (StructuredOutputs(json_object=True), "{}"),
@@ -100,10 +103,26 @@ def test_answers_keep_their_form_after_reasoning() -> None:
     ):
         made = answer_after_reasoning(form, wanted, lambda marker: None)
         assert made.grammar is not None
-        assert accepts(made.grammar, f"Let me think.\n</think>\n\n{answer}")
-        assert not accepts(made.grammar, answer) and not accepts(made.grammar, "Hm</think>Well")
+        assert accepts(made.grammar, f"{start}Let me think.\n</think>\n\n{answer}")
+        assert accepts(made.grammar, answer) is not inside
+        assert not accepts(made.grammar, f"{start}Hm</think>Well")
     regex = StructuredOutputs(regex="a+")
     assert answer_after_reasoning(form, regex, lambda marker: None) is regex
+
+
+def test_settings_of_json_hold_after_reasoning() -> None:
+    form = MessageForm(tags=THINK, starts_in_reasoning=True)
+    schema = {**SCHEMA, "x-guidance": {"whitespace_pattern": "x*"}}
+
+    def made(**settings: Any) -> str:
+        wanted = StructuredOutputs(json=schema, **settings)
+        return str(answer_after_reasoning(form, wanted, lambda marker: None).grammar)
+
+    assert accepts(made(), '</think>{ "a": 5, "b": 6}')
+    assert not accepts(made(disable_any_whitespace=True), '</think>{"a": 5}')
+    assert not accepts(made(disable_additional_properties=True), '</think>{"a": 5, "b": 6}')
+    assert accepts(made(whitespace_pattern="_*"), '</think>{__"a":5}')
+    assert not accepts(made(), '</think>{x"a":5}')
 
 
 def test_the_arguments_schema_is_the_tools() -> None:
