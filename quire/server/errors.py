@@ -96,7 +96,8 @@ def quire_error_response(error: QuireError, dialect: Dialect) -> Response:
 def field_of(message: str) -> str | None:
     """The field that a message is about: messages begin with its name."""
     match = re.match(
-        r"(?:prompts\[\d+\]: )?([a-z][a-z_]*)(?:\[[^\]]*\])?(?:=| must| holds| is| has)", message
+        r"(?:prompts\[\d+\]: )?([a-z][a-z_]*)(?:\[[^\]]*\]|\.[a-z_]+)*(?:=| must| holds| is| has)",
+        message,
     )
     return match[1] if match else None
 

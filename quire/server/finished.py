@@ -7,7 +7,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.frontend.collector import OpenRequest
+from quire.frontend.collector import OpenRequest, OpenSequence
 from quire.server.gate import Application, Receive, Scope, Send
 
 
@@ -24,6 +24,12 @@ class FinishedRequest:
     """On the monotonic clock."""
     made: Sequence[OpenRequest]
     """What the engine was asked for, empty if the request was refused before."""
+
+
+def end_of(sequence: OpenSequence) -> str:
+    """Why a sequence ended, also where the engine could not say so."""
+    failed = sequence.request.error is not None
+    return sequence.finish_reason or ("error" if failed else "disconnect")
 
 
 Observer = Callable[[FinishedRequest], None]

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from quire.frontend.collector import OpenRequest, OpenSequence
-from quire.server.finished import FinishedRequest
+from quire.server.finished import FinishedRequest, end_of
 
 logger = logging.getLogger("quire.requests")
 
@@ -37,7 +37,7 @@ class RequestLog:
             "prompt_tokens": sum(len(one.prompt_token_ids) for one in made),
             "cached_tokens": sum(one.num_cached_tokens or 0 for one in made),
             "completion_tokens": sum(len(sequence.token_ids) for sequence in sequences),
-            "finish_reasons": [sequence.finish_reason or "disconnect" for sequence in sequences],
+            "finish_reasons": [end_of(sequence) for sequence in sequences],
             "queue_s": _shortest(made, "first_scheduled_time"),
             "first_token_s": _shortest(made, "first_token_time"),
         }

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from quire.frontend.collector import OpenRequest
 from quire.protocol.errors import OptionError
-from quire.server.finished import FinishedRequest
+from quire.server.finished import FinishedRequest, end_of
 
 EXPORT_TIMEOUT_S = 5
 TRACES_PATH = "/v1/traces"
@@ -96,9 +96,7 @@ def attributes(made: OpenRequest, request_id: str, model: str) -> dict[str, Any]
         "gen_ai.usage.num_sequences": len(made.sequences),
         "gen_ai.usage.prompt_tokens": len(made.prompt_token_ids),
         "gen_ai.usage.completion_tokens": sum(len(one.token_ids) for one in made.sequences),
-        "gen_ai.response.finish_reasons": [
-            one.finish_reason or "disconnect" for one in made.sequences
-        ],
+        "gen_ai.response.finish_reasons": [end_of(one) for one in made.sequences],
         "gen_ai.latency.time_in_queue": _between(times.arrival_time, times.first_scheduled_time),
         "gen_ai.latency.time_to_first_token": _between(times.arrival_time, times.first_token_time),
         "gen_ai.latency.e2e": _between(times.arrival_time, end),

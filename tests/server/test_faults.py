@@ -28,7 +28,7 @@ LONG: Any = {"prompt": "Once upon a time", "max_tokens": 900, "extra_body": {"ig
 
 @pytest.fixture
 def own_server() -> Iterator[RunningServer]:
-    server = RunningServer.start("--max-engine-restarts", "1", *ENGINE)
+    server = RunningServer.start("--max-engine-restarts", "1", "--enable-log-requests", *ENGINE)
     assert server.url, "".join(server.lines)
     yield server
     server.stop()
@@ -59,6 +59,8 @@ def test_killed_engine(own_server: RunningServer) -> None:
         with pytest.raises(openai.InternalServerError, match="SIGKILL") as caught:
             waiting.result()
     assert caught.value.status_code == 503 and "retry-after" in caught.value.response.headers
+    failed_line = '"finish_reasons":["error"]'
+    eventually(lambda: "".join(own_server.lines).count(failed_line) == 4, "a line for each")
     health = own_server.request("GET", "/health")
     if health.status == 503:  # unless the new engine is up already
         assert "SIGKILL" in health.error["message"] and "retry-after" in health.headers

@@ -42,6 +42,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (TEXT, {**PROMPT, "model": "gpt-4"}, 404, "model"),
     (CHAT, {**HELLO, "model": "\ud800" * 9999}, 404, "model"),
     (CHAT, {"messages": []}, 400, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
     (CHAT, {"messages": [{"content": "who?"}]}, 400, "messages"),
     (CHAT, {**HELLO, "top_logprobs": 2}, 400, "top_logprobs"),
     (CHAT, {**HELLO, "tool_choice": "required"}, 400, "tool_choice"),

@@ -167,7 +167,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"truncation": "auto"}, "truncation"),
     ({"n": 2}, "n"),
     ({"max_output_tokens": 5000}, "max_output_tokens"),
-    ({"max_output_tokens": 0}, "max_tokens"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"temperature": 3}, "temperature"),
     ({"top_logprobs": 21}, "logprobs"),
     ({"prompt_logprobs": 1}, "prompt_logprobs"),
