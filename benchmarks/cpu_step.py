@@ -44,10 +44,12 @@ class Reader:
     """Reads memory of the size of a model."""
 
     def __init__(self) -> None:
-        from quire.kernels.cpu.memory import map_bytes
+        from quire.kernels.cpu.memory import map_bytes, move_to_large_pages
 
-        self._numbers = map_bytes(READ_BYTES).view(torch.float32)
+        memory = map_bytes(READ_BYTES)
+        self._numbers = memory.view(torch.float32)
         self._numbers.normal_()
+        move_to_large_pages(memory)
 
     def bytes_per_s(self) -> float:
         started = time.perf_counter()
@@ -129,7 +131,8 @@ def bytes_read(llm: LLM, size: int, context: int) -> float:
     """By a step in the middle of those that are timed."""
     from quire.models.loader import held_weight_bytes
 
-    runner: Any = llm._core.executor.runner
+    core: Any = llm._core
+    runner = core.executor.runner
     spec = runner.kv.spec
     tokens = context + WARM_UP_STEPS + ROUNDS * (STEPS + 1)
     kv_bytes: float = size * tokens * spec.bytes_per_block / spec.block_size

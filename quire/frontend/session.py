@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
@@ -83,13 +82,13 @@ def start_session(arguments: dict[str, Any]) -> tuple[Session, EngineCore]:
     """An engine in this process, and its one client."""
     configure_logging()
     options = EngineOptions.from_arguments(**arguments)
-    # Importing torch alone would cause several full collections. The tokenizer is made while
-    # weights are loaded, which leaves a core to it.
-    with no_full_collections(), ThreadPoolExecutor(1) as beside:
+    with no_full_collections():  # importing torch alone would cause several
         model = find_model(options)
-        tokenizer = beside.submit(session_tokenizer, model, options)
+        # First: once its weights are loaded, the engine returns memory that was needed only for a
+        # while.
+        tokenizer = session_tokenizer(model, options)
         engine = start_engine(options, model)
-        session = Session(engine.model, engine.options, tokenizer.result())
+        session = Session(engine.model, engine.options, tokenizer)
         if session.has_tokenizer:
             engine.core.grammars.compiler.set_vocabulary(session.vocabulary)
         return session, engine.core

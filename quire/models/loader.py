@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from quire.config.model import ModelConfig
 from quire.kernels import cpu
+from quire.kernels.cpu.memory import Arena
 from quire.layers.parallel import Parallel, Placement, WeightedLayer
 from quire.layers.quantization.packed import Packed, Weight, pack_floats, pack_gguf, pack_int8
 from quire.layers.quantization.scheme import Scheme, Unquantized
@@ -88,7 +90,8 @@ def choose_scheme(
         return Unquantized()
     if not cpu.available()[0]:
         return Unquantized()
-    return Packed(pack_floats)
+    arena = Arena()
+    return Packed(partial(pack_floats, empty=arena.empty), arena)
 
 
 def count_weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:

@@ -10,12 +10,21 @@ import pytest
 import torch
 
 from quire.config.device import resident_bytes
-from quire.kernels.cpu.memory import CACHE_LINE, CHUNK, LARGE_PAGE, Arena, map_bytes
+from quire.kernels.cpu.memory import (
+    CACHE_LINE,
+    CHUNK,
+    LARGE_PAGE,
+    Arena,
+    map_bytes,
+    move_to_large_pages,
+)
 
 SHAPES = [(3, 5), (1,), (1000, 1000), (7, 64, 16), (CHUNK // 8,), (CHUNK // 4 + 1,), (0, 4), (9,)]
 
 
-def test_tensors_do_not_overlap() -> None:
+@pytest.mark.parametrize("wait", [False, True])
+def test_tensors_do_not_overlap(wait: bool) -> None:
+    """Neither before nor after the system has moved them to large pages."""
     arena = Arena()
     made = []
     for number, shape in enumerate(SHAPES * 2):
@@ -24,6 +33,10 @@ def test_tensors_do_not_overlap() -> None:
         assert tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous()
         assert tensor.data_ptr() % CACHE_LINE == 0
         made.append(tensor.fill_(number))
+    moving = arena.settle()
+    assert moving is not None and arena.settle() is None
+    if wait:
+        moving.join()
     del arena
     gc.collect()
     for number, tensor in enumerate(made):
@@ -38,6 +51,7 @@ def test_takes_memory_when_it_is_written_to() -> None:
     assert memory.data_ptr() % LARGE_PAGE == 0 and len(memory) == size
     assert resident_bytes() - before < 4 * LARGE_PAGE
     memory[::4096] = 1
+    move_to_large_pages(memory)
     assert resident_bytes() - before > size - 4 * LARGE_PAGE
     del memory
     assert resident_bytes() - before < 4 * LARGE_PAGE

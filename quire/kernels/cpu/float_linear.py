@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu.library import FloatLinearCall, NativeMatrix, native
-from quire.kernels.torch.quantized import Empty
+from quire.kernels.cpu.memory import Empty
 
 GROUP = 16
 """Outputs that lie together, as in src/float_linear.h."""

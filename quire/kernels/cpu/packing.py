@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -14,7 +13,6 @@ from quire.kernels.torch.gguf_blocks import (
     q6_k_numbers,
     scales_and_minima,
 )
-from quire.kernels.torch.quantized import Empty
 
 GROUP = 32
 CACHE_LINE = 64
@@ -26,14 +24,10 @@ Split = tuple[Tensor, list[Tensor]]
 [n, count, width], of which a group gets `count` times 32 of `width` bytes."""
 
 
-def pack_rows(kind: str, rows: Tensor, empty: Empty) -> Tensor:
+def pack_rows(kind: str, rows: Tensor) -> Tensor:
     """Stored rows [outputs, bytes] -> groups [outputs / 32, bytes], the last filled with zeros."""
-    packed = (pack_groups(kind, part) for part in rows.split(GROUPS_AT_ONCE * GROUP))
-    first = next(packed)
-    data = empty((-(-len(rows) // GROUP), first.shape[1]), dtype=torch.uint8)
-    for target, groups in zip(data.split(GROUPS_AT_ONCE), chain((first,), packed), strict=True):
-        target.copy_(groups)
-    return data
+    parts = [pack_groups(kind, part) for part in rows.split(GROUPS_AT_ONCE * GROUP)]
+    return torch.cat(parts)
 
 
 def int8_group_bytes(num_inputs: int) -> int:

@@ -17,7 +17,7 @@ from quire.kernels.cpu.library import NativeMatrix, native
 from quire.kernels.cpu.norm_linear import norm_linear as native_norm_linear
 from quire.kernels.cpu.norm_linear import require_rows
 from quire.kernels.cpu.packing import GROUP, int8_group_bytes, pack_rows
-from quire.kernels.torch.quantized import KINDS, Empty, check_inputs, check_rows
+from quire.kernels.torch.quantized import KINDS, check_inputs, check_rows
 
 __all__ = [
     "KINDS",
@@ -51,20 +51,17 @@ class PackedMatrix:
         return ctypes.pointer(matrix)
 
 
-def pack_blocks(
-    kind: str, rows: Tensor, num_inputs: int, empty: Empty = torch.empty
-) -> PackedMatrix:
+def pack_blocks(kind: str, rows: Tensor, num_inputs: int) -> PackedMatrix:
     """Packs rows [outputs, bytes] of blocks of this kind, as in a GGUF file."""
     check_rows(kind, rows, num_inputs)
-    return PackedMatrix(kind, len(rows), num_inputs, pack_rows(kind, rows, empty))
+    return PackedMatrix(kind, len(rows), num_inputs, pack_rows(kind, rows))
 
 
-def quantize_int8(weight: Tensor, empty: Empty = torch.empty) -> PackedMatrix:
+def quantize_int8(weight: Tensor) -> PackedMatrix:
     """Weights [outputs, inputs] of any floating type in 8 bits."""
     num_outputs, num_inputs = weight.shape
     check_inputs("Q8_0", num_inputs)
-    shape = (-(-num_outputs // GROUP), int8_group_bytes(num_inputs))
-    data = empty(shape, dtype=torch.uint8)
+    data = torch.empty(-(-num_outputs // GROUP), int8_group_bytes(num_inputs), dtype=torch.uint8)
     parts = zip(weight.split(ROWS_AT_ONCE), data.split(ROWS_AT_ONCE // GROUP), strict=True)
     for part, groups in parts:
         rows = part.float().contiguous()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +20,6 @@ SMALLEST_ACTIVATION = 1e-30
 # Rows of weights that are dequantised at a time, to bound the memory for them.
 ROWS_AT_ONCE = 4096
 
-Empty: TypeAlias = Callable[..., Tensor]
-"""Makes the memory of weights: `torch.empty` or the like, called with a shape and a dtype."""
-
 
 @dataclass(frozen=True)
 class PackedMatrix:
@@ -37,18 +32,15 @@ class PackedMatrix:
     """uint8 [num_outputs, bytes], as in a GGUF file."""
 
 
-def pack_blocks(
-    kind: str, rows: Tensor, num_inputs: int, empty: Empty = torch.empty
-) -> PackedMatrix:
+def pack_blocks(kind: str, rows: Tensor, num_inputs: int) -> PackedMatrix:
     """The matrix whose rows [outputs, bytes] are stored in blocks of this kind."""
     check_rows(kind, rows, num_inputs)
-    data = empty(tuple(rows.shape), dtype=torch.uint8)
-    return PackedMatrix(kind, len(rows), num_inputs, data.copy_(rows))
+    return PackedMatrix(kind, len(rows), num_inputs, rows.contiguous())
 
 
-def quantize_int8(weight: Tensor, empty: Empty = torch.empty) -> PackedMatrix:
+def quantize_int8(weight: Tensor) -> PackedMatrix:
     """Weights [outputs, inputs] of any floating type in 8 bits."""
-    return pack_blocks("Q8_0", int8_rows(weight), weight.shape[1], empty)
+    return pack_blocks("Q8_0", int8_rows(weight), weight.shape[1])
 
 
 def packed_linear(

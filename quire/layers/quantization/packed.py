@@ -15,11 +15,10 @@ from torch import Tensor
 from quire.kernels import cpu, dispatch
 from quire.kernels.cpu.decoder import MatrixHandle
 from quire.kernels.cpu.float_linear import GROUP, handle, pack_weight, packed_linear
-from quire.kernels.cpu.memory import Arena
+from quire.kernels.cpu.memory import Arena, Empty
 from quire.kernels.cpu.norm_linear import norm_linear
 from quire.kernels.cpu.quantized import PackedMatrix
 from quire.kernels.torch.gguf_blocks import BlockRows
-from quire.kernels.torch.quantized import Empty
 from quire.layers.parallel import Axis, Placement, WeightedLayer
 from quire.layers.quantization.scheme import NormWeight
 
@@ -120,7 +119,7 @@ class BlockMatrix:
         return rows
 
 
-Pack = Callable[[Sequence[Weight], Empty], list[Matrix]]
+Pack = Callable[[Sequence[Weight]], list[Matrix]]
 """Makes matrices of the weights that a layer joins."""
 
 
@@ -139,37 +138,38 @@ def pack_floats(weights: Sequence[Weight], empty: Empty = torch.empty) -> list[M
     return [FloatMatrix(packed, sum(len(tensor) for tensor in tensors))]
 
 
-def pack_int8(weights: Sequence[Weight], empty: Empty = torch.empty) -> list[Matrix]:
+def pack_int8(weights: Sequence[Weight]) -> list[Matrix]:
     """8 bits with a scale for each block of inputs; float32 where blocks do not divide them."""
     if weights[0].shape[1] % INT8_BLOCK:
-        return pack_floats(weights, empty)
+        return pack_floats(weights)
     tensors = [weight for weight in weights if isinstance(weight, Tensor)]
     kernels = block_kernels()
     joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-    return [BlockMatrix(kernels, kernels.quantize_int8(joined, empty))]
+    return [BlockMatrix(kernels, kernels.quantize_int8(joined))]
 
 
-def pack_gguf(weights: Sequence[Weight], empty: Empty = torch.empty) -> list[Matrix]:
+def pack_gguf(weights: Sequence[Weight]) -> list[Matrix]:
     """Blocks as they are stored; what is stored as numbers in float32."""
     matrices: list[Matrix] = []
     kernels = block_kernels()
     for kind, group in groupby(weights, lambda weight: getattr(weight, "kind", None)):
         parts = list(group)
         if kind is None:
-            matrices += pack_floats(parts, empty)
+            matrices += pack_floats(parts)
             continue
         rows = torch.cat([part.rows for part in parts if isinstance(part, BlockRows)])
-        blocks = kernels.pack_blocks(kind, rows, parts[0].shape[1], empty)
+        blocks = kernels.pack_blocks(kind, rows, parts[0].shape[1])
         matrices.append(BlockMatrix(kernels, blocks))
     return matrices
 
 
 class Packed:
-    """A layer's weight becomes one matrix, or several where its parts differ in format."""
+    """A layer's weight becomes one matrix, or several where its parts differ in format. An `arena`
+    is where `pack` gets its memory from."""
 
-    def __init__(self, pack: Pack) -> None:
+    def __init__(self, pack: Pack, arena: Arena | None = None) -> None:
         self._pack = pack
-        self._memory = Arena()
+        self._arena = arena
 
     def create_weights(
         self, layer: WeightedLayer, outputs: Axis, inputs: Axis, place: Placement
@@ -195,11 +195,13 @@ class Packed:
             arrived = [weight for weight in waiting.values() if weight is not None]
             if len(arrived) < len(waiting):
                 return
-        layer.matrices = self._pack(arrived, self._memory.empty)
+        layer.matrices = self._pack(arrived)
         waiting.clear()
 
     def finish_loading(self, layer: WeightedLayer) -> None:
         """The weight was packed when its last part arrived."""
+        if self._arena is not None:
+            self._arena.settle()
 
     def apply(
         self, layer: WeightedLayer, x: Tensor, bias: Tensor | None, out: Tensor | None = None
