@@ -42,7 +42,8 @@ def adjust(masks: Int32Array, matchers: Sequence[Matcher]) -> BoolArray:
     for row, matcher in enumerate(matchers):
         if matcher.failure is not None:
             masks[row] = -1
-    return one_word & (largest != 0) & (largest & (largest - np.uint32(1)) == 0)
+    one_bit: BoolArray = one_word & (largest != 0) & (largest & (largest - np.uint32(1)) == 0)
+    return one_bit
 
 
 def _set_ends(
