@@ -348,6 +348,15 @@ def test_prefix_caching(llm: LLM) -> None:
     assert first.outputs[0].token_ids == second.outputs[0].token_ids
 
 
+def test_dead_ends(llm: LLM) -> None:
+    """Where a grammar leads nowhere the text is not passed off as complete."""
+    form = StructuredOutputs(grammar='start: "a" nowhere\nnowhere: nowhere "b" | nowhere "c"')
+    dead = run(llm, form).outputs[0]
+    assert dead.finish_reason == "error" and "cannot go on" in str(dead.stop_reason)
+
+
+ENDLESS = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}
+
 # --- refusals ------------------------------------------------------------------------------------
 
 
@@ -359,6 +368,9 @@ def test_prefix_caching(llm: LLM) -> None:
         ({"json": {"format": "bogus"}}, ("json", "bogus")),
         ({"json": {"type": "string", "pattern": "(?=a)"}}, ("json", "look-ahead")),
         ({"json": "[1]"}, ("structured_outputs.json", "JSON schema")),
+        ({"json": {"$ref": "#"}}, ("structured_outputs.json",)),
+        ({"json": ENDLESS}, ("structured_outputs.json", "no text has this form")),
+        ({"regex": "[^\\s\\S]"}, ("structured_outputs.regex", "no text has this form")),
         ({"regex": "("}, ("structured_outputs.regex", "unclosed group")),
         ({"grammar": "start: x"}, ("structured_outputs.grammar", "x")),
         ({"grammar": "root ::= ("}, ("structured_outputs.grammar",)),

@@ -28,6 +28,7 @@ def adjust(masks: Int32Array, matchers: Sequence[Matcher]) -> BoolArray:
     words = masks.view(np.uint32)
     rows_of: dict[Any, list[int]] = {}
     for row, matcher in enumerate(matchers):
+        matcher.check()
         rows_of.setdefault((matcher.eos, matcher.ends), []).append(row)
     for (eos, ends), rows in rows_of.items():
         _set_ends(words, np.array(rows), eos, ends)
@@ -41,7 +42,8 @@ def adjust(masks: Int32Array, matchers: Sequence[Matcher]) -> BoolArray:
     for row, matcher in enumerate(matchers):
         if matcher.failure is not None:
             masks[row] = -1
-    return one_word & (largest != 0) & (largest & (largest - np.uint32(1)) == 0)
+    one_bit: BoolArray = one_word & (largest != 0) & (largest & (largest - np.uint32(1)) == 0)
+    return one_bit
 
 
 def _set_ends(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quire.config.structured import GrammarSettings
-from quire.engine.grammar.grammar import Grammar, Start
+from quire.engine.grammar.grammar import DEAD_END, Grammar, Start
 from quire.engine.grammar.translate import grammar_text
 from quire.protocol.errors import OverloadedError, RequestError
 from quire.protocol.structured import StructuredOutputs
@@ -162,10 +162,12 @@ class GrammarCompiler:
 
         def make_start() -> LLMatcher:
             made = LLMatcher(tokenizer, text, log_level=0, limits=limits)
-            if not made.is_error():
-                # The first mask costs as much as building the grammar did: pay for it here.
-                made.deep_copy().compute_bitmask()
-            return made
+            if made.is_error():
+                return made
+            # The first mask costs as much as building the grammar did: pay for it here.
+            tried = made.deep_copy()
+            tried.compute_bitmask()
+            return tried if tried.is_error() else made
 
         matcher = make_start()
         if matcher.is_error():
@@ -210,6 +212,8 @@ class GrammarCompiler:
 
 def _reason(error: str) -> str:
     """llguidance's message, cut to what a client can use."""
+    if error.startswith(DEAD_END):
+        return "no text has this form."
     text = " ".join(error.split())
     keywords = re.fullmatch(r"Unimplemented keys: \[(.*)\]", text)
     if keywords is not None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+DEAD_END = "NoExtension"
+"""How llguidance's errors begin where no token can follow."""
 SEQUENCES_PER_START = 4
 """With fewer on each, another start costs more than the turns it saves."""
 

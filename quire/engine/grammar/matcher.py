@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quire.engine.grammar.bits import Words, token_bits
-from quire.engine.grammar.grammar import Grammar, Start
+from quire.engine.grammar.grammar import DEAD_END, Grammar, Start
 from quire.protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -64,6 +64,11 @@ class Matcher:
         """The sequence has ended."""
         self.grammar.leave(self.start)
 
+    def check(self) -> None:
+        """Fail if no mask could be made; the one that came instead would let the text end here."""
+        if self.native.is_error():
+            self._fail("there is no token that it allows")
+
     def found_nothing(self) -> None:
         """No token is left that may follow."""
         settings = "allowed_token_ids leaves" if self.allowed is not None else "there is"
@@ -72,4 +77,5 @@ class Matcher:
     def _fail(self, otherwise: str) -> None:
         if self.failure is None:
             error = " ".join(self.native.get_error().split())[:300]
-            self.failure = f"structured_outputs: the grammar cannot go on: {error or otherwise}."
+            reason = otherwise if error.startswith(DEAD_END) else error or otherwise
+            self.failure = f"structured_outputs: the grammar cannot go on: {reason}."
