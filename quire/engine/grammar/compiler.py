@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 NUM_THREADS = 2
 MAX_CACHED = 256
-MAX_COMPILE_S = 1.0
+MAX_COMPILE_S = 0.8
+"""So that an answer about a form that is too dear comes within a second."""
 LEXER_FUEL = 500_000
 """What building a grammar's expressions may cost, in llguidance's units: about 50,000 in 1 ms."""
 MAX_LEXER_STATES = 50_000
