@@ -216,6 +216,7 @@ def _prepare_and_write(heads: Heads, layer: Tensor, slots: Tensor) -> Tensor:
     rotation, norms = heads.rotation, heads.norms
     q, k, v = heads.q, heads.k, heads.v
     if rotation is None:
+        assert norms is None, "the kernel normalises heads only where it rotates them"
         return rotate_and_write(q, k, v, layer, slots)
     return rotate_and_write(
         q,
