@@ -34,6 +34,7 @@ PORTABLE = {
     "quantized.cpp": [EXACT],
     "linear_generic.cpp": [EXACT],
     "packing.cpp": [EXACT],
+    "dequantize.cpp": [EXACT],
 }
 X86_64 = {
     "kernel_avx2.cpp": ["-mavx2", "-mfma"],

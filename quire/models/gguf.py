@@ -14,6 +14,9 @@ from torch import Tensor
 
 from quire.config.gguf import LOADABLE_TYPES, GGUFFile, GGUFTensor
 from quire.config.gguf_model import gguf_architecture, translate_gguf
+from quire.kernels import cpu
+from quire.kernels.cpu.dequantize import DEQUANTIZED
+from quire.kernels.cpu.dequantize import dequantize as dequantize_natively
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES, BlockRows, dequantize_blocks
 from quire.kernels.torch.quantized import KINDS
 from quire.protocol.errors import ModelError
@@ -152,6 +155,8 @@ def dequantize(data: NDArray[np.uint8], type_name: str, shape: tuple[int, ...]) 
         raise ModelError(
             f"GGUF type {type_name} is not supported; use a file with {', '.join(LOADABLE_TYPES)}."
         )
+    if type_name in DEQUANTIZED and cpu.available()[0]:
+        return dequantize_natively(data, type_name).view(shape)
     blocks = torch.from_numpy(data.copy()).view(-1, BLOCK_SIZES[type_name][1])
     return dequantize_blocks(blocks, type_name).view(shape)
 

@@ -11,7 +11,7 @@ import torch
 
 LIBRARY = Path(__file__).with_name("libquire_cpu.so")
 ISAS = ("generic", "avx2", "avx512")
-ABI = 5
+ABI = 6
 
 
 class AttentionCall(ctypes.Structure):
@@ -159,6 +159,13 @@ APPLY_BITMASK = (
     ctypes.c_int64,  # num_lines
     ctypes.c_int64,  # num_words
 )
+DEQUANTIZE = (
+    ctypes.c_int32,  # kind
+    ctypes.c_void_p,  # blocks
+    ctypes.c_int64,  # num_blocks
+    ctypes.c_void_p,  # out
+    ctypes.c_int32,  # num_threads
+)
 PACK_INT8 = (
     ctypes.c_void_p,  # rows
     ctypes.c_int64,  # stride
@@ -214,6 +221,7 @@ def load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     library.quire_float_linear.argtypes = (ctypes.POINTER(FloatLinearCall),)
     library.quire_packed_linear.argtypes = PACKED_LINEAR
     library.quire_packed_rows.argtypes = PACKED_ROWS
+    library.quire_dequantize.argtypes = DEQUANTIZE
     library.quire_pack_int8.argtypes = PACK_INT8
     library.quire_pack_int8.restype = None
     library.quire_norm_linear.argtypes = (ctypes.POINTER(NativeMatrix), ctypes.POINTER(LayerCall))

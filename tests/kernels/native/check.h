@@ -51,5 +51,6 @@ void test_attend_heads();
 void test_largest();
 void test_decode();
 void test_bitmask();
+void test_dequantize();
 
 }  // namespace check

@@ -48,7 +48,7 @@ constexpr Test kTests[] = {
     {"packed rows", test_packed_rows},   {"pack int8", test_pack_int8},
     {"norm linear", test_norm_linear},   {"attend heads", test_attend_heads},
     {"largest", test_largest},           {"decode", test_decode},
-    {"bitmask", test_bitmask},
+    {"bitmask", test_bitmask},           {"dequantize", test_dequantize},
 };
 
 void run(const Test& test) {
