@@ -137,6 +137,13 @@ def closed(schema: Any) -> Any:
     return schema
 
 
+def plain(schema: Any) -> Any:
+    """`schema` without settings of llguidance, which could turn keywords off."""
+    if not isinstance(schema, dict):
+        return schema
+    return {key: value for key, value in schema.items() if key != "x-guidance"}
+
+
 def _parts(schema: Any) -> Iterator[dict[str, Any]]:
     """All schemas in a schema. What only looks like one (in `enum`, say) is not visited."""
     pending = [schema]

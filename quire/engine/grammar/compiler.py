@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 import time
@@ -14,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 from quire.config.structured import GrammarSettings
 from quire.engine.grammar.grammar import DEAD_END, Grammar, Start
 from quire.engine.grammar.translate import grammar_text
-from quire.protocol.errors import OverloadedError, RequestError
+from quire.protocol.errors import OverloadedError, QuireError, RequestError
 from quire.protocol.structured import StructuredOutputs
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+logger = logging.getLogger(__name__)
 
 NUM_THREADS = 2
 MAX_CACHED = 256
@@ -142,8 +145,13 @@ class GrammarCompiler:
             tokenizer = self._tokenizer.result()
             made.began = time.monotonic()
             made.future.set_result(self._compile(wanted, tokenizer, made.where))
-        except BaseException as error:
+        except QuireError as error:
             made.future.set_exception(error)
+        except BaseException as error:  # also a panic of llguidance, which is no Exception
+            logger.error("%s could not be compiled", made.where, exc_info=error)
+            made.future.set_exception(
+                RequestError(f"{made.where} cannot be compiled: {error!r:.200}")
+            )
 
     def _compile(self, wanted: StructuredOutputs, tokenizer: LLTokenizer, where: str) -> Grammar:
         from llguidance import LLMatcher, LLParserLimits

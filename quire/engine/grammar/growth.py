@@ -36,9 +36,11 @@ class Growth:
                 continue
             del self._growing[grammar]
             grammar.is_growing = False
+            own = [matcher for matcher in matchers if matcher.grammar is grammar]
+            if not own:
+                continue  # all have ended meanwhile
             start = Start(made.result())
             grammar.starts.append(start)
-            own = [matcher for matcher in matchers if matcher.grammar is grammar]
             fair = len(own) // len(grammar.starts)
             for matcher in own:
                 if start.num_sequences >= fair:
