@@ -140,6 +140,12 @@ def test_any_choice_holds(llm: LLM, choices: list[str], seed: int) -> None:
     assert completion.text in choices and completion.finish_reason == "stop"
 
 
+def test_many_choices(llm: LLM) -> None:
+    choices = [f"c{i}" for i in range(5000)]
+    (completion,) = run(llm, StructuredOutputs(choice=choices)).outputs
+    assert completion.text in choices and completion.finish_reason == "stop"
+
+
 LARK = 'start: "<a>" item+ "</a>"\nitem: "<b>" /[xyz]{1,3}/ "</b>"'
 GBNF = 'root ::= "<a>" item+ "</a>"\nitem ::= "<b>" [xyz] [xyz]? [xyz]? "</b>"'
 
@@ -446,6 +452,20 @@ HOSTILE = {
 def test_hostile_forms_are_refused(llm: LLM, form: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="structured_outputs"):
         run(llm, StructuredOutputs(**form))
+
+
+def test_long_chains_do_not_overflow_the_stack(llm: LLM) -> None:
+    """llguidance follows them by recursion; an overflow would end the process."""
+    rules = "".join(f"r{i}: r{i + 1}\n" for i in range(5000))
+    form = StructuredOutputs(grammar=f'start: r0\n{rules}r5000: "a"')
+    assert run(llm, form).outputs[0].text == "a"
+    parts: dict[str, Any] = {
+        f"a{i}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/a{i + 1}"}], "minItems": 1}
+        for i in range(1000)
+    }
+    schema = {"$defs": {**parts, "a1000": {"type": "null"}}, "$ref": "#/$defs/a0"}
+    form = StructuredOutputs(json=schema, disable_any_whitespace=True)
+    assert run(llm, form, max_tokens=20).outputs[0].text.startswith("[[[")
 
 
 LONG_TO_READ = {

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config.structured import GrammarSettings
 from quire.engine.grammar.grammar import DEAD_END, Grammar, Start
+from quire.engine.grammar.threads import submit
 from quire.engine.grammar.translate import grammar_text
 from quire.protocol.errors import OverloadedError, QuireError, RequestError
 from quire.protocol.structured import StructuredOutputs
@@ -122,7 +123,7 @@ class GrammarCompiler:
                 self._make_room()
             self._begin_tokenizer()
             made = self._cache[key] = Compilation(f"structured_outputs.{wanted.kind}")
-            self._pool().submit(self._run, made, wanted)
+            submit(self._pool(), self._run, made, wanted)
         return made
 
     def _make_room(self) -> None:
@@ -186,7 +187,7 @@ class GrammarCompiler:
 
     def _begin_tokenizer(self) -> None:
         if self._tokenizer is None:
-            self._tokenizer = self._pool().submit(self._make_tokenizer)
+            self._tokenizer = submit(self._pool(), self._make_tokenizer)
 
     def _make_tokenizer(self) -> LLTokenizer:
         try:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from quire.engine.grammar.grammar import Grammar, Start
 from quire.engine.grammar.matcher import Matcher
+from quire.engine.grammar.threads import submit
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -27,7 +28,7 @@ class Growth:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, "quire-grammar-starts")
             grammar.is_growing = True
-            self._growing[grammar] = self._pool.submit(grammar.compile)
+            self._growing[grammar] = submit(self._pool, grammar.compile)
 
     def poll(self, matchers: Iterable[Matcher]) -> None:
         """Let sequences move to starts that are ready."""

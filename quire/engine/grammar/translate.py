@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config.structured import GrammarSettings
 from quire.protocol.errors import RequestError
-from quire.protocol.structured import StructuredOutputs, closed, plain
+from quire.protocol.structured import StructuredOutputs, choice_terminal, closed, plain
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -26,8 +26,7 @@ def grammar_text(wanted: StructuredOutputs, settings: GrammarSettings) -> str:
     if wanted.regex is not None:
         return LLMatcher.grammar_from_regex(wanted.regex)
     if wanted.choice is not None:
-        choices = " | ".join(json.dumps(one, ensure_ascii=False) for one in wanted.choice)
-        return LLMatcher.grammar_from_lark(f"start: {choices}")
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\n{choice_terminal('CHOICE', wanted)}")
     if wanted.grammar is not None:
         return LLMatcher.grammar_from_lark(_as_lark(wanted.grammar))
     if wanted.structural_tag is not None:

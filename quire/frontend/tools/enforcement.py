@@ -10,7 +10,7 @@ from typing import Any
 from quire.config.structured import GrammarSettings
 from quire.frontend.tools.declared import Tool, ToolUse
 from quire.frontend.tools.message_stream import MessageForm
-from quire.protocol.structured import StructuredOutputs, closed, plain
+from quire.protocol.structured import StructuredOutputs, choice_terminal, closed, plain
 
 SpecialTokens = Callable[[str], int | None]
 """The id of a marker that is a special token, which a grammar cannot spell out."""
@@ -50,7 +50,7 @@ def answer_after_reasoning(
     """The same form for the answer alone, after what the model may think first. Grammars and
     regular expressions speak of the whole text: they can have the tags themselves."""
     if wanted.choice is not None:
-        answer = " | ".join(json.dumps(one, ensure_ascii=False) for one in wanted.choice)
+        answer = f"CHOICE\n{choice_terminal('CHOICE', wanted)}"
     elif wanted.json is not None or wanted.json_object:
         answer = f"%json {json.dumps(_answer_schema(wanted, settings))}"
     else:
