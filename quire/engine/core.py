@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from quire.config.structured import GrammarSettings
 from quire.engine.advice import Advisor
 from quire.engine.executors.base import Executor, PendingResult
+from quire.engine.grammar.compiler import Compilation
 from quire.engine.grammar.grammars import POLL_S, Grammars
 from quire.engine.memory_pressure import MemoryPressure
 from quire.engine.snapshot import set_gauges, take_snapshot
@@ -104,11 +105,14 @@ class EngineCore:
             )
         self.scheduler.check(request)
 
-    def add(self, request: NewRequest) -> Future[None] | None:
-        """Take a request in. Where a future is returned, it tells later whether the request is
-        refused after all, once its grammar is compiled."""
+    def add(
+        self, request: NewRequest, compilation: Compilation | None = None
+    ) -> Future[None] | None:
+        """Take a request in; `compilation` is that of its form if somebody has begun it. Where a
+        future is returned, it tells later whether the request is refused after all, once its
+        grammar is compiled."""
         self.check(request)
-        compilation = self.grammars.compile(request)
+        compilation = compilation or self.grammars.compile(request)
         self.scheduler.add(request, is_ready=compilation is None)
         if self.advisor is not None:
             self.advisor.arrived(request)

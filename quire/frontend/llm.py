@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from quire.engine.grammar.compiler import Compilation
 from quire.frontend.beam_outputs import beam_output
 from quire.frontend.collector import OpenRequest
 from quire.frontend.embedding import embed
@@ -22,7 +23,7 @@ from quire.frontend.inputs import (
 from quire.frontend.interrupts import deferred_interrupts
 from quire.frontend.outputs import BeamSearchOutput, RequestOutput
 from quire.frontend.progress import ProgressBar
-from quire.frontend.requests import checked_requests, enforceable
+from quire.frontend.requests import checked_requests, compiled
 from quire.frontend.session import request_failure, start_session
 from quire.frontend.tokenizer import Tokenizer
 from quire.metrics.engine import EngineStatistics
@@ -257,16 +258,18 @@ class LLM:
         news: Iterable[NewRequest] = checked_requests(
             self._session, self._core, prompts, params, priority, options, streams
         )
+        forms: list[Compilation | None] = [None] * len(prompts)
         if any(one.structured_outputs is not None for one in params):
-            news = enforceable(self._core, list(news))
+            news = list(news)
+            forms = compiled(self._core, news)
         elif priority is not None or not self._core.can_start_ahead:
             news = list(news)
         requests: list[OpenRequest] = []
         num_tokens = 0
         try:
-            for new, prompt in zip(news, prompts, strict=True):
+            for new, form, prompt in zip(news, forms, prompts, strict=True):
                 with deferred_interrupts():
-                    self._core.add(new)
+                    self._core.add(new, form)
                     requests.append(self._collector.open(new, prompt.text, kind))
                 num_tokens += len(new.prompt_token_ids)
                 starts = num_tokens >= TOKENS_TO_START_WITH and priority is None

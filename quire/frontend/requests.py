@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from quire.engine.core import EngineCore
+from quire.engine.grammar.compiler import Compilation
 from quire.frontend.inputs import Prompt, TokenizationOptions, naming_index
 from quire.frontend.session import Session
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams
+
+COMPILED_AHEAD = 64
 
 
 def checked_requests(
@@ -43,14 +46,22 @@ def checked_requests(
         yield new
 
 
-def enforceable(core: EngineCore, news: Sequence[NewRequest]) -> Sequence[NewRequest]:
-    """The same requests, once all their forms are compiled; raises if one cannot be enforced."""
-    compilations = []
-    for i, new in enumerate(news):
-        with naming_index(i):
-            compilations.append(core.grammars.compile(new))
-    for i, compilation in enumerate(compilations):
+def compiled(core: EngineCore, news: Sequence[NewRequest]) -> list[Compilation | None]:
+    """The forms of requests, ready; raises if one cannot be enforced. They are kept here, for the
+    compiler itself forgets the oldest, and takes no more at once than it keeps."""
+    made: list[Compilation | None] = []
+
+    def wait_for(index: int) -> None:
+        compilation = made[index]
         if compilation is not None:
-            with naming_index(i):
+            with naming_index(index):
                 compilation.result()
-    return news
+
+    for i, new in enumerate(news):
+        if i >= COMPILED_AHEAD:
+            wait_for(i - COMPILED_AHEAD)
+        with naming_index(i):
+            made.append(core.grammars.compile(new))
+    for i in range(max(len(made) - COMPILED_AHEAD, 0), len(made)):
+        wait_for(i)
+    return made

@@ -137,6 +137,19 @@ def closed(schema: Any) -> Any:
     return schema
 
 
+def choice_terminal(name: str, wanted: StructuredOutputs) -> str:
+    """A choice in Lark's notation. As one terminal, for a parser has a limit on alternatives."""
+    texts = (json.dumps(one, ensure_ascii=False) for one in wanted.choice or ())
+    return f"{name}: {' | '.join(texts)}\n"
+
+
+def plain(schema: Any) -> Any:
+    """`schema` without settings of llguidance, which could turn keywords off."""
+    if not isinstance(schema, dict):
+        return schema
+    return {key: value for key, value in schema.items() if key != "x-guidance"}
+
+
 def _parts(schema: Any) -> Iterator[dict[str, Any]]:
     """All schemas in a schema. What only looks like one (in `enum`, say) is not visited."""
     pending = [schema]

@@ -54,14 +54,15 @@ async def render_chat(
 
     tokenizer = state.llm.session.tokenizer
     template = select_template(tokenizer.chat_template, chat_template, tools is not None)
-    told, declared = prepare_conversation(messages, tools, template, tool_format(state, template))
 
     def render() -> list[Prompt]:
+        format = tool_format(state, template)
+        told, declared = prepare_conversation(messages, tools, template, format)
         return state.llm.session.render(
             told, chat_template=template, template_kwargs=kwargs, tools=declared, **settings
         )
 
-    size = sum(len(str(message.get("content", ""))) for message in messages)
+    size = sum(len(str(part)) for part in (*messages, *(tools or ())))
     return (await off_loop(size, render))[0]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 
+from quire.config.structured import GrammarSettings
 from quire.frontend.chat_template import select_template
 from quire.frontend.inputs import Prompt
 from quire.frontend.tools.declared import ToolUse
@@ -77,8 +78,10 @@ def with_form(
         grammar = calls_grammar(form, use, tokenizer.special_ids.get)
         changes["structured_outputs"] = StructuredOutputs(grammar=grammar)
     elif params.structured_outputs is not None and form.tags is not None:
+        engine = state.llm.session.options.decoding
+        settings = GrammarSettings.from_config(engine.structured_outputs_config)
         changes["structured_outputs"] = answer_after_reasoning(
-            form, params.structured_outputs, tokenizer.special_ids.get
+            form, params.structured_outputs, tokenizer.special_ids.get, settings
         )
     if not tokenizer.special_ids.keys().isdisjoint(form.markers):
         changes["skip_special_tokens"] = False

@@ -15,6 +15,7 @@ from quire.engine.grammar.compiler import GrammarCompiler, Vocabulary
 from quire.engine.grammar.grammar import Grammar
 from quire.engine.grammar.growth import Growth
 from quire.engine.grammar.matcher import Matcher
+from quire.protocol.errors import RequestError
 from quire.protocol.sampling import SamplingParams
 from quire.protocol.structured import StructuredOutputs
 from tests.models.reference import VOCAB
@@ -55,6 +56,32 @@ def test_sequences_move_to_new_starts(grammar: Grammar) -> None:
     for matcher in matchers:
         matcher.leave()
     assert [start.num_sequences for start in grammar.starts] == [0]
+
+
+def test_a_start_that_comes_too_late(grammar: Grammar) -> None:
+    """It holds megabytes, and nobody is left who would ever give it up."""
+    matchers = [Matcher(grammar, SamplingParams(), (END_ID,)) for _ in range(10)]
+    growth = Growth(num_threads=8)
+    growth.consider(grammar)
+    for matcher in matchers:
+        matcher.leave()
+    deadline = time.monotonic() + PATIENCE_S
+    while grammar.is_growing and time.monotonic() < deadline:
+        growth.poll([])
+    growth.shutdown()
+    assert not grammar.is_growing and len(grammar.starts) == 1
+
+
+def test_whatever_fails_is_a_refusal() -> None:
+    """The step loop meets what went wrong on a thread, and must outlive it."""
+
+    def read() -> Vocabulary:
+        raise OSError("the file is gone")
+
+    compiler = GrammarCompiler(GrammarSettings())
+    compiler.set_vocabulary(read)
+    with pytest.raises(RequestError, match=r"structured_outputs\.regex.*the file is gone"):
+        compiler.compile(StructuredOutputs(regex="a")).result()
 
 
 @pytest.mark.parametrize(("num_sequences", "num_threads"), [(4, 8), (50, 1)])

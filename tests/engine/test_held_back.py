@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.protocol.errors import OverloadedError
+from quire.engine.grammar.compiler import Compilation
+from quire.protocol.errors import OverloadedError, RequestError
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams
 from quire.scheduler.failure import fail_request
@@ -71,3 +72,16 @@ def test_it_takes_its_place_in_a_bounded_queue(ends: str) -> None:
     engine.finish()
     waiting = engine.core.scheduler.waiting
     assert (waiting.num_new, waiting.num_new_tokens, waiting.num_new_tenants) == (0, 0, 0)
+
+
+def test_a_form_that_proves_wrong_while_the_request_is_added() -> None:
+    """Its thread may end at any moment, also between the two halves of `EngineCore.add`."""
+    engine = Engine()
+    new = held_back(engine)
+    wrong = Compilation("structured_outputs.regex")
+    wrong.future.set_exception(RequestError("structured_outputs.regex is refused"))
+    accepted = engine.core.grammars.add(new, wrong)
+    assert accepted is not None and isinstance(accepted.exception(), RequestError)
+    engine.step()
+    assert [engine.ended[key].finish_reason for key in (5000, 5001)] == ["error"] * 2
+    assert not engine.core.scheduler.unready and not engine.core.has_work

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
 from quire import LLM, AsyncLLM, RequestError, RequestOutput, SamplingParams, StructuredOutputs
+from quire.engine.grammar.compiler import MAX_CACHED
 from quire.sampling_params import GuidedDecodingParams, StructuredOutputsParams
 from tests.frontend.conftest import Tiny
 from tests.frontend.refusals import refuses
@@ -139,6 +140,12 @@ def test_any_choice_holds(llm: LLM, choices: list[str], seed: int) -> None:
     assert completion.text in choices and completion.finish_reason == "stop"
 
 
+def test_many_choices(llm: LLM) -> None:
+    choices = [f"c{i}" for i in range(5000)]
+    (completion,) = run(llm, StructuredOutputs(choice=choices)).outputs
+    assert completion.text in choices and completion.finish_reason == "stop"
+
+
 LARK = 'start: "<a>" item+ "</a>"\nitem: "<b>" /[xyz]{1,3}/ "</b>"'
 GBNF = 'root ::= "<a>" item+ "</a>"\nitem ::= "<b>" [xyz] [xyz]? [xyz]? "</b>"'
 
@@ -176,7 +183,9 @@ def test_grammars(llm: LLM, grammar: str) -> None:
 def test_structural_tags(llm: LLM, tag: dict[str, Any]) -> None:
     """Free text, but each trigger begins a part of the schema."""
     (completion,) = run(llm, StructuredOutputs(structural_tag=tag), seed=4).outputs
-    assert re.match(r"[^e]*(e\s*(true|false)\s*![^e]*)+", completion.text), completion.text
+    parts = r"[^e]*(e\s*(true|false)\s*![^e]*)+"
+    cut_off = r"(e\s*\w*\s*)?" if completion.finish_reason == "length" else ""
+    assert re.fullmatch(parts + cut_off, completion.text), completion.text
 
 
 def test_json_object(llm: LLM) -> None:
@@ -251,6 +260,19 @@ def test_many_at_once(tiny: Tiny, llm: LLM, steps: int) -> None:
         assert small._core.metrics.preemptions.value > 0
         assert_at_rest(small)
     assert [output.outputs[0].token_ids for output in outputs] == alone
+
+
+def test_more_forms_than_are_kept(llm: LLM) -> None:
+    """One call may have any number of different ones."""
+    count = MAX_CACHED + 100
+    forms = [StructuredOutputs(regex=f"([a-f]+[0-9]){{5,30}}|x{i}y") for i in range(count)]
+    x = text_ids("x")[0]
+    params = [
+        SamplingParams(max_tokens=9, seed=1, structured_outputs=form, logit_bias={x: 100.0})
+        for form in forms
+    ]
+    outputs = llm.generate(["of"] * count, params, use_tqdm=False)
+    assert [output.outputs[0].text for output in outputs] == [f"x{i}y" for i in range(count)]
 
 
 def test_constrained_requests_keep_pace(tiny: Tiny) -> None:
@@ -329,6 +351,23 @@ def test_end_of_sequence_only_where_the_text_may_end(llm: LLM) -> None:
     assert (full.text, full.finish_reason) == ("abbb", "stop")
 
 
+def test_stop_tokens_while_the_end_is_ignored(llm: LLM) -> None:
+    """`ignore_eos` is about ends of sequence; a stop token is one the request names itself."""
+    form = StructuredOutputs(regex="ab{0,40}")
+    params = {"ignore_eos": True, "stop_token_ids": [END_ID], "logit_bias": {END_ID: 100.0}}
+    stopped = run(llm, form, **params).outputs[0]
+    assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == ("a", "stop", END_ID)
+
+
+def test_min_tokens_against_the_form(llm: LLM) -> None:
+    """The one token that the form allows may not come yet: no other is taken instead."""
+    (a,) = text_ids("a")
+    dead = run(
+        llm, StructuredOutputs(regex="ax"), temperature=0, min_tokens=5, stop_token_ids=[a]
+    ).outputs[0]
+    assert dead.finish_reason == "error" and "cannot go on" in str(dead.stop_reason)
+
+
 def test_allowed_tokens(llm: LLM) -> None:
     """Both rules hold; where they contradict each other the request ends with the reason."""
     b, c = text_ids("b")[0], text_ids("c")[0]
@@ -357,6 +396,11 @@ def test_dead_ends(llm: LLM) -> None:
 
 ENDLESS = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}
 
+
+def _tag(**changes: Any) -> dict[str, Any]:
+    return {"structures": [{"begin": "<a>", "schema": {}, "end": "", **changes}], "triggers": ["<"]}
+
+
 # --- refusals ------------------------------------------------------------------------------------
 
 
@@ -375,6 +419,13 @@ ENDLESS = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/
         ({"grammar": "start: x"}, ("structured_outputs.grammar", "x")),
         ({"grammar": "root ::= ("}, ("structured_outputs.grammar",)),
         ({"structural_tag": {"a": 1}}, ("structural_tag", "triggers")),
+        ({"structural_tag": _tag(begin=5)}, ("structural_tag", "triggers")),
+        ({"structural_tag": _tag(end=[])}, ("structural_tag", "triggers")),
+        ({"structural_tag": {**_tag(), "triggers": [5]}}, ("structural_tag", "triggers")),
+        (
+            {"structural_tag": _tag(schema={"not": {}, "x-guidance": {"lenient": True}})},
+            ("structural_tag", '"not"'),
+        ),
     ],
 )
 def test_what_cannot_be_enforced_is_refused(
@@ -401,6 +452,35 @@ HOSTILE = {
 def test_hostile_forms_are_refused(llm: LLM, form: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="structured_outputs"):
         run(llm, StructuredOutputs(**form))
+
+
+def test_long_chains_do_not_overflow_the_stack(llm: LLM) -> None:
+    """llguidance follows them by recursion; an overflow would end the process."""
+    rules = "".join(f"r{i}: r{i + 1}\n" for i in range(5000))
+    form = StructuredOutputs(grammar=f'start: r0\n{rules}r5000: "a"')
+    assert run(llm, form).outputs[0].text == "a"
+    parts: dict[str, Any] = {
+        f"a{i}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/a{i + 1}"}], "minItems": 1}
+        for i in range(1000)
+    }
+    schema = {"$defs": {**parts, "a1000": {"type": "null"}}, "$ref": "#/$defs/a0"}
+    form = StructuredOutputs(json=schema, disable_any_whitespace=True)
+    assert run(llm, form, max_tokens=20).outputs[0].text.startswith("[[[")
+
+
+LONG_TO_READ = {
+    "blank": "\n" * 50_000,
+    "blank GBNF": "root ::= x" + "\n" * 50_000,
+    "chain of rules": "".join(f"r{i} ::= r{i + 1}\n" for i in range(20_000)),
+}
+
+
+@pytest.mark.parametrize("grammar", LONG_TO_READ.values(), ids=LONG_TO_READ.keys())
+def test_grammars_that_would_take_long_to_read(llm: LLM, grammar: str) -> None:
+    """Python reads these, and nothing can end that: what is wrong is found in good time."""
+    with pytest.raises(RequestError, match=r"structured_outputs\.grammar") as caught:
+        run(llm, StructuredOutputs(grammar=grammar))
+    assert "to compile" not in str(caught.value)
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+b", "((a{0,50}){0,50}b){0,50}", "(.*a){30}.{30}"])

@@ -149,6 +149,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "sometimes"}, "tool_choice must be"),
     ({"tool_choice": {"type": "function", "function": {"name": "cube"}}}, "'cube'"),
     ({"tool_choice": {"type": "function"}}, "tool_choice must be"),
+    ({"tool_choice": {"type": "allowed_tools", "tools": 5}}, "tool_choice.tools must list"),
+    ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.tools must"),
     ({"tools": [], "tool_choice": "required"}, "needs tools"),
     ({"tools": [{"type": "web_search"}]}, "tools[0] must be"),
     ({"tools": [{"type": "function", "function": {"name": ""}}]}, "name must be"),

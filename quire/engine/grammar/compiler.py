@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 import time
@@ -13,16 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config.structured import GrammarSettings
 from quire.engine.grammar.grammar import DEAD_END, Grammar, Start
+from quire.engine.grammar.threads import submit
 from quire.engine.grammar.translate import grammar_text
-from quire.protocol.errors import OverloadedError, RequestError
+from quire.protocol.errors import OverloadedError, QuireError, RequestError
 from quire.protocol.structured import StructuredOutputs
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+logger = logging.getLogger(__name__)
+
 NUM_THREADS = 2
 MAX_CACHED = 256
-MAX_COMPILE_S = 0.8
+MAX_COMPILE_S = 0.7
 """So that an answer about a form that is too dear comes within a second."""
 LEXER_FUEL = 500_000
 """What building a grammar's expressions may cost, in llguidance's units: about 50,000 in 1 ms."""
@@ -120,7 +124,7 @@ class GrammarCompiler:
                 self._make_room()
             self._begin_tokenizer()
             made = self._cache[key] = Compilation(f"structured_outputs.{wanted.kind}")
-            self._pool().submit(self._run, made, wanted)
+            submit(self._pool(), self._run, made, wanted)
         return made
 
     def _make_room(self) -> None:
@@ -143,8 +147,13 @@ class GrammarCompiler:
             tokenizer = self._tokenizer.result()
             made.began = time.monotonic()
             made.future.set_result(self._compile(wanted, tokenizer, made.where))
-        except BaseException as error:
+        except QuireError as error:
             made.future.set_exception(error)
+        except BaseException as error:  # also a panic of llguidance, which is no Exception
+            logger.error("%s could not be compiled", made.where, exc_info=error)
+            made.future.set_exception(
+                RequestError(f"{made.where} cannot be compiled: {error!r:.200}")
+            )
 
     def _compile(self, wanted: StructuredOutputs, tokenizer: LLTokenizer, where: str) -> Grammar:
         from llguidance import LLMatcher, LLParserLimits
@@ -179,7 +188,7 @@ class GrammarCompiler:
 
     def _begin_tokenizer(self) -> None:
         if self._tokenizer is None:
-            self._tokenizer = self._pool().submit(self._make_tokenizer)
+            self._tokenizer = submit(self._pool(), self._make_tokenizer)
 
     def _make_tokenizer(self) -> LLTokenizer:
         try:

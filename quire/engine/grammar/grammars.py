@@ -65,13 +65,11 @@ class Grammars:
     def add(self, new: NewRequest, compilation: Compilation) -> Future[None] | None:
         """Take in a request that the scheduler has. None: it can run; otherwise it is held back,
         and the future tells whether its form can be enforced."""
-        if compilation.is_over:
-            self._start(new, compilation)
-            return None
         accepted: Future[None] = Future()
         accepted.set_running_or_notify_cancel()  # whoever waits for it may not cancel it
         self._pending[new.request_id] = new, compilation, accepted
-        return accepted
+        self.poll()
+        return None if accepted.done() and accepted.exception() is None else accepted
 
     @property
     def is_compiling(self) -> bool:
@@ -168,7 +166,7 @@ class Grammars:
         self._sampled = []
         if not self._matchers:
             return None
-        rows, live = plan.rows[plan.samples], self._live(plan)
+        c, rows, live = self._scheduler.columns, plan.rows[plan.samples], self._live(plan)
         if not live.any():
             return None
         complete = np.zeros(len(rows), np.bool_)
@@ -176,7 +174,8 @@ class Grammars:
             request = self._scheduler.by_row[rows[i]]
             assert request is not None
             token = int(result.tokens[i])
-            if token in request.stop_ids:
+            may_stop = c.num_known[rows[i]] + 1 >= c.min_total[rows[i]]
+            if token in request.stop_ids and may_stop:
                 continue  # it ends the request, and is no part of the text
             matcher = self._matchers[request.key]
             matcher.consume(token)

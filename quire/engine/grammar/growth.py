@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from quire.engine.grammar.grammar import Grammar, Start
 from quire.engine.grammar.matcher import Matcher
+from quire.engine.grammar.threads import submit
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -27,7 +28,7 @@ class Growth:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, "quire-grammar-starts")
             grammar.is_growing = True
-            self._growing[grammar] = self._pool.submit(grammar.compile)
+            self._growing[grammar] = submit(self._pool, grammar.compile)
 
     def poll(self, matchers: Iterable[Matcher]) -> None:
         """Let sequences move to starts that are ready."""
@@ -36,9 +37,11 @@ class Growth:
                 continue
             del self._growing[grammar]
             grammar.is_growing = False
+            own = [matcher for matcher in matchers if matcher.grammar is grammar]
+            if not own:
+                continue  # all have ended meanwhile
             start = Start(made.result())
             grammar.starts.append(start)
-            own = [matcher for matcher in matchers if matcher.grammar is grammar]
             fair = len(own) // len(grammar.starts)
             for matcher in own:
                 if start.num_sequences >= fair:

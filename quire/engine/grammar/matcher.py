@@ -26,7 +26,7 @@ class Matcher:
         self.eos = eos
         is_special = grammar.tokenizer.is_special_token
         stops = [token for token in params.stop_token_ids or () if is_special(token)]
-        self.ends = () if params.ignore_eos else (*eos, *stops)
+        self.ends = (*(() if params.ignore_eos else eos), *stops)
         """Tokens that end the request. They stand outside its text, and are allowed where that may
         end."""
         self.allowed: Words | None = None

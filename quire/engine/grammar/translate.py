@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config.structured import GrammarSettings
 from quire.protocol.errors import RequestError
-from quire.protocol.structured import StructuredOutputs, closed
+from quire.protocol.structured import StructuredOutputs, choice_terminal, closed, plain
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 FREE_TEXT = r"(.|\n)*"
+MAX_GBNF_BYTES = 1 << 16
+MAX_GBNF_RULES = 500
+"""llguidance's reader of GBNF takes time with the product of both, and nothing ends it."""
 
 
 def grammar_text(wanted: StructuredOutputs, settings: GrammarSettings) -> str:
@@ -23,8 +26,7 @@ def grammar_text(wanted: StructuredOutputs, settings: GrammarSettings) -> str:
     if wanted.regex is not None:
         return LLMatcher.grammar_from_regex(wanted.regex)
     if wanted.choice is not None:
-        choices = " | ".join(json.dumps(one, ensure_ascii=False) for one in wanted.choice)
-        return LLMatcher.grammar_from_lark(f"start: {choices}")
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\n{choice_terminal('CHOICE', wanted)}")
     if wanted.grammar is not None:
         return LLMatcher.grammar_from_lark(_as_lark(wanted.grammar))
     if wanted.structural_tag is not None:
@@ -52,12 +54,19 @@ def _schema(wanted: StructuredOutputs, settings: GrammarSettings) -> str:
 
 
 def _as_lark(grammar: str) -> str:
-    if not re.search(r"^\s*[\w-]+\s*::=", grammar, re.MULTILINE):
+    num_rules = len(re.findall(r"^[ \t]*[\w-]+[ \t]*::=", grammar, re.MULTILINE))
+    if num_rules == 0:
         return grammar
-    from llguidance.gbnf_to_lark import any_to_lark
+    size = len(grammar.encode())
+    if num_rules > MAX_GBNF_RULES or size > MAX_GBNF_BYTES:
+        raise RequestError(
+            f"structured_outputs.grammar has {num_rules} rules of GBNF in {size} bytes, but at "
+            f"most {MAX_GBNF_RULES} in {MAX_GBNF_BYTES} are taken; use a smaller one, or Lark."
+        )
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:
-        return str(any_to_lark(grammar))
+        return str(gbnf_to_lark(grammar))
     except Exception as error:  # its own kinds, and those of broken text
         raise RequestError(
             f"structured_outputs.grammar looks like GBNF but cannot be read: {error}."
@@ -68,7 +77,8 @@ def _tags(tag: Any) -> str:
     """Free text with tagged parts. Both of vLLM's forms are read: `structures` and `triggers`, and
     `format` of type "triggered_tags"."""
     parts, triggers = _tag_parts(tag)
-    if not parts or not triggers:
+    texts = [text for begin, _, end in parts for text in (begin, end)] + triggers
+    if not parts or not triggers or not all(isinstance(text, str) for text in texts):
         raise RequestError(
             "structured_outputs.structural_tag must have structures and triggers, or a format of "
             f"type 'triggered_tags' with tags and triggers, got {str(tag)[:200]!r}."
@@ -85,7 +95,7 @@ def _tags(tag: Any) -> str:
                 f"structured_outputs.structural_tag: no trigger begins {begin!r}; got {triggers!r}."
             )
         words = [json.dumps(begin[len(trigger) :])] if begin != trigger else []
-        words += [f"%json {json.dumps(schema)}", *([json.dumps(end)] if end else [])]
+        words += [f"%json {json.dumps(plain(schema))}", *([json.dumps(end)] if end else [])]
         lines.append(f"tag_{i}_trigger[lazy]: TAG_TEXT {json.dumps(trigger)}")
         lines.append(f"tag_{i}: tag_{i}_trigger {' '.join(words)}")
     return "\n".join(lines) + "\n"

@@ -48,6 +48,12 @@ class CallStream:
         self._has_content = False
         self._deltas: list[Delta] = []
         self.num_calls = 0
+        """How many have ended."""
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether any call was passed on, be it unfinished."""
+        return self.num_calls > 0 or self._is_begun
 
     def feed(self, text: str) -> list[Delta]:
         self._text += text

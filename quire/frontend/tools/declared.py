@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -39,8 +40,9 @@ class ToolUse:
         parallel: bool | None = None,
     ) -> ToolUse:
         names = [tool.name for tool in tools]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise RequestError(f"tools has {twice[0]!r} twice; give each tool its own name.")
+        counts = Counter(names)
+        if twice := [name for name in names if counts[name] > 1]:
+            raise RequestError(f"tools has {twice[0]!r:.80} twice; give each tool its own name.")
         if mode is None:
             mode = "auto" if tools else "none"
         if mode not in ("none", "auto", "required"):
@@ -48,10 +50,9 @@ class ToolUse:
                 f"tool_choice must be 'none', 'auto', 'required' or name a tool, got {mode!r:.80}."
             )
         for name in allowed or ():
-            if name not in names:
-                raise RequestError(
-                    f"tool_choice names {name!r:.80}, but tools has {', '.join(names) or 'none'}."
-                )
+            if name not in counts:
+                known = ", ".join(names[:20]) or "none"
+                raise RequestError(f"tool_choice names {name!r:.80}, but tools has {known:.800}.")
         if mode != "none" and not tools:
             if mode == "required":
                 raise RequestError("tool_choice='required' needs tools; give at least one.")
@@ -67,7 +68,12 @@ class ToolUse:
         if choice.get("type") == "allowed_tools":
             inner = choice.get("allowed_tools")
             given = inner if isinstance(inner, dict) else choice
-            names = [_named_function(one) for one in given.get("tools") or ()]
+            listed = given.get("tools")
+            if not isinstance(listed, list) or not listed:
+                raise RequestError(
+                    f"tool_choice.tools must list the tools that are allowed, got {listed!r:.80}."
+                )
+            names = [_named_function(one) for one in listed]
             return cls.of(tools, given.get("mode", "auto"), names, parallel)
         return cls.of(tools, "required", [_named_function(choice)], parallel=False)
 

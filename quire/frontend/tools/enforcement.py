@@ -7,9 +7,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from quire.config.structured import GrammarSettings
 from quire.frontend.tools.declared import Tool, ToolUse
 from quire.frontend.tools.message_stream import MessageForm
-from quire.protocol.structured import StructuredOutputs, closed
+from quire.protocol.structured import StructuredOutputs, choice_terminal, closed, plain
 
 SpecialTokens = Callable[[str], int | None]
 """The id of a marker that is a special token, which a grammar cannot spell out."""
@@ -21,7 +22,8 @@ def calls_grammar(form: MessageForm, use: ToolUse, special: SpecialTokens) -> st
     """In Lark's notation: reasoning if the model reasons, then one call or more."""
     assert form.format is not None
     style = form.format
-    tools = [tool for tool in use.tools if tool.name in use.allowed]
+    allowed = set(use.allowed)
+    tools = [tool for tool in use.tools if tool.name in allowed]
 
     def literal(text: str) -> str:
         return _literal(text, style.markers, special)
@@ -40,14 +42,17 @@ def calls_grammar(form: MessageForm, use: ToolUse, special: SpecialTokens) -> st
 
 
 def answer_after_reasoning(
-    form: MessageForm, wanted: StructuredOutputs, special: SpecialTokens
+    form: MessageForm,
+    wanted: StructuredOutputs,
+    special: SpecialTokens,
+    settings: GrammarSettings,
 ) -> StructuredOutputs:
     """The same form for the answer alone, after what the model may think first. Grammars and
     regular expressions speak of the whole text: they can have the tags themselves."""
     if wanted.choice is not None:
-        answer = " | ".join(json.dumps(one, ensure_ascii=False) for one in wanted.choice)
+        answer = f"CHOICE\n{choice_terminal('CHOICE', wanted)}"
     elif wanted.json is not None or wanted.json_object:
-        answer = f"%json {json.dumps(_answer_schema(wanted))}"
+        answer = f"%json {json.dumps(_answer_schema(wanted, settings))}"
     else:
         return wanted
     lines, prefix = _reasoning(form, special)
@@ -55,25 +60,23 @@ def answer_after_reasoning(
     return StructuredOutputs(grammar="\n".join(lines) + "\n")
 
 
-def _answer_schema(wanted: StructuredOutputs) -> Any:
-    """A schema with the request's settings, which grammars have no other place for."""
-    schema = json.loads(wanted.text)
-    if wanted.disable_additional_properties:
+def _answer_schema(wanted: StructuredOutputs, settings: GrammarSettings) -> Any:
+    """A schema with the request's and the engine's settings, which grammars have no other place
+    for."""
+    schema = plain(json.loads(wanted.text))
+    if wanted.disable_additional_properties or settings.disable_additional_properties:
         schema = closed(schema)
-    if not isinstance(schema, dict):
-        return schema
-    settings: dict[str, Any] = {}
-    if wanted.disable_any_whitespace:
-        settings["whitespace_flexible"] = False
+    written: dict[str, Any] = {}
+    if wanted.disable_any_whitespace or settings.disable_any_whitespace:
+        written["whitespace_flexible"] = False
     elif wanted.whitespace_pattern is not None:
-        settings["whitespace_pattern"] = wanted.whitespace_pattern
-    rest = {key: value for key, value in schema.items() if key != "x-guidance"}
-    return {**rest, "x-guidance": settings} if settings else rest
+        written["whitespace_pattern"] = wanted.whitespace_pattern
+    return {**schema, "x-guidance": written} if written and isinstance(schema, dict) else schema
 
 
 def _arguments_schema(tool: Tool) -> dict[str, Any]:
     """A function takes the arguments it names: others are left out unless its schema has them."""
-    schema = {key: value for key, value in tool.parameters.items() if key != "x-guidance"}
+    schema: dict[str, Any] = plain(tool.parameters)
     if not any(key in schema for key in COMBINED):
         schema.setdefault("type", "object")
         schema.setdefault("additionalProperties", False)

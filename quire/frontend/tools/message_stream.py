@@ -59,7 +59,7 @@ class MessageStream:
 
     @property
     def has_calls(self) -> bool:
-        return self._calls is not None and self._calls.num_calls > 0
+        return self._calls is not None and self._calls.has_calls
 
     def feed(self, text: str) -> list[Delta]:
         if self._reasoning is None:

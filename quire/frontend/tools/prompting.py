@@ -29,7 +29,8 @@ def prepare_conversation(
         prepared = [_with_short_ids(message) for message in prepared]
     if "tools" in template_variables(template):
         return prepared, tools
-    prepared = [_as_text(message, prepared) for message in prepared]
+    names = _names_by_id(prepared)
+    prepared = [_as_text(message, names) for message in prepared]
     return (_with_instructions(prepared, tools) if tools else prepared), None
 
 
@@ -60,10 +61,10 @@ def _short(call_id: str) -> str:
     return letters[-SHORT_ID:].rjust(SHORT_ID, "0")
 
 
-def _as_text(message: dict[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any]:
+def _as_text(message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     """Calls and their results as what the model would write and read without a template."""
     if message.get("role") == "tool":
-        name = message.get("name") or _called(message.get("tool_call_id"), messages)
+        name = message.get("name") or names.get(str(message.get("tool_call_id")), "the function")
         content = message.get("content")
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
         return {"role": "user", "content": f"Result of {name}: {text}"}
@@ -82,12 +83,14 @@ def _calls(message: dict[str, Any]) -> list[dict[str, Any]]:
     return [one for one in calls if isinstance(one, dict)] if isinstance(calls, list) else []
 
 
-def _called(call_id: Any, messages: list[dict[str, Any]]) -> str:
+def _names_by_id(messages: list[dict[str, Any]]) -> dict[str, str]:
+    """What was called, by the id of the call; of two with one id, the first."""
+    names: dict[str, str] = {}
     for message in messages:
         for call in _calls(message):
-            if call.get("id") == call_id and isinstance(call.get("function"), dict):
-                return str(call["function"].get("name"))
-    return "the function"
+            if isinstance(call.get("function"), dict):
+                names.setdefault(str(call.get("id")), str(call["function"].get("name")))
+    return names
 
 
 def _written(function: Any) -> str:

@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from quire.config.structured import GrammarSettings
 from quire.frontend.tools.declared import ToolUse, chat_tools
 from quire.frontend.tools.enforcement import answer_after_reasoning, calls_grammar
 from quire.frontend.tools.formats import FORMATS, MISTRAL_NAMES_FIRST, ToolFormat
@@ -84,6 +85,16 @@ def test_allowed_tools() -> None:
     assert flat == use
 
 
+def test_many_tools() -> None:
+    """As many as a body can hold, in good time."""
+    names = [f"f{i}" for i in range(50_000)]
+    tools = chat_tools([{"type": "function", "function": {"name": name}} for name in names])
+    use = ToolUse.read(tools, "required", None)
+    assert list(use.allowed) == names
+    grammar = calls_grammar(MessageForm(FORMATS["json"], use.allowed), use, lambda marker: None)
+    assert grammar.count("%json") == len(names)
+
+
 def test_markers_that_are_special_tokens_go_by_their_ids() -> None:
     use = ToolUse.read(TOOLS, "required", None)
     form = MessageForm(MISTRAL_NAMES_FIRST, use.allowed)
@@ -101,26 +112,30 @@ def test_answers_keep_their_form_after_reasoning(inside: bool) -> None:
         (StructuredOutputs(json_object=True), "{}"),
         (StructuredOutputs(choice=["yes", "no"]), "no"),
     ):
-        made = answer_after_reasoning(form, wanted, lambda marker: None)
+        made = answer_after_reasoning(form, wanted, lambda marker: None, GrammarSettings())
         assert made.grammar is not None
         assert accepts(made.grammar, f"{start}Let me think.\n</think>\n\n{answer}")
         assert accepts(made.grammar, answer) is not inside
         assert not accepts(made.grammar, f"{start}Hm</think>Well")
     regex = StructuredOutputs(regex="a+")
-    assert answer_after_reasoning(form, regex, lambda marker: None) is regex
+    assert answer_after_reasoning(form, regex, lambda marker: None, GrammarSettings()) is regex
 
 
 def test_settings_of_json_hold_after_reasoning() -> None:
     form = MessageForm(tags=THINK, starts_in_reasoning=True)
     schema = {**SCHEMA, "x-guidance": {"whitespace_pattern": "x*"}}
 
-    def made(**settings: Any) -> str:
+    def made(engine: GrammarSettings | None = None, **settings: Any) -> str:
         wanted = StructuredOutputs(json=schema, **settings)
-        return str(answer_after_reasoning(form, wanted, lambda marker: None).grammar)
+        engine = engine or GrammarSettings()
+        return str(answer_after_reasoning(form, wanted, lambda marker: None, engine).grammar)
 
     assert accepts(made(), '</think>{ "a": 5, "b": 6}')
     assert not accepts(made(disable_any_whitespace=True), '</think>{"a": 5}')
     assert not accepts(made(disable_additional_properties=True), '</think>{"a": 5, "b": 6}')
+    assert not accepts(made(GrammarSettings(disable_any_whitespace=True)), '</think>{"a": 5}')
+    closed = GrammarSettings(disable_additional_properties=True)
+    assert not accepts(made(closed), '</think>{"a": 5, "b": 6}')
     assert accepts(made(whitespace_pattern="_*"), '</think>{__"a":5}')
     assert not accepts(made(), '</think>{x"a":5}')
 

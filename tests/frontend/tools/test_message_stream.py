@@ -44,6 +44,7 @@ def streamed(form: MessageForm, pieces: list[str]) -> tuple[Message, list[Delta]
     deltas = [delta for piece in pieces for delta in stream.feed(piece)] + stream.finish()
     for delta in deltas:
         message.add(delta)
+    assert stream.has_calls == bool(message.calls)
     return message, deltas
 
 
