@@ -41,7 +41,8 @@ def run(arguments: Arguments) -> int:
     figures: dict[str, Any] = {"results": results}
     if len(runs) == 1:
         started = min(record.sent_s for record in runs[0].records)
-        figures = results[0] | {"records": [described(one, started) for one in runs[0].records]}
+        records = [described(one, started, tokenizer) for one in runs[0].records]
+        figures = results[0] | {"records": records}
     make = _sweep_report if arguments.sweep else _single_report
     publish(make(figures, runs, model), arguments, _Server(options, model))
     return 0 if all(result["completed"] for result in results) else 1
@@ -245,7 +246,8 @@ def _remarks(figures: dict[str, Any]) -> list[str]:
     if figures["output_tokens"] < figures["planned_output_tokens"]:
         share = figures["output_tokens"] / figures["planned_output_tokens"]
         notes.append(f"Answers ended early: {percent(share)} of the tokens asked for.")
-    if figures["completed"] and not figures["counted_by_server"]:
+    is_counted = figures["counted_by_server"] or figures["counted_by_tokenizer"]
+    if figures["completed"] and not is_counted:
         notes.append("The server does not count tokens; a piece of the stream counts as one.")
     late = figures["late_s"]
     if late and late["p99"] > 0.01:

@@ -27,15 +27,16 @@ class Address:
     @classmethod
     def parse(cls, url: str) -> Address:
         """Reads http://host:port, with or without the scheme, a path and /v1 at its end."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
+        bad = OptionError(
+            f"--url must be the address of a server such as {DEFAULT_URL}, got {url!r}."
+        )
         try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port
         except ValueError:
-            port = 0
+            raise bad from None
         if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-            raise OptionError(
-                f"--url must be the address of a server such as {DEFAULT_URL}, got {url!r}."
-            )
+            raise bad
         if parts.query or parts.fragment or parts.username:
             raise OptionError(
                 f"--url {url!r} must end with its path; a key goes to --api-key, other fields into "

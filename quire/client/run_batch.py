@@ -33,7 +33,11 @@ def run_file(input_file: str, output_file: str, poster: Poster, concurrency: int
 
 
 async def _run(source: Path, target: Path, poster: Poster, concurrency: int) -> BatchCounts:
-    with source.open("rb") as lines, target.open("w", encoding="utf-8") as results:
+    # Half a character, which JSON may hold and UTF-8 may not, stays the escape that it was.
+    with (
+        source.open("rb") as lines,
+        target.open("w", encoding="utf-8", errors="backslashreplace") as results,
+    ):
 
         def write(result: dict[str, Any]) -> None:
             results.write(json.dumps(result, ensure_ascii=False) + "\n")

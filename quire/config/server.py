@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,7 +137,12 @@ class ServingOptions(CheckedOptions):
     drain_timeout_s: float = option(
         60.0, "Longest wait for open requests when the server is told to stop.", minimum=0
     )
-    metrics_prefix: str = option("quire", "What names of metrics begin with; vllm: as vLLM's do.")
+    metrics_prefix: str = option(
+        "quire",
+        "What names of metrics begin with; vllm: as vLLM's do.",
+        accepts=lambda value: re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", value) is not None,
+        rule="a name of letters, digits and underscores",
+    )
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,8 @@ BOOKS_INTERVAL_S = 10.0
 """An idle engine checks its books, but not so often that single requests wait for it: looking at
 all blocks takes milliseconds."""
 DRAIN_RETRY_S = 30.0
+LONGEST_SLEEP_S = 3600.0
+"""A deadline may lie further off than the numbers of a system call reach."""
 
 
 class EngineCore:
@@ -83,7 +85,7 @@ class EngineCore:
         """How long a loop without work may sleep; None: until somebody calls."""
         events = (self.scheduler.deadlines.next, self.scheduler.progress.next_time)
         times = [event for event in events if event is not None]
-        waits = [max(min(times) - self.clock(), 0.0)] if times else []
+        waits = [min(max(min(times) - self.clock(), 0.0), LONGEST_SLEEP_S)] if times else []
         if self.grammars.is_compiling:
             waits.append(POLL_S)
         return min(waits) if waits else None

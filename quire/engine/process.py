@@ -10,6 +10,7 @@ import gc
 import logging
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -120,6 +121,7 @@ class EngineLoop:
 
 def main() -> int:
     reports = _claim_stdout()
+    _leave_signals_to_parent()
     start: StartEngine = read_line(sys.stdin.buffer.readline(), StartEngine)
     threading.Thread(target=_die_with_parent, name="quire-parent-watch", daemon=True).start()
     configure_logging(start.log_level)
@@ -169,6 +171,14 @@ def _claim_stdout() -> BinaryIO:
     reports = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     return reports
+
+
+def _leave_signals_to_parent() -> None:
+    """Whoever stops the server may signal all of its processes at once, as systemd does; open
+    requests are finished even so, and the supervisor says when that is done."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # No SIG_IGN, which the compilers that this process starts would inherit.
+        signal.signal(number, lambda number, frame: None)
 
 
 def _die_with_parent() -> None:

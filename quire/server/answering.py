@@ -48,7 +48,7 @@ async def answer(
     if streams:
         if begins_first and not await generation.begin():
             return Response(status_code=CLIENT_LEFT)
-        return EventStream(reply.events(generation), **ending)
+        return EventStream(reply.events(generation), generation.close, **ending)
     outputs = await generation.outputs()
     if outputs is None:
         return Response(status_code=CLIENT_LEFT)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, BinaryIO
 
 import msgspec
@@ -61,7 +63,7 @@ class Orders:
 
 
 class HttpServer(uvicorn.Server):
-    """Says when it listens."""
+    """Says when it listens, and ends when the supervisor says so."""
 
     def __init__(self, config: uvicorn.Config, on_listening: Callable[[], Any]) -> None:
         super().__init__(config)
@@ -71,6 +73,15 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             self._on_listening()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Signals are the supervisor's, also where all processes get them; uvicorn would pass them
+        on at its end, and so leave no time to send the last spans."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, lambda: None)
+        yield
 
 
 class ApiProcess:

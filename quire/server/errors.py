@@ -117,7 +117,9 @@ def add_error_handlers(app: FastAPI) -> None:
         cause = error.__cause__
         if error.status_code == 400 and isinstance(cause, ValueError | RecursionError):
             text = f"the body is not JSON that can be read: {cause}."
-        return error_response(error.status_code, text, dialect=dialect)
+        response = error_response(error.status_code, text, dialect=dialect)
+        response.headers.update(error.headers or {})  # such as the methods that a route has
+        return response
 
     @app.exception_handler(RecursionError)
     async def on_deep_body(request: Request, error: RecursionError) -> Response:

@@ -24,22 +24,30 @@ def error_event(error: QuireError) -> bytes:
 
 
 class EventStream(Response):
-    """Sends what `events` yields as it comes; an error in mid-stream becomes an event too."""
+    """Sends what `events` yields as it comes; an error in mid-stream becomes an event too.
+
+    `close` is called at the end, also if a client left before the first event was asked for.
+    """
 
     def __init__(
         self,
         events: AsyncIterator[bytes],
+        close: Callable[[], None],
         last: bytes = DONE,
         write_error: Callable[[QuireError], bytes] = error_event,
     ) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._events = events
+        self._close = close
         self._last = last
         self._write_error = write_error
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await unless_disconnected(receive, self._write(send))
+        try:
+            await unless_disconnected(receive, self._write(send))
+        finally:
+            self._close()
 
     async def _write(self, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

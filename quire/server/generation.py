@@ -105,7 +105,7 @@ class Generation:
         try:
             return await unless_disconnected(self._request.receive, collect())
         finally:
-            self._stream.close()
+            self.close()
 
     async def embeddings(self, params: PoolingParams) -> list[EmbeddingRequestOutput] | None:
         """The vectors in the order of the prompts; None if the client left."""
@@ -113,7 +113,11 @@ class Generation:
             work = self._stream.embeddings(params)
             return await unless_disconnected(self._request.receive, work)
         finally:
-            self._stream.close()
+            self.close()
+
+    def close(self) -> None:
+        """Nobody reads on: what is unfinished is aborted."""
+        self._stream.close()
 
     async def begin(self) -> bool:
         """Wait for the first news, so that a request which fails before gets a status of its own
@@ -121,10 +125,10 @@ class Generation:
         try:
             self._first = await unless_disconnected(self._request.receive, self._stream.read())
         except BaseException:
-            self._stream.close()
+            self.close()
             raise
         if self._first is None:
-            self._stream.close()
+            self.close()
         return self._first is not None
 
     async def news(self) -> AsyncGenerator[list[tuple[int, Any]], None]:
@@ -135,7 +139,7 @@ class Generation:
             while news := await self._stream.read():
                 yield news
         finally:
-            self._stream.close()
+            self.close()
 
 
 async def unless_disconnected(

@@ -9,7 +9,6 @@ import secrets
 import shutil
 import signal
 import socket
-import tempfile
 import time
 from typing import Any
 
@@ -32,7 +31,13 @@ from quire.protocol.control import (
 )
 from quire.protocol.errors import EngineDeadError
 from quire.server.children import Child, exit_cause
-from quire.server.listening import ServerStopped, allow_many_connections, bind
+from quire.server.listening import (
+    SOCKET_NAME_BYTES,
+    ServerStopped,
+    allow_many_connections,
+    bind,
+    make_socket_folder,
+)
 from quire.server.load import Load
 from quire.server.tls import check_tls
 from quire.server.tracing import check_tracing
@@ -54,7 +59,7 @@ class Supervisor:
         self._engine_options = engine_options
         self._options = options
         self._listener = listener
-        self._folder = tempfile.mkdtemp(prefix="quire-")  # only this user can enter it
+        self._folder = make_socket_folder()
         self._load_file = f"{self._folder}/load"
         self._log_level: str | None = None
         self._engine: Child | None = None
@@ -97,6 +102,8 @@ class Supervisor:
             started = time.monotonic()
             engine = self._engine = await Child.spawn("quire.engine.process")
             cause = await self._run_engine(engine)
+            if self._num_signals > 1:
+                return
             if self._ready is None and num_restarts == 0:
                 raise ServerStopped(cause)
             if time.monotonic() - started > STEADY_S:
@@ -114,7 +121,7 @@ class Supervisor:
     async def _run_engine(self, engine: Child) -> str:
         """Run one engine process until it ends or hangs; returns why it serves nothing more."""
         # A new name each time: nobody else can guess it, and no old message reaches a new engine.
-        address = f"ipc://{self._folder}/{secrets.token_hex(8)}"
+        address = f"ipc://{self._folder}/{secrets.token_hex(SOCKET_NAME_BYTES)}"
         engine.send(StartEngine(self._engine_options, address, self._log_level))
         ready = asyncio.Event()
         ending = asyncio.create_task(self._follow_engine(engine, ready))

@@ -20,12 +20,16 @@ TRACES_PATH = "/v1/traces"
 
 def check_tracing(endpoint: str) -> str:
     """The address that spans are sent to; raises if it or the packages will not do."""
-    address = urlsplit(endpoint)
+    bad = OptionError(
+        f"otlp_traces_endpoint={endpoint!r} is not an address for OTLP over HTTP, the protocol "
+        f"that Quire speaks; give one such as http://localhost:4318{TRACES_PATH}."
+    )
+    try:
+        address = urlsplit(endpoint)
+    except ValueError:
+        raise bad from None
     if address.scheme not in ("http", "https") or not address.netloc:
-        raise OptionError(
-            f"otlp_traces_endpoint={endpoint!r} is not an address for OTLP over HTTP, the protocol "
-            f"that Quire speaks; give one such as http://localhost:4318{TRACES_PATH}."
-        )
+        raise bad
     try:
         importlib.import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
         importlib.import_module("opentelemetry.sdk.trace")

@@ -256,6 +256,21 @@ def test_tokenizer_makes_lengths_exact(serve: Serve, server: ProtocolServer) -> 
     assert {len(tokenizer.encode(body["prompt"], False)) for body in server.bodies} == {33}
 
 
+@pytest.mark.skipif(find_embedded_model() is None, reason="the embedded model is not installed")
+def test_tokenizer_counts_what_the_server_does_not(
+    serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the sum as in each record, and no note says that pieces were counted."""
+    flags = ["--backend", "triton", "--model", "ensemble"]
+    pieces = serve(*flags)
+    assert "a piece of the stream counts as one" in capsys.readouterr().out
+    assert pieces["output_tokens"] == pieces["pieces"]
+    figures = serve(*flags, "--tokenizer", str(find_embedded_model()))
+    assert figures["output_tokens"] > figures["pieces"]  # a word of this server is several tokens
+    assert figures["output_tokens"] == sum(one["output_tokens"] for one in figures["records"])
+    assert "a piece of the stream counts as one" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -118,6 +118,12 @@ def test_bad_lines_do_not_end_the_batch(
     assert "2 completed, 0 failed, 1 bad lines" in capsys.readouterr().err
 
 
+def test_half_a_character_comes_back_as_it_was(run: Run) -> None:
+    results = run(line("\ud83d", prompt="x"), line("\u00e9", prompt="x"))
+    assert results.keys() == {"\ud83d", "\u00e9"}
+    assert all(result["response"]["status_code"] == 200 for result in results.values())
+
+
 def test_a_custom_id_may_come_once(run: Run, server: ProtocolServer, tmp_path: Path) -> None:
     """Whoever reads the results finds them by it."""
     run(line("a", prompt="x"), line("a", prompt="y"))

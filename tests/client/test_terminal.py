@@ -140,7 +140,9 @@ def test_addresses(url: str, shown: str) -> None:
     assert str(Address.parse(url)) == shown
 
 
-@pytest.mark.parametrize("url", ["ftp://x", "http://", "x:99999", "x:y", "http://k@x", "x/?a=1"])
+@pytest.mark.parametrize(
+    "url", ["ftp://x", "http://", "[::1", "x:99999", "x:0", "x:y", "http://k@x", "x/?a=1"]
+)
 def test_bad_addresses(url: str) -> None:
     with pytest.raises(OptionError, match="--url"):
         Address.parse(url)

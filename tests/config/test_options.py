@@ -16,6 +16,7 @@ from quire.config.locate import ModelSource
 from quire.config.model import ModelConfig
 from quire.config.options import CacheOptions, EngineOptions, option_groups
 from quire.config.resolve import GIB, cpu_cache_bytes, resolve
+from quire.config.server import ServingOptions
 from quire.protocol.errors import OptionError, QuireError
 
 CPU = DeviceInfo("cpu", "a CPU", 16 * GIB, 12 * GIB, num_threads=8)
@@ -374,6 +375,12 @@ MEMINFO = f"MemTotal: {16 * GIB // 1024} kB\nMemAvailable: {12 * GIB // 1024} kB
 def test_memory_without_limits(tmp_path: Path) -> None:
     """The machine's own numbers."""
     assert cpu_memory(machine(tmp_path, {"proc/meminfo": MEMINFO})) == (16 * GIB, 12 * GIB)
+
+
+@pytest.mark.parametrize("prefix", ["", "my-app", "9", "a b", "quire:"])
+def test_metric_names_that_prometheus_cannot_read(prefix: str) -> None:
+    with pytest.raises(OptionError, match=r"metrics_prefix must be a name of letters.*'quire'"):
+        ServingOptions(metrics_prefix=prefix)
 
 
 def test_memory_within_a_version_2_group(tmp_path: Path) -> None:

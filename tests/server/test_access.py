@@ -123,7 +123,7 @@ def test_keys_are_nowhere_to_be_seen(guarded: RunningServer) -> None:
     guarded.request("POST", "/v1/completions", {**BODY, "temperature": 9}, BEARER)
     assert "first-key" not in "".join(guarded.lines)
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != guarded.process.pid:
+        if entry.name.isdigit():
             try:
                 command = (entry / "cmdline").read_bytes()
             except OSError:

@@ -5,6 +5,7 @@ Each test says what every client saw. The server gives its clients one second.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -18,6 +19,8 @@ import pytest
 from tests.server.running import TINY, RunningServer, eventually, gauge, http_request
 
 BODY = {"prompt": "Hi", "max_tokens": 4, "ignore_eos": True}
+CLOSED = (BrokenPipeError, ConnectionResetError)
+"""What sending raises once the server has closed a connection."""
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +107,7 @@ def test_endless_headers(hasty: RunningServer, flood: bytes) -> None:
         connection.settimeout(30)
         try:
             connection.sendall(flood)
-        except OSError:  # the server has closed before it had all of it
+        except CLOSED:  # before it had all of it
             return
         assert read_all(connection).startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 "))
 
@@ -114,14 +117,9 @@ def test_endless_trailers_and_chunk_extensions(hasty: RunningServer) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     for flood in (b"2\r\n{}\r\n0\r\n" + b"A: b\r\n" * (1 << 17), b"2;" + b"x" * (1 << 19)):
         with hasty.connect() as connection:
-            closed = False
-            try:
+            with contextlib.suppress(*CLOSED):
                 connection.sendall(head + flood)
-                read_all(connection)
-                closed = True
-            except OSError:
-                closed = True
-            assert closed
+            read_all(connection)  # which has an end, or fails when its time is up
     assert answers(hasty)
 
 
@@ -198,7 +196,7 @@ def test_thousands_of_aborted_connections(hasty: RunningServer) -> None:
     whole = [
         http_request("/v1/completions", {**body, "stream": stream}) for stream in (True, False)
     ]
-    sizes, descriptors = [], []
+    sizes = []
     api = hasty.child_pid("quire.server.api_process")
     for _ in range(3):
         for i in range(1000):
@@ -211,7 +209,6 @@ def test_thousands_of_aborted_connections(hasty: RunningServer) -> None:
         hasty.assert_at_rest()
         sizes.append(hasty.memory_bytes())
         eventually(lambda: len(os.listdir(f"/proc/{api}/fd")) < 60, "the end of the connections")
-        descriptors.append(len(os.listdir(f"/proc/{api}/fd")))
     assert answers(hasty)
     for name in sizes[0]:
         assert sizes[-1][name] < sizes[0][name] + (8 << 20), sizes

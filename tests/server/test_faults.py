@@ -110,6 +110,7 @@ def test_client_that_leaves_frees_its_blocks(server: RunningServer, model: str) 
 
 
 def test_sigterm_finishes_open_requests_first(own_server: RunningServer) -> None:
+    """Also if all processes get the signal, as from systemd."""
     client = own_server.client()
     model = client.models.list().data[0].id
     stream = client.completions.create(
@@ -121,7 +122,8 @@ def test_sigterm_finishes_open_requests_first(own_server: RunningServer) -> None
     )
     first = next(iter(stream))
     engine = own_server.engine_pid()
-    own_server.process.send_signal(signal.SIGTERM)
+    for pid in (engine, own_server.child_pid("quire.server.api_process"), own_server.process.pid):
+        os.kill(pid, signal.SIGTERM)
     tokens = len(first.choices[0].token_ids)  # type: ignore[attr-defined]
     tokens += sum(len(chunk.choices[0].token_ids) for chunk in stream)  # type: ignore[attr-defined]
     assert tokens == 100
@@ -161,6 +163,7 @@ def test_second_signal_stops_now(own_server: RunningServer) -> None:
     with pytest.raises(BROKEN_OFF):
         list(stream)
     assert own_server.process.wait(60) == 0
+    assert "started again" not in "".join(own_server.lines)
 
 
 def test_children_die_with_the_parent(own_server: RunningServer) -> None:
@@ -182,6 +185,19 @@ def test_start_up_failures_end_with_cause_and_remedy(flags: tuple[str, ...], nam
     assert not server.url and server.process.wait(60) == 2
     assert server.lines[-1].startswith("quire: error: ") and named in server.lines[-1]
     assert "Traceback" not in "".join(server.lines)
+
+
+def test_temporary_files_too_deep_for_sockets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known before the model is loaded, and nothing is left behind."""
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setenv("TMPDIR", str(deep))
+    server = RunningServer.start(*ENGINE)
+    assert not server.url and server.process.wait(60) == 2
+    assert server.lines[-1].startswith("quire: error: TMPDIR=") and len(server.lines) == 1
+    assert not list(deep.iterdir())
 
 
 def test_port_in_use(server: RunningServer) -> None:

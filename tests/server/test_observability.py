@@ -143,10 +143,24 @@ def attributes(span: Any) -> dict[str, Any]:
     return {one.key: plain(one.value) for one in span.attributes}
 
 
+def test_the_page_names_all_requests_of_the_only_key(watched: RunningServer) -> None:
+    """Whichever of its users a gateway made them for."""
+    key = {"Authorization": "Bearer a-key"}
+    named = {**key, "X-Tenant": "alice", "X-Request-Id": "hers"}
+    with watched.send({**BODY, "max_tokens": 900}, headers=named):
+
+        def running() -> list[Any]:
+            state = watched.request("GET", "/dashboard/state", headers=key).json
+            return [one["request_id"] for one in state["running"]]
+
+        eventually(lambda: bool(running()), "the request")
+        assert running() == ["cmpl-hers"]
+
+
 def test_endpoints_and_packages_that_will_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_tracing("http://collector:4318/") == "http://collector:4318/v1/traces"
     assert check_tracing("https://c/custom") == "https://c/custom"
-    for endpoint in ("grpc://localhost:4317", "localhost:4318", "http://"):
+    for endpoint in ("grpc://localhost:4317", "localhost:4318", "http://", "http://[::1"):
         with pytest.raises(OptionError, match=r"otlp_traces_endpoint.*4318"):
             check_tracing(endpoint)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)

@@ -100,7 +100,9 @@ def test_pause_and_resume(small: RunningServer) -> None:
     assert small.request("POST", "/admin/pause", {"mode": "hold"}, ADMIN).json["paused"] == "hold"
     with ThreadPoolExecutor() as pool:
         body = {"prompt": "Hi", "max_tokens": 2, "ignore_eos": True}
-        waiting = pool.submit(small.request, "POST", "/v1/completions", body)
+        # A deadline beyond all clocks, at which the engine would have to wake up.
+        patient = {**body, "timeout_s": 1e300}
+        waiting = pool.submit(small.request, "POST", "/v1/completions", patient)
         eventually(lambda: gauge(small, "num_requests_waiting") == 1, "the request")
         timed = small.request("POST", "/v1/completions", {**body, "timeout_s": 0.1})
         assert timed.status == 408

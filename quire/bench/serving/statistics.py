@@ -31,6 +31,7 @@ def summarize(
     counts = [output_tokens(record, tokenizer) for record in good]
     num_input = sum(input_tokens(record) for record in good)
     num_output = sum(counts)
+    by_server = all(record.num_output_tokens is not None for record in good)
     throughput = {
         "requests_per_s": len(good) / run.seconds,
         "input_tokens_per_s": num_input / run.seconds,
@@ -46,7 +47,8 @@ def summarize(
         "input_tokens": num_input,
         "output_tokens": num_output,
         "planned_output_tokens": sum(record.request.num_output_tokens for record in good),
-        "counted_by_server": all(record.num_output_tokens is not None for record in good),
+        "counted_by_server": by_server,
+        "counted_by_tokenizer": not by_server and tokenizer is not None,
         "pieces": sum(len(record.times) for record in good),
         **throughput,
         **_times(good, counts),
@@ -135,7 +137,7 @@ def cost(throughput: dict[str, float], price_per_hour: float | None) -> dict[str
     }
 
 
-def described(record: Record, started: float) -> dict[str, Any]:
+def described(record: Record, started: float, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
     """One request, for JSON."""
     row: dict[str, Any] = {
         "sent_s": record.sent_s - started,
@@ -145,6 +147,6 @@ def described(record: Record, started: float) -> dict[str, Any]:
     if record.failure is not None:
         return row | {"failure": record.failure, "detail": record.detail}
     return row | {
-        "output_tokens": output_tokens(record),
+        "output_tokens": output_tokens(record, tokenizer),
         "ttft_s": record.times[0] - record.sent_s,
     }

@@ -53,11 +53,11 @@ class _Visibility:
     """Whose requests a caller may know by name: with API keys, those made with its own."""
 
     def __init__(self, state: ServerState, tenant: str) -> None:
-        self._all = state.keys.is_open
-        self._holder = tenant.partition("/")[0]
+        self._all = state.keys.is_open or state.keys.is_single
+        self._tenant = tenant
 
     def covers(self, sequence: SequenceSnapshot) -> bool:
-        return self._all or sequence.tenant.partition("/")[0] == self._holder
+        return self._all or sequence.tenant == self._tenant
 
 
 def _about_server(state: ServerState) -> dict[str, Any]:
