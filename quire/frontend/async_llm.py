@@ -58,12 +58,12 @@ class OutputStream:
     def _take(self) -> list[tuple[int, RequestOutput | RequestProgress]]:
         news: list[tuple[int, RequestOutput | RequestProgress]] = []
         done = False
+        if all(request.timed_out for request in self.requests):
+            raise RequestTimeoutError("timeout_s is over and the first token is not there yet.")
         for index in self._unfinished:
             request = self.requests[index]
             if request.error is not None:
                 raise request_failure(request.error, self._llm.client.death)
-            if request.timed_out:
-                raise RequestTimeoutError("timeout_s is over and the first token is not there yet.")
             if request.progress is not None:
                 news.append((index, request.progress))
                 request.progress = None

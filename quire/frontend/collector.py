@@ -95,9 +95,14 @@ class OpenSequence:
             token_ids=self.token_ids[first:],
             cumulative_logprob=self.cumulative_logprob,
             logprobs=None if self.logprobs is None else self.logprobs[first:],
-            finish_reason=self.finish_reason if self.ended else None,
+            finish_reason=self._reason_shown if self.ended else None,
             stop_reason=self.stop_reason if self.ended else None,
         )
+
+    @property
+    def _reason_shown(self) -> str | None:
+        """A prompt that waited until its time was over, beside others that did not, was aborted."""
+        return "abort" if self.finish_reason == "timeout" else self.finish_reason
 
 
 @dataclass(slots=True, eq=False)

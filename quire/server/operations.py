@@ -19,7 +19,9 @@ router = APIRouter()
 
 
 @router.get("/health")
+@router.head("/health", include_in_schema=False)  # load balancers ask so
 @router.get("/ping")
+@router.head("/ping", include_in_schema=False)
 @router.post("/ping")
 async def health(request: Request) -> Response:
     state = state_of(request)

@@ -10,6 +10,8 @@ import anthropic
 import openai
 import pytest
 
+from quire.protocol.errors import OptionError
+from quire.server.access import KeyRing
 from tests.server.running import ENGINE, RunningServer
 
 BODY = {"prompt": "Hi", "max_tokens": 1}
@@ -97,6 +99,18 @@ def test_the_page_names_no_requests_of_other_keys(guarded: RunningServer) -> Non
         (one,) = guarded.request("GET", "/dashboard/state", headers=headers).json["running"]
         assert one["request_id"] == seen and one["prompt_tokens"] > 0
     stream.close()
+
+
+def test_load_balancers_may_ask_for_headers_alone(guarded: RunningServer) -> None:
+    for path, status in (("/health", 200), ("/ping", 200), ("/v1/models", 401)):
+        reply = guarded.request("HEAD", path)
+        assert (reply.status, reply.body) == (status, b"")
+
+
+@pytest.mark.parametrize(("key", "said"), [("", "empty"), ("schl\u00fcssel", "ASCII")])
+def test_keys_that_nobody_could_send_are_refused(key: str, said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        KeyRing.of(["good", key])
 
 
 def test_wrong_key_in_the_client(guarded: RunningServer) -> None:

@@ -111,7 +111,8 @@ def test_streamed_logprobs_are_the_whole_ones(
         for name in ("tokens", "token_logprobs", "text_offset"):
             told = [part.logprobs for part in parts if part.logprobs]
             joined = [value for part in told for value in getattr(part, name)]
-            assert joined == pytest.approx(getattr(choice.logprobs, name)), name
+            # What else is in a batch changes how sums are rounded.
+            assert joined == pytest.approx(getattr(choice.logprobs, name), abs=1e-4), name
 
 
 def test_stop_strings_and_default_length(client: openai.OpenAI, model: str, llm: LLM) -> None:

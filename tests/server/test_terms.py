@@ -50,6 +50,16 @@ def test_time_is_up_while_waiting_and_while_writing(small: RunningServer) -> Non
     assert 0 < begun.json["usage"]["completion_tokens"] < 900
 
 
+def test_time_is_up_for_one_of_two_prompts(small: RunningServer) -> None:
+    """The one that has begun keeps its text; the other, which still waits, is aborted too."""
+    body = {**LONG, "prompt": [LONG["prompt"]] * 2, "timeout_s": 1.5}
+    reply = small.request("POST", "/v1/completions", body)
+    assert reply.status == 200
+    assert [one["finish_reason"] for one in reply.json["choices"]] == ["abort", "abort"]
+    first, second = (one["text"] for one in reply.json["choices"])
+    assert first and not second
+
+
 def test_full_queue(small: RunningServer) -> None:
     body = {**LONG, "stream": True}
     with ThreadPoolExecutor() as pool:
