@@ -48,7 +48,7 @@ class KeyRing:
             raise OptionError("a key is empty; leave it out if everyone may call.")
         if not all(key.isascii() for key in keys):
             raise OptionError(
-                "a key has characters beyond ASCII, which HTTP headers do not carry; choose another."
+                "a key has characters beyond ASCII, which HTTP headers lack; choose another."
             )
         return cls(tuple(_digest(key) for key in keys))
 
