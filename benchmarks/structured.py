@@ -6,10 +6,11 @@
 `schemas` walks the instances of maskbench_dev.jsonl.gz (in the folder schemas of the one that
 QUIRE_TEST_DATA names) token by token through the engine's masks, and through llguidance called
 directly. A schema passes if it compiles, its valid instances are accepted and its invalid ones are
-not. `speed` measures, with the embedded model: the time per token of 32 requests under a
-fixed-length expression against the same without one; what a schema that was never seen adds to a
-request; and tokens/s of a key-heavy schema with and without jump-ahead. Ends with status 1 if an
-aim is missed.
+not. `documents` lets the embedded model write a document for some of the schemas, at temperature 1,
+and checks each that it finishes with `jsonschema`. `speed` measures, with the embedded model: the
+time per token of 32 requests under a fixed-length expression against the same without one; what a
+schema that was never seen adds to a request; and tokens/s of a key-heavy schema with and without
+jump-ahead. Ends with status 1 if an aim is missed.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ MAX_ADDED_SHARE = 0.05
 MAX_NEW_SCHEMA_S = 0.050
 MIN_JUMP_AHEAD = 1.5
 NUM_NEW_SCHEMAS = 25
+DOCUMENT_TOKENS = 300
 
 KEYS = ("customer_identifier", "shipping_address_line", "billing_address_line", "order_reference")
 KEY_HEAVY = {
@@ -180,6 +182,45 @@ def measure_schemas(limit: int | None) -> dict[str, Any]:
     }
 
 
+# --- documents ----------------------------------------------------------------------------------
+
+
+def measure_documents(engine: dict[str, Any], count: int) -> dict[str, Any]:
+    """Documents for `count` of the schemas, drawn evenly from the file."""
+    schemas = [case["schema"] for case in read_cases(None)]
+    schemas = schemas[:: max(1, len(schemas) // count)][:count]
+    found = Counter[str]()
+    with LLM(**engine) as llm:
+        for place, schema in enumerate(schemas):
+            try:
+                form = StructuredOutputs(json=schema)
+                params = SamplingParams(
+                    seed=place, max_tokens=DOCUMENT_TOKENS, structured_outputs=form
+                )
+                (output,) = llm.generate(["An example: "], params, use_tqdm=False)
+            except RequestError:
+                found["refused by name"] += 1
+                continue
+            (written,) = output.outputs
+            found[verdict(written.text, written.finish_reason, schema)] += 1
+    print("documents: " + ", ".join(f"{number} {name}" for name, number in found.items()))
+    wrong = found["INVALID"] + found["ended by error"]
+    return {**found, "met": wrong == 0 and found["valid"] > 0}
+
+
+def verdict(text: str, finish_reason: str | None, schema: Any) -> str:
+    if finish_reason != "stop":
+        return "cut off at the limit" if finish_reason == "length" else f"ended by {finish_reason}"
+    try:
+        jsonschema.validate(json.loads(text), schema)
+    except jsonschema.SchemaError:
+        return "with schemas that jsonschema refuses"
+    except (jsonschema.ValidationError, json.JSONDecodeError) as error:
+        say(f"INVALID: {json.dumps(schema)[:300]}\n  {text[:300]}\n  {str(error)[:200]}")
+        return "INVALID"
+    return "valid"
+
+
 # --- speed --------------------------------------------------------------------------------------
 
 
@@ -251,19 +292,22 @@ def measure_jump_ahead(engine: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--parts", nargs="+", choices=("schemas", "speed"))
+    parser.add_argument("--parts", nargs="+", choices=("schemas", "documents", "speed"))
     parser.add_argument("--schemas", type=int, help="walk the first N only")
+    parser.add_argument("--documents", type=int, default=200, help="write so many")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--tokens", type=int, default=48, help="per request, for the added time")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     given = parser.parse_args()
     found: dict[str, Any] = {}
-    parts = given.parts or ["schemas", "speed"]
+    parts = given.parts or ["schemas", "documents", "speed"]
+    engine = {"num_threads": given.threads, "max_model_len": 1024}
     if "schemas" in parts:
         found["schemas"] = measure_schemas(given.schemas)
+    if "documents" in parts:
+        found["documents"] = measure_documents(engine, given.documents)
     if "speed" in parts:
-        engine = {"num_threads": given.threads, "max_model_len": 1024}
         with LLM(**engine) as llm:
             found["added_time"] = measure_added_time(llm, given.tokens, given.rounds)
             found["new_schemas"] = measure_new_schemas(llm)
