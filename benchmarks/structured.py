@@ -294,7 +294,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--parts", nargs="+", choices=("schemas", "documents", "speed"))
     parser.add_argument("--schemas", type=int, help="walk the first N only")
-    parser.add_argument("--documents", type=int, default=200, help="write so many")
+    parser.add_argument("--documents", type=int, default=80, help="write so many")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--tokens", type=int, default=48, help="per request, for the added time")
     parser.add_argument("--rounds", type=int, default=5)
