@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,15 @@ def test_data() -> Path:
     if not folder:
         pytest.skip("QUIRE_TEST_DATA is not set")
     return Path(folder)
+
+
+@pytest.fixture
+def native() -> None:
+    """The library; it may only be missing where there is no compiler."""
+    from quire.kernels import cpu
+
+    is_there, reason = cpu.available()
+    if not is_there:
+        if any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
+            pytest.fail(f"{reason} (there is a compiler)")
+        pytest.skip(reason)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quire.frontend.collector import OpenRequest
-from quire.frontend.inputs import TokenizationOptions, naming_index, parse_prompts
+from quire.frontend.inputs import TokenizationOptions, parse_prompts
 from quire.frontend.outputs import EmbeddingOutput, EmbeddingRequestOutput
 from quire.frontend.progress import ProgressBar
+from quire.frontend.requests import checked_requests
 from quire.frontend.session import request_failure
 from quire.protocol.errors import QuireError, RequestError
 from quire.protocol.plan import Float32Array
@@ -84,27 +85,12 @@ def embed(
     """One vector for each prompt, from the model's last hidden states."""
     params = checked_params(pooling_params, llm.model_config.hidden_size)
     parsed = parse_prompts(prompts)
-    if priority is not None and len(priority) != len(parsed):
-        raise RequestError(
-            f"priority has {len(priority)} entries for {len(parsed)} prompts; give one each."
-        )
-    inputs, core = llm._session.inputs, llm._core
-    inputs.tokenize(parsed, TokenizationOptions.from_kwargs(tokenization_kwargs))
-    news = []
-    for i, prompt in enumerate(parsed):
-        with naming_index(i):
-            key = llm._session.take_keys(1)
-            new = inputs.new_request(
-                key,
-                str(key),
-                prompt,
-                params.sampling(),
-                arrival_time=core.clock(),
-                priority=priority[i] if priority is not None else 0,
-                pooling=params.pooling,
-            )
-            core.check(new)
-        news.append(new)
+    options = TokenizationOptions.from_kwargs(tokenization_kwargs)
+    session, core, sampling = llm._session, llm._core, [params.sampling()] * len(parsed)
+    session.inputs.encode_texts(parsed, options)
+    news = list(
+        checked_requests(session, core, parsed, sampling, priority, options, pooling=params.pooling)
+    )
     with ProgressBar(len(news), use_tqdm) as bar:
         ended = llm._run_apart(news, bar)
     outputs = []

@@ -275,7 +275,6 @@ class InputProcessor:
         ):
             self.check_ids(name, getattr(params, name) or ())
         self.check_ids("logit_bias", params.logit_bias or ())
-        self.check_ids("stop_token_ids", params.stop_token_ids or ())
         prepared = copy.copy(params)
         prepared.top_k = 0 if params.top_k >= self.vocab_size else params.top_k
         prepared.logprobs = self._logprob_count("logprobs", params.logprobs)

@@ -249,14 +249,10 @@ class LLM:
         """Hand all requests to the engine; none if one is bad. With several steps in flight the
         first are computed while those after them are checked."""
         params = params_per_prompt(sampling_params, len(prompts), self._session.default_params)
-        if priority is not None and len(priority) != len(prompts):
-            raise RequestError(
-                f"priority has {len(priority)} entries for {len(prompts)} prompts; give one each."
-            )
         self._inputs.encode_texts(prompts, options)
         streams = kind is not RequestOutputKind.FINAL_ONLY
         news: Iterable[NewRequest] = checked_requests(
-            self._session, self._core, prompts, params, priority, options, streams
+            self._session, self._core, prompts, params, priority, options, streams=streams
         )
         forms: list[Compilation | None] = [None] * len(prompts)
         if any(one.structured_outputs is not None for one in params):

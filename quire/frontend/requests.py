@@ -8,6 +8,7 @@ from quire.engine.core import EngineCore
 from quire.engine.grammar.compiler import Compilation
 from quire.frontend.inputs import Prompt, TokenizationOptions, naming_index
 from quire.frontend.session import Session
+from quire.protocol.errors import RequestError
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams
 
@@ -21,9 +22,15 @@ def checked_requests(
     params: Sequence[SamplingParams],
     priority: Sequence[int] | None,
     options: TokenizationOptions,
-    streams: bool,
+    *,
+    streams: bool = False,
+    pooling: str | None = None,
 ) -> Iterator[NewRequest]:
     """One for each prompt, whose text is tokenised already; raises at the first that is bad."""
+    if priority is not None and len(priority) != len(prompts):
+        raise RequestError(
+            f"priority has {len(priority)} entries for {len(prompts)} prompts; give one each."
+        )
     inputs = session.inputs
     now = core.clock()
     prepared: dict[int, SamplingParams] = {}
@@ -41,6 +48,7 @@ def checked_requests(
                 arrival_time=now,
                 priority=priority[i] if priority is not None else 0,
                 streams=streams,
+                pooling=pooling,
             )
             core.check(new)
         yield new

@@ -6,7 +6,6 @@ No test looks at how long anything took, only at how times add up.
 from __future__ import annotations
 
 import json
-import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -225,7 +224,6 @@ def test_mooncake_trace(serve: Serve, server: ProtocolServer, tmp_path: Path) ->
     assert {body["max_tokens"] for body in server.bodies} == {2}
 
 
-@pytest.mark.skipif("QUIRE_TEST_DATA" not in os.environ, reason="QUIRE_TEST_DATA is not set")
 @pytest.mark.parametrize(
     ("name", "inputs", "last_s"),
     [
@@ -234,10 +232,15 @@ def test_mooncake_trace(serve: Serve, server: ProtocolServer, tmp_path: Path) ->
     ],
 )
 def test_published_traces(
-    name: str, inputs: list[int], last_s: float, serve: Serve, server: ProtocolServer
+    name: str,
+    inputs: list[int],
+    last_s: float,
+    serve: Serve,
+    server: ProtocolServer,
+    test_data: Path,
 ) -> None:
     """The files as their owners publish them."""
-    path = str(Path(os.environ["QUIRE_TEST_DATA"]) / "traces" / name)
+    path = str(test_data / "traces" / name)
     words = ["--trace", path, "--num-requests", "3", "--trace-speed", "1e6", "--warm-up", "0"]
     figures = serve(*words)
     assert sorted(len(body["prompt"].split()) for body in server.bodies) == sorted(inputs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -11,16 +10,6 @@ from torch.utils import deterministic
 
 from quire.kernels import cpu
 from quire.kernels.cpu.library import ISAS
-
-
-@pytest.fixture
-def native() -> None:
-    """The library; it may only be missing where there is no compiler."""
-    is_there, reason = cpu.available()
-    if not is_there:
-        if any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
-            pytest.fail(f"{reason} (there is a compiler)")
-        pytest.skip(reason)
 
 
 @pytest.fixture(params=ISAS)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.kernels import cpu
 from quire.kernels.torch.bitmask import apply_bitmask as twin
 
-pytestmark = pytest.mark.skipif(not cpu.available()[0], reason=cpu.available()[1])
+pytestmark = pytest.mark.usefixtures("native")
 
 
 @pytest.mark.parametrize(("vocab_size", "num_words"), [(320, 10), (333, 11), (333, 9), (31, 1)])

@@ -60,17 +60,20 @@ def assert_bitwise(found: Tensor, expected: np.ndarray) -> None:
     assert np.array_equal(found.numpy().view(np.uint32), expected.view(np.uint32))
 
 
-@pytest.mark.parametrize("name", SCALE_OFFSETS)
+@pytest.mark.parametrize(
+    ("name", "by"),
+    [(name, "the twin") for name in SCALE_OFFSETS] + [(name, "native") for name in DEQUANTIZED],
+)
 @pytest.mark.parametrize("num_blocks", [1, 37, 9000])
-@pytest.mark.parametrize("by", ["library", "twin"])
 def test_random_blocks_are_dequantised_exactly(
-    name: str, num_blocks: int, by: str, monkeypatch: pytest.MonkeyPatch
+    name: str, by: str, num_blocks: int, request: pytest.FixtureRequest
 ) -> None:
     """Every bit pattern of a block, in tensors below and above the size of a working chunk."""
-    if by == "twin":
-        monkeypatch.setattr("quire.models.gguf.DEQUANTIZED", ())
-    elif name not in DEQUANTIZED:
-        pytest.skip(f"the library leaves {name} to its twin")
+    if by == "native":
+        request.getfixturevalue("native")
+    else:
+        patch: pytest.MonkeyPatch = request.getfixturevalue("monkeypatch")
+        patch.setattr("quire.models.gguf.DEQUANTIZED", ())
     kind = gguf.GGMLQuantizationType[name]
     elements, size = gguf.GGML_QUANT_SIZES[kind]
     generator = np.random.default_rng(num_blocks)

@@ -44,10 +44,8 @@ def run(model: LlamaForCausalLM, config: Any, backend: type[AttentionBackend]) -
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize(("family", "changes"), CASES)
 def test_equals_layers_one_by_one(
-    family: str, changes: dict[str, Any], quantization: str | None, tmp_path: Path
+    family: str, changes: dict[str, Any], quantization: str | None, tmp_path: Path, native: None
 ) -> None:
-    if CpuBackend.missing():
-        pytest.skip(str(CpuBackend.missing()))
     reference = random_model(family, **changes)
     save_safetensors(reference, tmp_path)
     config = load_model_config(str(tmp_path))
