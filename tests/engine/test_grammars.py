@@ -11,11 +11,16 @@ from hypothesis import strategies as st
 
 from quire.config.structured import GrammarSettings
 from quire.engine.grammar.bits import adjust
-from quire.engine.grammar.compiler import GrammarCompiler, Vocabulary
+from quire.engine.grammar.compiler import (
+    MAX_WAIT_S,
+    Compilation,
+    GrammarCompiler,
+    Vocabulary,
+)
 from quire.engine.grammar.grammar import Grammar
 from quire.engine.grammar.growth import Growth
 from quire.engine.grammar.matcher import Matcher
-from quire.protocol.errors import RequestError
+from quire.protocol.errors import OverloadedError, RequestError
 from quire.protocol.sampling import SamplingParams
 from quire.protocol.structured import StructuredOutputs
 from tests.models.reference import VOCAB
@@ -128,3 +133,12 @@ def test_settings_of_requests(grammar: Grammar, rows: list[tuple[set[int], bool,
         assert (matchers[i].failure is None) == bool(wanted)
         assert one_left[i] == (len(wanted) == 1)
         matchers[i].leave()
+
+
+def test_a_form_that_no_thread_takes_up_does_not_wait_for_ever() -> None:
+    waiting = Compilation("structured_outputs.regex")
+    assert not waiting.is_over
+    waiting.asked -= MAX_WAIT_S
+    assert waiting.is_over
+    with pytest.raises(OverloadedError, match="regex waited"):
+        waiting.result()

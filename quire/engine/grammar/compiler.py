@@ -28,6 +28,8 @@ NUM_THREADS = 2
 MAX_CACHED = 256
 MAX_COMPILE_S = 0.7
 """So that an answer about a form that is too dear comes within a second."""
+MAX_WAIT_S = 30.0
+"""For a thread, while forms that are too dear hold all of them: they cannot be stopped."""
 LEXER_FUEL = 500_000
 """What building a grammar's expressions may cost, in llguidance's units: about 50,000 in 1 ms."""
 MAX_LEXER_STATES = 50_000
@@ -55,6 +57,7 @@ class Compilation:
 
     where: str
     future: Future[Grammar] = field(default_factory=Future)
+    asked: float = field(default_factory=time.monotonic)
     began: float | None = None
 
     @property
@@ -63,9 +66,14 @@ class Compilation:
         return began is not None and now - began > MAX_COMPILE_S and not self.future.done()
 
     @property
+    def was_forgotten(self) -> bool:
+        """Whether no thread has had time for it."""
+        return self.began is None and time.monotonic() - self.asked > MAX_WAIT_S
+
+    @property
     def is_over(self) -> bool:
         """Whether `result` would not wait."""
-        return self.future.done() or self.is_late
+        return self.future.done() or self.is_late or self.was_forgotten
 
     def result(self) -> Grammar:
         """The grammar, or the `RequestError` that says what is wrong with the form."""
@@ -73,7 +81,10 @@ class Compilation:
             try:
                 return self.future.result(timeout=0.05)
             except TimeoutError:
-                continue
+                if self.was_forgotten:
+                    raise OverloadedError(
+                        f"{self.where} waited {MAX_WAIT_S:g} s to be compiled; try again later."
+                    ) from None
         raise RequestError(
             f"{self.where} takes more than {MAX_COMPILE_S:g} s to compile; use a simpler one."
         )
