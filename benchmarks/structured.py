@@ -37,7 +37,8 @@ from quire import LLM, RequestError, SamplingParams, StructuredOutputs
 from quire.config.model import load_model_config
 from quire.config.structured import GrammarSettings
 from quire.engine.grammar.bits import adjust
-from quire.engine.grammar.compiler import GrammarCompiler, Vocabulary
+from quire.engine.grammar.build import Vocabulary
+from quire.engine.grammar.compiler import GrammarCompiler
 from quire.engine.grammar.grammar import Grammar
 from quire.engine.grammar.matcher import Matcher
 from quire.frontend.tokenizer import Tokenizer, load_tokenizer

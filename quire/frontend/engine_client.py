@@ -121,7 +121,8 @@ class ThreadEngineClient:
         while True:
             with self._wake:
                 while not (self._calls or self.core.has_work or self._stopping):
-                    self._wake.wait(self.core.wait_s)
+                    if not self._wake.wait(self.core.wait_s):
+                        break  # something is due: a step looks what
                 calls, self._calls = self._calls, deque()
                 stopping = self._stopping
             for run in calls:

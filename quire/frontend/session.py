@@ -11,7 +11,7 @@ from quire.config.log import configure_logging
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.engine.core import EngineCore
-from quire.engine.grammar.compiler import Vocabulary
+from quire.engine.grammar.build import Vocabulary
 from quire.engine.startup import find_model, start_engine
 from quire.frontend.chat_inputs import parse_conversations, render_conversations
 from quire.frontend.collector import Collector

@@ -75,7 +75,7 @@ ToApi = StartApi | EngineReady | EngineDown | Drain | LogLevel
 FromApi = Listening | Failed | LogLevel
 
 
-def line(message: msgspec.Struct) -> bytes:
+def line(message: Any) -> bytes:
     return msgspec.json.encode(message) + b"\n"
 
 

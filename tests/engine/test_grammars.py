@@ -11,16 +11,12 @@ from hypothesis import strategies as st
 
 from quire.config.structured import GrammarSettings
 from quire.engine.grammar.bits import adjust
-from quire.engine.grammar.compiler import (
-    MAX_WAIT_S,
-    Compilation,
-    GrammarCompiler,
-    Vocabulary,
-)
+from quire.engine.grammar.build import Vocabulary
+from quire.engine.grammar.compiler import GrammarCompiler
 from quire.engine.grammar.grammar import Grammar
 from quire.engine.grammar.growth import Growth
 from quire.engine.grammar.matcher import Matcher
-from quire.protocol.errors import OverloadedError, RequestError
+from quire.protocol.errors import RequestError
 from quire.protocol.sampling import SamplingParams
 from quire.protocol.structured import StructuredOutputs
 from tests.models.reference import VOCAB
@@ -35,7 +31,9 @@ PATIENCE_S = 60.0
 def grammar() -> Grammar:
     compiler = GrammarCompiler(GrammarSettings())
     compiler.set_vocabulary(lambda: Vocabulary(ascii_tokenizer().to_str(), VOCAB, (END_ID,)))
-    return compiler.compile(StructuredOutputs(regex="[a-f]{0,50}")).result()
+    made = compiler.compile(StructuredOutputs(regex="[a-f]{0,50}")).result()
+    compiler.shutdown()
+    return made
 
 
 def mask_of(matcher: Matcher) -> bytes:
@@ -133,12 +131,3 @@ def test_settings_of_requests(grammar: Grammar, rows: list[tuple[set[int], bool,
         assert (matchers[i].failure is None) == bool(wanted)
         assert one_left[i] == (len(wanted) == 1)
         matchers[i].leave()
-
-
-def test_a_form_that_no_thread_takes_up_does_not_wait_for_ever() -> None:
-    waiting = Compilation("structured_outputs.regex")
-    assert not waiting.is_over
-    waiting.asked -= MAX_WAIT_S
-    assert waiting.is_over
-    with pytest.raises(OverloadedError, match="regex waited"):
-        waiting.result()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import numpy as np
 import pytest
 
 from quire.engine.grammar.compiler import Compilation
+from quire.engine.grammar.grammar import Grammar
 from quire.protocol.errors import OverloadedError, RequestError
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams
@@ -78,9 +81,9 @@ def test_a_form_that_proves_wrong_while_the_request_is_added() -> None:
     """Its thread may end at any moment, also between the two halves of `EngineCore.add`."""
     engine = Engine()
     new = held_back(engine)
-    wrong = Compilation("structured_outputs.regex")
-    wrong.future.set_exception(RequestError("structured_outputs.regex is refused"))
-    accepted = engine.core.grammars.add(new, wrong)
+    wrong: Future[Grammar] = Future()
+    wrong.set_exception(RequestError("structured_outputs.regex is refused"))
+    accepted = engine.core.grammars.add(new, Compilation(wrong))
     assert accepted is not None and isinstance(accepted.exception(), RequestError)
     engine.step()
     assert [engine.ended[key].finish_reason for key in (5000, 5001)] == ["error"] * 2

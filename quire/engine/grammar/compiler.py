@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
-import re
+import math
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quire.config.structured import GrammarSettings
-from quire.engine.grammar.grammar import DEAD_END, Grammar, Start
+from quire.engine.grammar.build import Vocabulary, build, make_tokenizer
+from quire.engine.grammar.grammar import Grammar, Start
 from quire.engine.grammar.threads import submit
-from quire.engine.grammar.translate import grammar_text
-from quire.protocol.errors import OverloadedError, QuireError, RequestError
+from quire.engine.grammar.trial import Trial, where
+from quire.protocol.errors import EngineDeadError, OverloadedError, QuireError, RequestError
 from quire.protocol.structured import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -24,80 +24,59 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NUM_THREADS = 2
+NUM_AT_ONCE = 8
+"""Forms that are tried at the same time."""
+NUM_BUILT_AT_ONCE = 2
 MAX_CACHED = 256
-MAX_COMPILE_S = 0.7
-"""So that an answer about a form that is too dear comes within a second."""
 MAX_WAIT_S = 30.0
-"""For a thread, while forms that are too dear hold all of them: they cannot be stopped."""
-LEXER_FUEL = 500_000
-"""What building a grammar's expressions may cost, in llguidance's units: about 50,000 in 1 ms."""
-MAX_LEXER_STATES = 50_000
-"""1 to 2 kB each."""
-WORDS = ("[a-z]{1,10}", "[a-z ]{1,10}", "[a-z ]{1,30}", "[A-Za-z]{1,10}", "[A-Za-z ]{1,30}")
-"""Sets of tokens that grammars often allow all of, from small to large. Where they do, a mask takes
-the set as it is; otherwise each of its tokens is looked at. llguidance has such sets for the
-strings of JSON; these are for expressions: a mask of `[a-z ]{400}` took 700 us, and takes 16."""
+"""For its turn, while forms that are too dear take all of them."""
+FORGET_S = 10.0
+"""After that a form that was refused is tried again: the machine may have been too busy for it."""
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """What a grammar must know of the tokenizer."""
-
-    tokenizer_json: str
-    """In the `tokenizers` library's format."""
-    vocab_size: int
-    """The model's; it may be larger than the tokenizer's."""
-    eos_token_ids: tuple[int, ...]
-
-
-@dataclass(eq=False)
 class Compilation:
-    """A grammar that is being made. `began` is when a thread took it up."""
+    """A grammar that is being made."""
 
-    where: str
-    future: Future[Grammar] = field(default_factory=Future)
-    asked: float = field(default_factory=time.monotonic)
-    began: float | None = None
+    def __init__(self, future: Future[Grammar]) -> None:
+        self._future = future
+        self._ended = math.inf
+        future.add_done_callback(self._end)
 
-    @property
-    def is_late(self) -> bool:
-        began, now = self.began, time.monotonic()
-        return began is not None and now - began > MAX_COMPILE_S and not self.future.done()
-
-    @property
-    def was_forgotten(self) -> bool:
-        """Whether no thread has had time for it."""
-        return self.began is None and time.monotonic() - self.asked > MAX_WAIT_S
+    def _end(self, future: Future[Grammar]) -> None:
+        self._ended = time.monotonic()
 
     @property
     def is_over(self) -> bool:
         """Whether `result` would not wait."""
-        return self.future.done() or self.is_late or self.was_forgotten
+        return self._future.done()
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether it failed long ago."""
+        failed = self._future.done() and self._future.exception() is not None
+        return failed and time.monotonic() - self._ended > FORGET_S
 
     def result(self) -> Grammar:
-        """The grammar, or the `RequestError` that says what is wrong with the form."""
-        while not self.is_late:
-            try:
-                return self.future.result(timeout=0.05)
-            except TimeoutError:
-                if self.was_forgotten:
-                    raise OverloadedError(
-                        f"{self.where} waited {MAX_WAIT_S:g} s to be compiled; try again later."
-                    ) from None
-        raise RequestError(
-            f"{self.where} takes more than {MAX_COMPILE_S:g} s to compile; use a simpler one."
-        )
+        """The grammar, or the `QuireError` that says why there is none."""
+        error = self._future.exception()
+        if error is not None:
+            # It is raised for each request that has the form: its traceback would grow for ever.
+            raise error.with_traceback(None)
+        return self._future.result()
 
 
 class GrammarCompiler:
     def __init__(self, settings: GrammarSettings) -> None:
         self._settings = settings
-        self._threads: ThreadPoolExecutor | None = None
+        self._askers = ThreadPoolExecutor(NUM_AT_ONCE, "quire-grammar-form")
+        self._builders = ThreadPoolExecutor(NUM_BUILT_AT_ONCE, "quire-grammar")
         self._vocabulary: Callable[[], Vocabulary] | None = None
         self._tokenizer: Future[LLTokenizer] | None = None
         self._cache: OrderedDict[tuple[Any, ...], Compilation] = OrderedDict()
         self._lock = threading.Lock()
+        self._trial: Trial | None = None
+        self._trial_lock = threading.Lock()
+        self._is_shut_down = False
 
     @property
     def has_vocabulary(self) -> bool:
@@ -128,18 +107,19 @@ class GrammarCompiler:
         )
         with self._lock:
             found = self._cache.get(key)
-            if found is not None:
+            if found is not None and not found.is_outdated:
                 self._cache.move_to_end(key)
                 return found
             if len(self._cache) >= MAX_CACHED:
                 self._make_room()
             self._begin_tokenizer()
-            made = self._cache[key] = Compilation(f"structured_outputs.{wanted.kind}")
-            submit(self._pool(), self._run, made, wanted)
+            future = self._askers.submit(self._run, wanted, time.monotonic())
+            made = self._cache[key] = Compilation(future)
+            self._cache.move_to_end(key)
         return made
 
     def _make_room(self) -> None:
-        oldest = next((key for key, one in self._cache.items() if one.future.done()), None)
+        oldest = next((key for key, one in self._cache.items() if one.is_over), None)
         if oldest is None:
             raise OverloadedError(
                 f"structured_outputs: {MAX_CACHED} other forms wait to be compiled; try again."
@@ -147,96 +127,51 @@ class GrammarCompiler:
         del self._cache[oldest]
 
     def shutdown(self) -> None:
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
-
-    # --- on the threads -------------------------------------------------------------------------
-
-    def _run(self, made: Compilation, wanted: StructuredOutputs) -> None:
-        assert self._tokenizer is not None
-        try:
-            tokenizer = self._tokenizer.result()
-            made.began = time.monotonic()
-            made.future.set_result(self._compile(wanted, tokenizer, made.where))
-        except QuireError as error:
-            made.future.set_exception(error)
-        except BaseException as error:  # also a panic of llguidance, which is no Exception
-            logger.error("%s could not be compiled", made.where, exc_info=error)
-            made.future.set_exception(
-                RequestError(f"{made.where} cannot be compiled: {error!r:.200}")
-            )
-
-    def _compile(self, wanted: StructuredOutputs, tokenizer: LLTokenizer, where: str) -> Grammar:
-        from llguidance import LLMatcher, LLParserLimits
-
-        limits = LLParserLimits(
-            initial_lexer_fuel=LEXER_FUEL,
-            max_lexer_states=MAX_LEXER_STATES,
-            verbose_errors=False,
-        )
-        try:
-            text = grammar_text(wanted, self._settings)
-        except (ValueError, RecursionError) as error:
-            if isinstance(error, RequestError):
-                raise
-            raise RequestError(f"{where} cannot be read: {error}.") from None
-
-        def make_start() -> LLMatcher:
-            made = LLMatcher(tokenizer, text, log_level=0, limits=limits)
-            if made.is_error():
-                return made
-            # The first mask costs as much as building the grammar did: pay for it here.
-            tried = made.deep_copy()
-            tried.compute_bitmask()
-            return tried if tried.is_error() else made
-
-        matcher = make_start()
-        if matcher.is_error():
-            raise RequestError(f"{where} is refused: {_reason(matcher.get_error())}")
-        if unenforced := matcher.get_grammar_warnings():
-            raise RequestError(f"{where} cannot be enforced in full: {'; '.join(unenforced)}")
-        return Grammar([Start(matcher)], tokenizer, -(-tokenizer.vocab_size // 32), make_start)
+        self._askers.shutdown(wait=False, cancel_futures=True)
+        self._builders.shutdown(wait=False, cancel_futures=True)
+        with self._trial_lock:
+            self._is_shut_down = True
+            if self._trial is not None:
+                self._trial.close()
 
     def _begin_tokenizer(self) -> None:
         if self._tokenizer is None:
-            self._tokenizer = submit(self._pool(), self._make_tokenizer)
+            self._tokenizer = submit(self._builders, self._make_tokenizer)
+
+    # --- on the threads -------------------------------------------------------------------------
 
     def _make_tokenizer(self) -> LLTokenizer:
-        try:
-            from llguidance import LLTokenizer
-        except ImportError:
-            raise RequestError(
-                "structured_outputs needs the package llguidance; install it with "
-                "`pip install llguidance`."
-            ) from None
         assert self._vocabulary is not None
         vocabulary = self._vocabulary()
+        self._living_trial(vocabulary)  # it makes its own tokenizer meanwhile
+        return make_tokenizer(vocabulary)
+
+    def _run(self, wanted: StructuredOutputs, asked: float) -> Grammar:
+        assert self._tokenizer is not None
         try:
-            spaces, *strings = LLTokenizer.general_slices()
-            return LLTokenizer(
-                vocabulary.tokenizer_json,
-                n_vocab=vocabulary.vocab_size,
-                eos_token=list(vocabulary.eos_token_ids),
-                slices=[spaces, *WORDS, *strings],
-            )
-        except ValueError as error:
-            raise RequestError(
-                f"structured_outputs cannot be used: llguidance cannot read this model's "
-                f"tokenizer: {error}."
-            ) from None
+            tokenizer = self._tokenizer.result()
+            if time.monotonic() - asked > MAX_WAIT_S:
+                raise OverloadedError(
+                    f"{where(wanted)} waited {MAX_WAIT_S:g} s to be compiled; try again later."
+                )
+            text = self._living_trial().grammar_text(wanted)
 
-    def _pool(self) -> ThreadPoolExecutor:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(NUM_THREADS, "quire-grammar")
-        return self._threads
+            def make_start() -> LLMatcher:
+                return build(tokenizer, text, where(wanted))
 
+            start = Start(submit(self._builders, make_start).result())
+            return Grammar([start], tokenizer, -(-tokenizer.vocab_size // 32), make_start)
+        except QuireError:
+            raise
+        except BaseException as error:  # also a panic of llguidance, which is no Exception
+            logger.error("%s could not be compiled", where(wanted), exc_info=error)
+            raise RequestError(f"{where(wanted)} cannot be compiled: {error!r:.200}") from None
 
-def _reason(error: str) -> str:
-    """llguidance's message, cut to what a client can use."""
-    if error.startswith(DEAD_END):
-        return "no text has this form."
-    text = " ".join(error.split())
-    keywords = re.fullmatch(r"Unimplemented keys: \[(.*)\]", text)
-    if keywords is not None:
-        return f"the keywords {keywords[1]} cannot be enforced; leave them out."
-    return text if len(text) <= 500 else text[:500] + "..."
+    def _living_trial(self, vocabulary: Vocabulary | None = None) -> Trial:
+        with self._trial_lock:
+            if self._is_shut_down:
+                raise EngineDeadError("structured_outputs: the engine was shut down.")
+            if self._trial is None or not self._trial.is_alive:
+                assert self._vocabulary is not None
+                self._trial = Trial(vocabulary or self._vocabulary(), self._settings)
+            return self._trial

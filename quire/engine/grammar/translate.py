@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 FREE_TEXT = r"(.|\n)*"
-MAX_GBNF_BYTES = 1 << 16
-MAX_GBNF_RULES = 500
-"""llguidance's reader of GBNF takes time with the product of both, and nothing ends it."""
 
 
 def grammar_text(wanted: StructuredOutputs, settings: GrammarSettings) -> str:
@@ -54,15 +51,8 @@ def _schema(wanted: StructuredOutputs, settings: GrammarSettings) -> str:
 
 
 def _as_lark(grammar: str) -> str:
-    num_rules = len(re.findall(r"^[ \t]*[\w-]+[ \t]*::=", grammar, re.MULTILINE))
-    if num_rules == 0:
+    if re.search(r"^[ \t]*[\w-]+[ \t]*::=", grammar, re.MULTILINE) is None:
         return grammar
-    size = len(grammar.encode())
-    if num_rules > MAX_GBNF_RULES or size > MAX_GBNF_BYTES:
-        raise RequestError(
-            f"structured_outputs.grammar has {num_rules} rules of GBNF in {size} bytes, but at "
-            f"most {MAX_GBNF_RULES} in {MAX_GBNF_BYTES} are taken; use a smaller one, or Lark."
-        )
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:

@@ -1,0 +1,90 @@
+"""What llguidance makes of a form: the same in the process that tries it and in the engine."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quire.engine.grammar.grammar import DEAD_END
+from quire.protocol.errors import RequestError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+LEXER_FUEL = 500_000
+"""What building a grammar's expressions may cost, in llguidance's units: about 50,000 in 1 ms."""
+MAX_LEXER_STATES = 50_000
+"""1 to 2 kB each."""
+WORDS = ("[a-z]{1,10}", "[a-z ]{1,10}", "[a-z ]{1,30}", "[A-Za-z]{1,10}", "[A-Za-z ]{1,30}")
+"""Sets of tokens that grammars often allow all of, from small to large. Where they do, a mask takes
+the set as it is; otherwise each of its tokens is looked at. llguidance has such sets for the
+strings of JSON; these are for expressions: a mask of `[a-z ]{400}` took 700 us, and takes 16."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a grammar must know of the tokenizer."""
+
+    tokenizer_json: str
+    """In the `tokenizers` library's format."""
+    vocab_size: int
+    """The model's; it may be larger than the tokenizer's."""
+    eos_token_ids: tuple[int, ...]
+
+
+def make_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
+    try:
+        from llguidance import LLTokenizer
+    except ImportError:
+        raise RequestError(
+            "structured_outputs needs the package llguidance; install it with "
+            "`pip install llguidance`."
+        ) from None
+    try:
+        spaces, *strings = LLTokenizer.general_slices()
+        return LLTokenizer(
+            vocabulary.tokenizer_json,
+            n_vocab=vocabulary.vocab_size,
+            eos_token=list(vocabulary.eos_token_ids),
+            slices=[spaces, *WORDS, *strings],
+        )
+    except ValueError as error:
+        raise RequestError(
+            f"structured_outputs cannot be used: llguidance cannot read this model's "
+            f"tokenizer: {error}."
+        ) from None
+
+
+def build(tokenizer: LLTokenizer, text: str, where: str) -> LLMatcher:
+    """A start for sequences, from a grammar's text; raises `RequestError` if it is refused."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(
+        initial_lexer_fuel=LEXER_FUEL,
+        max_lexer_states=MAX_LEXER_STATES,
+        verbose_errors=False,
+    )
+    made = LLMatcher(tokenizer, text, log_level=0, limits=limits)
+    if not made.is_error():
+        # The first mask costs as much as building the grammar did: pay for it here.
+        tried = made.deep_copy()
+        tried.compute_bitmask()
+        if tried.is_error():
+            made = tried
+    if made.is_error():
+        raise RequestError(f"{where} is refused: {_reason(made.get_error())}")
+    if unenforced := made.get_grammar_warnings():
+        raise RequestError(f"{where} cannot be enforced in full: {'; '.join(unenforced)}")
+    return made
+
+
+def _reason(error: str) -> str:
+    """llguidance's message, cut to what a client can use."""
+    if error.startswith(DEAD_END):
+        return "no text has this form."
+    text = " ".join(error.split())
+    keywords = re.fullmatch(r"Unimplemented keys: \[(.*)\]", text)
+    if keywords is not None:
+        return f"the keywords {keywords[1]} cannot be enforced; leave them out."
+    return text if len(text) <= 500 else text[:500] + "..."

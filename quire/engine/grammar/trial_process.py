@@ -1,0 +1,130 @@
+"""The process behind `Trial`. Each form is compiled in a fork that the clock ends: the vocabulary
+stays, whatever becomes of the form."""
+
+from __future__ import annotations
+
+import os
+import resource
+import selectors
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NoReturn
+
+from quire.engine.grammar.build import build, make_tokenizer
+from quire.engine.grammar.threads import STACK_BYTES, submit
+from quire.engine.grammar.translate import grammar_text
+from quire.engine.grammar.trial import Case, StartTrial, Verdict, where
+from quire.protocol.control import line, read_line
+from quire.protocol.errors import RequestError
+
+MAX_COMPILE_S = 0.7
+"""So that an answer about a form that is too dear comes within a second."""
+MAX_BYTES = STACK_BYTES + (1 << 30)
+"""Of address space."""
+ORDERS = 0
+"""The file that orders come from."""
+
+
+@dataclass
+class Fork:
+    """A process that compiles a form; it writes its verdict into a pipe."""
+
+    case: Case
+    pid: int
+    written: bytes = b""
+
+    def verdict(self) -> Verdict:
+        """Once it has ended."""
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        if code == 0:
+            verdict: Verdict = read_line(self.written, Verdict)
+            return verdict
+        limit = f"{MAX_COMPILE_S:g} s" if code == -signal.SIGALRM else "the memory there is for it"
+        name = where(self.case.wanted)
+        return Verdict(
+            self.case.number,
+            refusal=f"{name} takes more than {limit} to compile; use a simpler one.",
+        )
+
+
+class TrialProcess:
+    def __init__(self, start: StartTrial) -> None:
+        self._tokenizer = make_tokenizer(start.vocabulary)
+        self._settings = start.settings
+
+    def run(self, orders: bytes) -> None:
+        """Judge forms until no more can come. `orders` are the bytes that were read already."""
+        with selectors.DefaultSelector() as sources:
+            sources.register(ORDERS, selectors.EVENT_READ)
+            while True:
+                *cases, orders = orders.split(b"\n")
+                for case in cases:
+                    pipe, fork = self._fork(read_line(case, Case))
+                    sources.register(pipe, selectors.EVENT_READ, fork)
+                for key, _ in sources.select():
+                    data = os.read(key.fd, 1 << 20)
+                    if key.fd == ORDERS:
+                        if not data:
+                            return
+                        orders += data
+                    elif data:
+                        key.data.written += data
+                    else:
+                        sources.unregister(key.fd)
+                        os.close(key.fd)
+                        sys.stdout.buffer.write(line(key.data.verdict()))
+                        sys.stdout.buffer.flush()
+
+    def _fork(self, case: Case) -> tuple[int, Fork]:
+        read_end, write_end = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            self._compile_and_exit(case, write_end)
+        os.close(write_end)
+        return read_end, Fork(case, pid)
+
+    # --- in a fork ------------------------------------------------------------------------------
+
+    def _compile_and_exit(self, case: Case, pipe: int) -> NoReturn:
+        """Write a verdict and end. A form that takes too much time or memory ends it before."""
+        try:
+            signal.setitimer(signal.ITIMER_REAL, MAX_COMPILE_S)
+            resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            for file in (0, 1, 2):  # a panic would be printed, and pipes must end with this process
+                os.dup2(nowhere, file)
+            verdict = submit(ThreadPoolExecutor(1), self._verdict, case).result()
+            with open(pipe, "wb") as answer:
+                answer.write(line(verdict))
+            os._exit(0)
+        finally:
+            os._exit(1)
+
+    def _verdict(self, case: Case) -> Verdict:
+        name = where(case.wanted)
+        try:
+            text = grammar_text(case.wanted, self._settings)
+            build(self._tokenizer, text, name)
+        except RequestError as error:
+            refusal = str(error)
+        except (ValueError, RecursionError) as error:
+            refusal = f"{name} cannot be read: {error}."
+        except BaseException as error:  # also a panic of llguidance, which is no Exception
+            refusal = f"{name} cannot be compiled: {error!r:.200}"
+        else:
+            return Verdict(case.number, text)
+        return Verdict(case.number, refusal=refusal)
+
+
+def main() -> None:
+    data = b""
+    while b"\n" not in data:
+        data += os.read(ORDERS, 1 << 20)
+    first, rest = data.split(b"\n", 1)
+    try:
+        process = TrialProcess(read_line(first, StartTrial))
+    except RequestError:
+        return  # the engine, which makes a tokenizer too, says what is wrong
+    process.run(rest)
