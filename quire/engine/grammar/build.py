@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from quire.engine.grammar.grammar import DEAD_END
 from quire.protocol.errors import RequestError
+from quire.protocol.structured import StructuredOutputs
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -31,6 +32,11 @@ class Vocabulary:
     vocab_size: int
     """The model's; it may be larger than the tokenizer's."""
     eos_token_ids: tuple[int, ...]
+
+
+def where(wanted: StructuredOutputs) -> str:
+    """The name of a form's field, for messages."""
+    return f"structured_outputs.{wanted.kind}"
 
 
 def make_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:

@@ -12,15 +12,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from quire.config.structured import GrammarSettings
-from quire.engine.grammar.build import Vocabulary, build, make_tokenizer
+from quire.engine.grammar.build import Vocabulary, build, make_tokenizer, where
 from quire.engine.grammar.grammar import Grammar, Start
 from quire.engine.grammar.threads import submit
-from quire.engine.grammar.trial import Trial, where
 from quire.protocol.errors import EngineDeadError, OverloadedError, QuireError, RequestError
 from quire.protocol.structured import StructuredOutputs
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+    from quire.engine.grammar.trial import Trial
 
 logger = logging.getLogger(__name__)
 
@@ -172,6 +173,8 @@ class GrammarCompiler:
             if self._is_shut_down:
                 raise EngineDeadError("structured_outputs: the engine was shut down.")
             if self._trial is None or not self._trial.is_alive:
+                from quire.engine.grammar.trial import Trial  # msgspec only now: it takes 20 ms
+
                 assert self._vocabulary is not None
                 self._trial = Trial(vocabulary or self._vocabulary(), self._settings)
             return self._trial

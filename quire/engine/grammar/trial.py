@@ -47,11 +47,6 @@ class Verdict(msgspec.Struct):
     refusal: str | None = None
 
 
-def where(wanted: StructuredOutputs) -> str:
-    """The name of a form's field, for messages."""
-    return f"structured_outputs.{wanted.kind}"
-
-
 class Trial:
     def __init__(self, vocabulary: Vocabulary, settings: GrammarSettings) -> None:
         # Not by `multiprocessing`, which would run the user's own script again.

@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NoReturn
 
-from quire.engine.grammar.build import build, make_tokenizer
+from quire.engine.grammar.build import build, make_tokenizer, where
 from quire.engine.grammar.threads import STACK_BYTES, submit
 from quire.engine.grammar.translate import grammar_text
-from quire.engine.grammar.trial import Case, StartTrial, Verdict, where
+from quire.engine.grammar.trial import Case, StartTrial, Verdict
 from quire.protocol.control import line, read_line
 from quire.protocol.errors import RequestError
 
