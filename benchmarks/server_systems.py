@@ -76,6 +76,16 @@ class System:
         self._signal(signal.SIGKILL)
         self.process.wait()
 
+    def api_cpu_s(self) -> float:
+        """CPU time that the process which speaks HTTP has taken, of `quire serve`; else 0."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        taken = 0.0
+        for child in map(Path("/proc").joinpath, children.split()):
+            if b"quire.server.api_process" in (child / "cmdline").read_bytes():
+                fields = (child / "stat").read_text().rpartition(")")[2].split()
+                taken += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return taken
+
     def last_words(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return f"{self.name} ended: {lines[-1] if lines else 'without a word'}"
@@ -108,16 +118,28 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-def start_quire(model: Path, folder: Path, flags: Sequence[str]) -> System:
+def start_quire(
+    model: Path, folder: Path, flags: Sequence[str], *, name: str = "quire", uvloop: bool = True
+) -> System:
+    """`quire serve`; without uvloop it finds none, installed or not."""
     port = _free_port()
     words = [
         *("-m", "quire", "serve", "--model", str(model), "--served-model-name", MODEL_NAME),
         *("--load-format", "dummy", "--port", str(port)),
         *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS), *flags),
     ]
-    root = str(Path(quire.__file__).parents[1])
-    system = _spawn("quire", [sys.executable, *words], folder, {"PYTHONPATH": root})
+    paths = [str(Path(quire.__file__).parents[1])]
+    if not uvloop:
+        paths.insert(0, str(_hide_uvloop(folder / "hidden")))
+    system = _spawn(name, [sys.executable, *words], folder, {"PYTHONPATH": os.pathsep.join(paths)})
     return _wait_for(system, port)
+
+
+def _hide_uvloop(folder: Path) -> Path:
+    """A folder of modules before which uvloop is not found."""
+    folder.mkdir()
+    (folder / "uvloop.py").write_text("raise ModuleNotFoundError\n", encoding="utf-8")
+    return folder
 
 
 def start_vllm(python: str, model: Path, folder: Path, flags: Sequence[str]) -> System:

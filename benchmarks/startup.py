@@ -2,6 +2,7 @@
 
     python benchmarks/startup.py
     python benchmarks/startup.py --runs 5 --json startup.json
+    python benchmarks/startup.py --runs 0     # the size alone
 
 Each run is a process of its own; precisions take turns. *First token*: seconds from the start of
 the process until one token is there. *Memory*: what the process then holds beyond one that has only
@@ -178,8 +179,9 @@ def main(words: Sequence[str] | None = None) -> None:
     total = sum(sizes.values()) / MEGABYTE
     largest = [f"{name} {size / MEGABYTE:.1f}" for name, size in list(sizes.items())[:10]]
     say(f"installed: {total:.1f} MB in {len(sizes)} distributions: {', '.join(largest)}, ...\n")
-    found = measure(arguments.runs)
-    say(engine_table(found))
+    found = measure(arguments.runs) if arguments.runs else {}
+    if found:
+        say(engine_table(found))
     if arguments.json:
         figures: dict[str, Any] = {"engines": found, "installed_bytes": sizes}
         Path(arguments.json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from quire.bench.serving.workload import LoadRequest, capped, drawn_requests
 from quire.client.errors import no_answer, refused
 from quire.client.http import HttpClient
 from quire.config.cli import Arguments
+from quire.event_loop import run_on_event_loop
 from quire.protocol.errors import ServerError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def run(arguments: Arguments) -> int:
     options = read_options(arguments)
     requests = _requests(options)
     tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
-    model, runs = _run_loop(_measure(options, requests, tokenizer))
+    model, runs = run_on_event_loop(_measure(options, requests, tokenizer))
     results = [summarize(one, tokenizer, options.price_per_hour) for one in runs]
     figures: dict[str, Any] = {"results": results}
     if len(runs) == 1:
@@ -78,15 +78,6 @@ def _requests(options: ServeOptions) -> list[LoadRequest]:
         seed=options.seed,
         distribution=flags.distribution,
     )
-
-
-def _run_loop(work: Any) -> Any:
-    """On uvloop where it is installed (it comes with the extras): reading costs it less."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(work)
-    return uvloop.run(work)
 
 
 async def _measure(

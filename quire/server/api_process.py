@@ -14,12 +14,12 @@ from typing import Any, BinaryIO
 
 import msgspec
 import uvicorn
-import uvloop
 
 from quire.config.log import configure_logging
 from quire.config.model import load_model_config
 from quire.config.options import EngineOptions
 from quire.config.server import ServerOptions
+from quire.event_loop import run_on_event_loop
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.session import Session, session_tokenizer
 from quire.frontend.socket_client import SocketEngineClient
@@ -191,5 +191,5 @@ async def main() -> int:
 
 
 if __name__ == "__main__":
-    code = uvloop.run(main())
+    code = run_on_event_loop(main())
     os._exit(code)  # threads of libraries must not hold up the end

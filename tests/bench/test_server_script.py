@@ -16,10 +16,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_quick_run(tmp_path: Path) -> None:
-    """The engine and the server each have figures for each load, and a peer that cannot start is
-    left out with its reason."""
+    """The engine and the server on each event loop have figures for each load, and a peer that
+    cannot start is left out with its reason."""
     path = tmp_path / "figures.json"
-    words = ["--quick", "--rounds", "1", "--json", str(path), "--peer", "vllm=/no/such/python"]
+    words = ["--quick", "--rounds", "1", "--loops", "--json", str(path)]
+    words += ["--peer", "vllm=/no/such/python"]
     result = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "server.py"), *words],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -32,6 +33,6 @@ def test_quick_run(tmp_path: Path) -> None:
     figures = json.loads(path.read_text())
     for name in ("stream", "short", "alone"):
         systems = figures["results"][name]
-        assert systems.keys() == {"engine", "quire"}
+        assert systems.keys() == {"engine", "quire", "quire, asyncio"}
         assert all(one["output_tokens_per_s"] > 0 for one in systems.values())
-    assert result.stdout.count("\n| ") == 3
+    assert result.stdout.count("\n| ") == 4

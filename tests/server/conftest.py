@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import openai
 import pytest
 
 from quire import LLM
-from tests.server.running import ENGINE, RunningServer
+from tests.server.running import ENGINE, OnLoop, RunningServer
 from tests.tiny import save_tiny
 
 
@@ -37,6 +38,18 @@ def llm() -> Iterator[LLM]:
         dtype="float32", num_threads=1, max_model_len=1024, kv_cache_memory_bytes="128MiB"
     ) as engine:
         yield engine
+
+
+@pytest.fixture(scope="module", params=["uvloop", "asyncio"])
+def on_loop(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OnLoop:
+    """Tests that ask for this run on each event loop that may serve."""
+    if request.param == "uvloop":
+        pytest.importorskip("uvloop", reason="uvloop is not installed")
+        return OnLoop(request.param)
+    hidden = tmp_path_factory.mktemp("hidden")
+    (hidden / "uvloop.py").write_text("raise ModuleNotFoundError\n", encoding="utf-8")
+    paths = filter(None, [str(hidden), os.environ.get("PYTHONPATH")])
+    return OnLoop(request.param, {"PYTHONPATH": os.pathsep.join(paths)})
 
 
 @pytest.fixture(scope="session")

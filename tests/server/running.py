@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import signal
 import socket
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -78,10 +79,19 @@ class RunningServer:
     """Which one its HTTPS clients trust, besides the system's."""
 
     @classmethod
-    def start(cls, *flags: str, module: str = "quire", command: str = "serve") -> RunningServer:
+    def start(
+        cls,
+        *flags: str,
+        module: str = "quire",
+        command: str = "serve",
+        environment: Mapping[str, str] | None = None,
+    ) -> RunningServer:
         """Start `quire serve` on a free port; returns when it answers, or with its last words."""
         words = [sys.executable, "-m", module, *command.split(), "--port", "0", *flags]
-        process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        variables = {**os.environ, **(environment or {})}
+        process = subprocess.Popen(
+            words, cwd=ROOT, env=variables, stderr=subprocess.PIPE, text=True
+        )
         server = cls(process)
         assert process.stderr is not None
         for line in process.stderr:
@@ -191,6 +201,22 @@ class RunningServer:
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
+
+
+@dataclass(frozen=True)
+class OnLoop:
+    """Starts servers whose API processes run on a certain event loop."""
+
+    name: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def start(self, *flags: str) -> RunningServer:
+        server = RunningServer.start(*flags, environment=self.environment)
+        assert server.url, "".join(server.lines)
+        for pid in server.child_pids("quire.server.api_process"):
+            libraries = Path(f"/proc/{pid}/maps").read_text()
+            assert ("/uvloop/" in libraries) == (self.name == "uvloop")
+        return server
 
 
 def gauge(server: RunningServer, name: str, headers: dict[str, str] | None = None) -> float:

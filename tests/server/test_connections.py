@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.running import TINY, RunningServer, eventually, gauge, http_request
+from tests.server.running import TINY, OnLoop, RunningServer, eventually, gauge, http_request
 
 BODY = {"prompt": "Hi", "max_tokens": 4, "ignore_eos": True}
 CLOSED = (BrokenPipeError, ConnectionResetError)
@@ -24,10 +24,9 @@ CLOSED = (BrokenPipeError, ConnectionResetError)
 
 
 @pytest.fixture(scope="module")
-def hasty(tiny_model: Path) -> Iterator[RunningServer]:
+def hasty(tiny_model: Path, on_loop: OnLoop) -> Iterator[RunningServer]:
     limits = ("--client-timeout-s", "1", "--max-body-bytes", "1MiB", "--max-num-seqs", "64")
-    server = RunningServer.start("--model", str(tiny_model), *TINY, *limits)
-    assert server.url, "".join(server.lines)
+    server = on_loop.start("--model", str(tiny_model), *TINY, *limits)
     yield server
     assert server.stop() == 0
     assert "Traceback" not in "".join(server.lines)

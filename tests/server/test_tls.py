@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.running import RunningServer
+from tests.server.running import OnLoop, RunningServer
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 
@@ -46,14 +46,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 
 @pytest.fixture(scope="module")
-def secure(files: Files, tiny_model: Path) -> Iterator[RunningServer]:
-    server = RunningServer.start(
+def secure(files: Files, tiny_model: Path, on_loop: OnLoop) -> Iterator[RunningServer]:
+    server = on_loop.start(
         *("--model", str(tiny_model), "--num-threads", "1", "--kv-cache-memory-bytes", "32MiB"),
         *("--ssl-certfile", str(files.certificate), "--ssl-keyfile", str(files.key)),
         *("--api-key", "sesame", "--admin-key=open-sesame", "--allowed-origins", SITE),
         *("--root-path", "/behind"),
     )
-    assert server.url, "".join(server.lines)
     server.certificate = files.certificate
     yield server
     assert server.stop() == 0
