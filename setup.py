@@ -37,9 +37,9 @@ PORTABLE = {
     "dequantize.cpp": [EXACT],
 }
 X86_64 = {
-    "kernel_avx2.cpp": ["-mavx2", "-mfma"],
+    "kernel_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
     "kernel_avx512.cpp": ["-mavx512f"],
-    "pointwise_avx2.cpp": ["-mavx2", "-mfma"],
+    "pointwise_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
     "pointwise_avx512.cpp": ["-mavx512f"],
     "linear_avx2.cpp": ["-mavx2", "-mfma", "-mf16c", EXACT],
     "linear_vnni.cpp": ["-mavx512f", "-mavx512bw", "-mavx512vnni", EXACT],

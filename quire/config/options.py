@@ -171,7 +171,11 @@ class CacheOptions(CheckedOptions):
     )
     enable_prefix_caching: bool = option(True, "Share the blocks of common prompt prefixes.")
     kv_cache_dtype: str = option(
-        "auto", "Type of keys and values. auto: as dtype.", choices=("auto",)
+        "auto",
+        "Type of keys and values. auto: as dtype, but float16 where a CPU computes from 8-bit or "
+        "packed weights.",
+        choices=DTYPES,
+        convert=_dtype,
     )
 
 

@@ -59,6 +59,7 @@ def resolve(options: EngineOptions, model: ModelConfig, device: DeviceInfo) -> R
     )
     if device.type != "cpu" and options.cache.gpu_memory_utilization is None:
         options = options.replace(gpu_memory_utilization=DEFAULT_MEMORY_UTILIZATION)
+    options = options.replace(kv_cache_dtype=_kv_cache_dtype(options, notes))
     options = _with_step_limits(options, device, notes)
     return Resolved(options, notes, fits)
 
@@ -189,6 +190,27 @@ def _dtype(options: EngineOptions, model: ModelConfig, device: DeviceInfo, notes
         notes.append(f"dtype became float16 because {device.name} cannot compute in bfloat16")
         return "float16"
     return model.dtype
+
+
+def _kv_cache_dtype(options: EngineOptions, notes: list[str]) -> str:
+    """Of options whose device, dtype and quantisation are final."""
+    wanted, dtype = options.cache.kv_cache_dtype, options.model.dtype
+    narrows = options.device.device == "cpu" and dtype == "float32"
+    if wanted == "auto":
+        if options.model.quantization is None or not narrows:
+            return dtype
+        notes.append(
+            "kv_cache_dtype became float16 because with such weights reading keys and values takes "
+            "much of a step of many requests; kv_cache_dtype='float32' keeps them as computed"
+        )
+        return "float16"
+    if wanted == dtype or (narrows and wanted == "float16"):
+        return wanted
+    allowed = "'float32' or 'float16'" if narrows else f"{dtype!r}, the type of activations"
+    raise OptionError(
+        f"kv_cache_dtype={wanted!r} is not supported with dtype={dtype!r} on "
+        f"{options.device.device!r}: it can be {allowed}. Leave it unset, or use one of these."
+    )
 
 
 def _max_model_len(options: EngineOptions, model: ModelConfig, notes: list[str]) -> int:

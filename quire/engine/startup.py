@@ -82,6 +82,7 @@ def scheduler_limits(
         model.source.name,
         options.model.revision or "",
         options.model.dtype,
+        options.cache.kv_cache_dtype,
         str(options.cache.block_size),
     )
     return SchedulerLimits(

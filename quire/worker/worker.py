@@ -59,7 +59,7 @@ class Worker:
             num_kv_heads=model_config.num_kv_heads,
             head_dim=model_config.head_dim,
             block_size=options.cache.block_size,
-            dtype=dtype,
+            dtype=getattr(torch, options.cache.kv_cache_dtype),
         )
         backend, skipped = select_backend(
             self.device.type,
@@ -68,6 +68,7 @@ class Worker:
             spec.block_size,
             model_config.sliding_window,
             options.device.attention_backend,
+            spec.dtype,
         )
         reasons = "".join(f"; not {reason}" for reason in skipped)
         logger.info("attention: %s%s", backend.describe(), reasons)

@@ -45,7 +45,7 @@ ENGINE_FLAGS: dict[str, tuple[str, Any]] = {
     "kv_cache_memory_bytes": ("--kv-cache-memory-bytes=2GiB", 2 << 30),
     "num_gpu_blocks_override": ("--num-gpu-blocks-override=9", 9),
     "enable_prefix_caching": ("--no-enable-prefix-caching", False),
-    "kv_cache_dtype": ("--kv-cache-dtype=auto", "auto"),
+    "kv_cache_dtype": ("--kv-cache-dtype=half", "float16"),
     "max_num_seqs": ("--max-num-seqs=4", 4),
     "max_num_batched_tokens": ("--max-num-batched-tokens=64", 64),
     "scheduling_policy": ("--scheduling-policy=priority", "priority"),

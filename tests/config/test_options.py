@@ -333,6 +333,47 @@ def test_a_gguf_file_is_computed_from_its_blocks(
     assert without.options.model.quantization == (None if expected == "gguf" else expected)
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "float32"),
+        ({"quantization": "int8"}, "float16"),
+        ({"quantization": "int8", "dtype": "float32"}, "float16"),
+        ({"quantization": "int8", "kv_cache_dtype": "float"}, "float32"),
+        ({"kv_cache_dtype": "half"}, "float16"),
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"dtype": "bfloat16", "kv_cache_dtype": "bfloat16"}, "bfloat16"),
+    ],
+)
+def test_keys_and_values_are_halves_beside_packed_weights(
+    changes: dict[str, Any], expected: str
+) -> None:
+    """Unless somebody chooses; float32 stays exact by default, and start-up says what is not."""
+    found = resolve(options(**changes), MODEL, CPU)
+    assert found.options.cache.kv_cache_dtype == expected
+    said = any("kv_cache_dtype became float16 because" in note for note in found.notes)
+    assert said == ("quantization" in changes and "kv_cache_dtype" not in changes)
+    packed = replace(MODEL, source=replace(MODEL.source, kind="gguf"))
+    auto = resolve(options(), packed, replace(CPU, has_native_kernels=True))
+    assert auto.options.cache.kv_cache_dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "message"),
+    [
+        (CPU, {"kv_cache_dtype": "bfloat16"}, "'bfloat16' .*dtype='float32'.*or 'float16'"),
+        (CPU, {"kv_cache_dtype": "float16", "dtype": "bfloat16"}, "it can be 'bfloat16'"),
+        (GPU, {"kv_cache_dtype": "float16"}, "dtype='bfloat16' on 'cuda'"),
+        (GPU, {"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype must be one of .*'fp8_e4m3'"),
+    ],
+)
+def test_other_types_of_keys_and_values_are_refused(
+    device: DeviceInfo, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        resolved(device, **changes)
+
+
 def test_quantised_checkpoints_are_refused_by_method() -> None:
     """Their tensors would be read as weights that they are not."""
     model = replace(MODEL, quantization={"quant_method": "gptq"})

@@ -2,6 +2,7 @@
 
 Greedy tokens are equal over 64 steps, and logprobs agree within 1e-4, for every model family and
 whatever the engine does meanwhile: chunks, prefix hits, preemption, block size, overlap, company.
+With keys and values in float16 they agree within 1e-2.
 """
 
 from __future__ import annotations
@@ -58,6 +59,14 @@ SETTINGS: dict[str, tuple[dict[str, Any], bool]] = {
     "pool16-uncached": (
         {"block_size": 16, "num_gpu_blocks_override": 16, "enable_prefix_caching": False},
         True,
+    ),
+    "pool8-halves": (
+        {"block_size": 8, "num_gpu_blocks_override": 26, "kv_cache_dtype": "float16"},
+        True,
+    ),
+    "torch-kernel-halves": (
+        {"block_size": 16, "attention_backend": "torch", "kv_cache_dtype": "float16"},
+        False,
     ),
     "torch-kernel": (
         {"block_size": 4, "attention_backend": "torch", "max_num_batched_tokens": 50},
@@ -120,20 +129,21 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Any:
 GREEDY = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True, logprobs=3)
 
 
-def assert_equal(family: Family, index: int, output: RequestOutput) -> None:
+def assert_equal(family: Family, index: int, output: RequestOutput, bound: float = 1e-4) -> None:
     prompt, expected = family.prompts[index], family.expected[index]
     (completion,) = output.outputs
     made = completion.token_ids
     lines = family.logprobs[index][len(prompt) - 1 :]
     if made != expected:
-        assert is_greedy(family.model, prompt, made), f"prompt {index} differs beyond ties"
+        tie = max(1e-3, 2 * bound)
+        assert is_greedy(family.model, prompt, made, tie), f"prompt {index} differs beyond ties"
         lines = logprobs(family.model, prompt + made)[len(prompt) - 1 : -1].numpy()
     assert len(made) == STEPS and completion.finish_reason == "length"
     assert completion.logprobs is not None
     for token, line, entry in zip(made, lines, completion.logprobs, strict=True):
         assert token in entry and 3 <= len(entry) <= 4
         for candidate, logprob in entry.items():
-            assert abs(logprob.logprob - line[candidate]) < 1e-4
+            assert abs(logprob.logprob - line[candidate]) < bound
 
 
 def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
@@ -145,14 +155,15 @@ def test_greedy_tokens_are_those_of_transformers(case: str, setting: str, family
     """All 32 together (fewer where they preempt each other), then one alone, and that one again."""
     options, must_preempt = SETTINGS[setting]
     reference: Family = family(case)
+    bound = 1e-2 if "kv_cache_dtype" in options else 1e-4
     with tiny_llm(reference.folder, max_model_len=160, **options) as llm:
         together = reference.prompts[:12] if must_preempt else reference.prompts
         for i, output in enumerate(generate(llm, together, GREEDY)):
-            assert_equal(reference, i, output)
+            assert_equal(reference, i, output, bound)
         assert (llm.statistics().num_preemptions > 0) == must_preempt
         for _ in range(2):
             (again,) = generate(llm, [reference.prompts[3]], GREEDY)
-            assert_equal(reference, 3, again)
+            assert_equal(reference, 3, again, bound)
         caching = options.get("enable_prefix_caching", True)
         assert again.num_cached_tokens == (LENGTHS[3] - 1 if caching else 0)
         assert_at_rest(llm)

@@ -25,6 +25,8 @@ class Case:
     block_size: int = 16
     window: int | None = None
     seed: int = 0
+    narrow: bool = False
+    """Whether keys and values are in float16, whatever the type of queries."""
 
     @property
     def scale(self) -> float:
@@ -65,21 +67,23 @@ def make_pages(case: Case, dtype: torch.dtype = torch.float32) -> Pages:
         for request in case.requests
     ]
 
+    kept = torch.float16 if case.narrow else dtype
+
     def draw(count: int, heads: int, generator: torch.Generator) -> Tensor:
-        return torch.randn(count, heads, case.head_dim, generator=generator).to(dtype)
+        return torch.randn(count, heads, case.head_dim, generator=generator)
 
     queries, keys, values = [], [], []
     for (num_queries, context), generator in zip(case.requests, generators, strict=True):
-        queries.append(draw(num_queries, case.num_heads, generator))
-        keys.append(draw(context, case.num_kv_heads, generator))
-        values.append(draw(context, case.num_kv_heads, generator))
+        queries.append(draw(num_queries, case.num_heads, generator).to(dtype))
+        keys.append(draw(context, case.num_kv_heads, generator).to(kept))
+        values.append(draw(context, case.num_kv_heads, generator).to(kept))
     counts = [-(-context // case.block_size) for _, context in case.requests]
     num_blocks = sum(counts) + 3
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(case.seed)).tolist()
     nobody = order.pop()
     tables = torch.full((len(counts), max(counts, default=0) + 1), nobody, dtype=torch.int32)
     kv_layer = torch.full(
-        (2, num_blocks, case.num_kv_heads, case.block_size, case.head_dim), torch.nan, dtype=dtype
+        (2, num_blocks, case.num_kv_heads, case.block_size, case.head_dim), torch.nan, dtype=kept
     )
     starts = [0]
     for num_queries, _ in case.requests:

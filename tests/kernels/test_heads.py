@@ -21,18 +21,20 @@ REQUESTS = ((1, 40), (9, 9), (1, 1), (33, 70), (1, 200))
 @pytest.mark.parametrize("head_dim", [64, 4, 36, 128])
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize("narrow", [False, True])
 def test_prepares_stores_and_attends(
     threads: int,
     head_dim: int,
     norms: bool,
     rotates: bool,
+    narrow: bool,
     isa: str,
     num_threads: None,
     poisoned_memory: None,
 ) -> None:
     torch.set_num_threads(threads)
-    case = Case(REQUESTS, num_heads=6, num_kv_heads=2, head_dim=head_dim, block_size=16)
-    pages = make_pages(case, torch.float32)
+    case = Case(REQUESTS, num_heads=6, num_kv_heads=2, head_dim=head_dim, narrow=narrow)
+    pages = make_pages(case)
     _, kv_layer, query_start, context_lens, tables = pages.arguments()
     num_tokens = int(query_start[-1])
     positions = torch.cat([torch.arange(n - new, n) for new, n in REQUESTS])
@@ -51,9 +53,6 @@ def test_prepares_stores_and_attends(
         angles = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
         eq, ek = rotate(eq, *angles), rotate(ek, *angles)
     twin.write_kv(expected_layer, ek, ev, slots)
-    expected = twin.paged_attention(
-        eq, expected_layer, query_start, context_lens, tables, case.scale, None
-    )
 
     step = HeadsStep(kv_layer, slots, query_start, context_lens, tables)
     if rotates:
@@ -61,7 +60,10 @@ def test_prepares_stores_and_attends(
     if norms:
         step.set_norms(weights[0], weights[1], EPS)
     found = step.attend(cpu.kv_addresses(kv_layer), q, k, v, case.scale, None)
-    torch.testing.assert_close(kv_layer, expected_layer, rtol=1e-5, atol=1e-6, equal_nan=True)
+    # What is computed a little differently may be rounded to the next float16.
+    bounds = {"rtol": 1e-3, "atol": 1e-6} if narrow else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(kv_layer, expected_layer, **bounds, equal_nan=True)
+    expected = twin.paged_attention(eq, kv_layer, query_start, context_lens, tables, case.scale)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 

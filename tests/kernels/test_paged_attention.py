@@ -44,6 +44,7 @@ def cases(draw: st.DrawFn) -> Case:
         block_size=draw(st.sampled_from((4, 8, 16, 32, 64, 128))),
         window=draw(st.sampled_from((None, None, 1, 5, 64, 100))),
         seed=draw(st.integers(0, 2)),
+        narrow=draw(st.booleans()),
     )
 
 
@@ -58,7 +59,7 @@ def check(kernel: Kernel, case: Case, dtype: torch.dtype = torch.float32) -> Non
 
 
 several_examples = settings(
-    max_examples=150,
+    max_examples=200,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -91,30 +92,32 @@ def test_kernel_is_dense_attention(
     check(cpu.paged_attention, case)
 
 
+@pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("window", [None, 50, 1000])
 @pytest.mark.parametrize(
     "request_",
     [(1, 127), (1, 128), (1, 129), (1, 1025), (2, 700), (4, 385), (9, 1030), (70, 2100)],
 )
 def test_split_contexts(
-    isa: str, poisoned_memory: None, request_: tuple[int, int], window: int | None
+    isa: str, poisoned_memory: None, request_: tuple[int, int], window: int | None, narrow: bool
 ) -> None:
     """Long contexts are split among threads and joined: at, before and after the cuts."""
-    check(cpu.paged_attention, Case((request_,), num_heads=2, num_kv_heads=2, window=window))
+    case = Case((request_,), num_heads=2, num_kv_heads=2, window=window, narrow=narrow)
+    check(cpu.paged_attention, case)
 
 
 def test_no_requests(isa: str) -> None:
     check(cpu.paged_attention, Case(()))
 
 
+@pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("kernel", [cpu.paged_attention, twin.paged_attention])
 def test_result_does_not_depend_on_the_batch(
-    native: None, num_threads: None, kernel: Kernel
+    native: None, num_threads: None, kernel: Kernel, narrow: bool
 ) -> None:
     """Bitwise: alone or among others, in any order, with any number of threads."""
-    case = Case(
-        ((1, 300), (1, 17), (5, 200), (64, 64), (100, 1100), (3, 3)), num_heads=9, num_kv_heads=3
-    )
+    steps = ((1, 300), (1, 17), (5, 200), (64, 64), (100, 1100), (3, 3))
+    case = Case(steps, num_heads=9, num_kv_heads=3, narrow=narrow)
     pages = make_pages(case)
     together = kernel(*pages.arguments(), case.scale)
     for threads in (1, 2, 3):
@@ -162,14 +165,20 @@ def test_queries_may_be_a_slice_of_a_wider_tensor(native: None, num_queries: int
     assert torch.equal(out, cpu.paged_attention(q, *rest, case.scale))
 
 
+@pytest.mark.parametrize("dtype", cpu.STORED)
 @pytest.mark.parametrize("write", [cpu.write_kv, twin.write_kv])
 @pytest.mark.parametrize("num_tokens", [0, 1, 33, 3000])
 def test_write_kv(
-    native: None, num_threads: None, write: Callable[..., None], num_tokens: int
+    isa: str,
+    num_threads: None,
+    write: Callable[..., None],
+    num_tokens: int,
+    dtype: torch.dtype,
 ) -> None:
-    """New tokens reach their slots, from slices of a fused tensor; other slots stay the same."""
+    """New tokens reach their slots, from slices of a fused tensor, to the nearest number of the
+    cache's type; other slots stay the same."""
     torch.set_num_threads(2)
-    kv_layer = torch.randn(2, 800, 2, 4, 24)
+    kv_layer = torch.randn(2, 800, 2, 4, 24).to(dtype)
     fused = torch.randn(num_tokens, 5, 2, 24)
     slots = torch.randperm(800 * 4)[:num_tokens]
     expected = kv_layer.clone()
@@ -179,6 +188,60 @@ def test_write_kv(
     expected = by_slot.unflatten(1, (800, 4)).permute(0, 1, 3, 2, 4)
     write(kv_layer, fused[:, 1], fused[:, 3], slots)
     assert torch.equal(kv_layer, expected)
+
+
+# Numbers in float32 and what float16 makes of them: its range, halfway cases, its smallest numbers.
+ROUNDED = {
+    65504.0: 65504.0,
+    65519.0: 65504.0,
+    65520.0: 65504.0,
+    -1e5: -65504.0,
+    3e38: 65504.0,
+    torch.inf: 65504.0,
+    -torch.inf: -65504.0,
+    2049.0: 2048.0,
+    2051.0: 2052.0,
+    6.2e-5: 1040 * 2.0**-24,
+    -3 * 2.0**-25: -(2.0**-23),
+    2.0**-25: 0.0,
+    1.01 * 2.0**-25: 2.0**-24,
+    1e-30: 0.0,
+    torch.nan: torch.nan,
+}
+
+
+@pytest.mark.parametrize("write", [cpu.write_kv, twin.write_kv])
+@pytest.mark.parametrize("head_dim", [1, 7, 16, 33])
+def test_float16_holds_the_nearest_number_of_its_range(
+    isa: str, write: Callable[..., None], head_dim: int
+) -> None:
+    """Beyond it the largest and not infinity, which would make a NaN of all that see it."""
+    given = torch.tensor(list(ROUNDED)).repeat(11)[: 5 * head_dim].view(5, 1, head_dim)
+    expected = torch.tensor(list(ROUNDED.values())).repeat(11)[: 5 * head_dim]
+    kv_layer = torch.zeros(2, 2, 1, 4, head_dim, dtype=torch.float16)
+    write(kv_layer, given, -given, torch.arange(5))
+    keys, values = kv_layer.float().flatten(1)[:, : 5 * head_dim]
+    torch.testing.assert_close(keys, expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(values, -expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("num_heads", [1, 30])
+@pytest.mark.parametrize("head_dim", [64, 33])
+def test_every_float16_is_read_as_it_is(isa: str, num_heads: int, head_dim: int) -> None:
+    """One visible key, so that the result is its value: all numbers of the type in turn."""
+    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    numbers = numbers[numbers.isfinite()]
+    num_blocks = -(-len(numbers) // (4 * head_dim))
+    kv_layer = torch.zeros(2, num_blocks, 1, 4, head_dim, dtype=torch.float16)
+    kv_layer[1].view(-1)[: len(numbers)] = numbers
+    tables = torch.arange(num_blocks, dtype=torch.int32)[:, None]
+    starts = torch.arange(num_blocks + 1, dtype=torch.int32)
+    for offset in range(4):
+        lens = torch.full((num_blocks,), offset + 1, dtype=torch.int32)
+        q = torch.randn(num_blocks, num_heads, head_dim)
+        out = cpu.paged_attention(q, kv_layer, starts, lens, tables, 1.0, window=1)
+        expected = kv_layer[1, :, :, offset].float()
+        assert torch.equal(out, expected.expand_as(out))
 
 
 def test_wrong_types_are_refused(native: None) -> None:

@@ -72,12 +72,14 @@ def dense(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
 
 @pytest.mark.parametrize("block_size", backend.BLOCK_SIZES)
 @pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("cache", [torch.float32, torch.float16])
 def test_steps_give_dense_attention(
-    backend_class: type[AttentionBackend], block_size: int, window: int | None
+    backend_class: type[AttentionBackend], block_size: int, window: int | None, cache: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(block_size)
     tables = torch.randperm(3 * 18, generator=generator).int().view(3, 18)
-    kv = torch.full((NUM_LAYERS, 2, 54, NUM_KV_HEADS, block_size, HEAD_DIM), torch.nan)
+    shape = (NUM_LAYERS, 2, 54, NUM_KV_HEADS, block_size, HEAD_DIM)
+    kv = torch.full(shape, torch.nan, dtype=cache)
     attention = backend_class(kv, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, block_size)
     widths = [heads * HEAD_DIM for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)]
     fused = [
@@ -99,7 +101,8 @@ def test_steps_give_dense_attention(
     assert tuple(computed) == LENGTHS
     for index in range(NUM_LAYERS):
         for request in range(len(LENGTHS)):
-            expected = dense(*fused[index][request].split(widths, dim=-1), window)
+            q, k, v = fused[index][request].split(widths, dim=-1)
+            expected = dense(q, k.to(cache), v.to(cache), window)
             out = torch.cat(outs[index][request]).double()
             torch.testing.assert_close(out, expected, rtol=5e-6, atol=5e-6)
 
@@ -157,8 +160,8 @@ def test_wanted_backend_is_taken_or_refused() -> None:
 
 
 def test_everything_declared_is_checked() -> None:
-    support = BackendSupport("x", ("cpu",), (torch.float32,), (16,), (64,), False, True, False)
-    asked = ("cpu", torch.float32, 64, 16, None)
+    support = BackendSupport("x", ("cpu",), (torch.float32,), (), (16,), (64,), False, True, False)
+    asked = ("cpu", torch.float32, 64, 16, None, torch.float32)
     assert backend.unsupported(support, *asked) is None
     for index, value, said in (
         (0, "cuda", "cuda"),
@@ -166,6 +169,7 @@ def test_everything_declared_is_checked() -> None:
         (2, 80, "80"),
         (3, 8, "block_size"),
         (4, 512, "window"),
+        (5, torch.float16, "float16"),
     ):
         changed = [*asked]
         changed[index] = value

@@ -34,31 +34,43 @@ SEQUENCES = [random_tokens(40), random_tokens(25, seed=1), random_tokens(7, seed
 STEPS = [{0: 33, 1: 10}, {0: 1, 1: 15, 2: 6}, {0: 6, 2: 1}]
 
 
-def run(model: LlamaForCausalLM, config: Any, backend: type[AttentionBackend]) -> list[Any]:
-    paged = PagedRun(model, config, SEQUENCES, backend)
+def run(
+    model: LlamaForCausalLM,
+    config: Any,
+    backend: type[AttentionBackend],
+    cache: torch.dtype = torch.float32,
+) -> list[Any]:
+    paged = PagedRun(model, config, SEQUENCES, backend, dtype=cache)
     for work in STEPS:
         paged.step(work)
     return paged.all_logits()
 
 
+@pytest.mark.parametrize("cache", [torch.float32, torch.float16])
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize(("family", "changes"), CASES)
 def test_equals_layers_one_by_one(
-    family: str, changes: dict[str, Any], quantization: str | None, tmp_path: Path, native: None
+    family: str,
+    changes: dict[str, Any],
+    quantization: str | None,
+    cache: torch.dtype,
+    tmp_path: Path,
+    native: None,
 ) -> None:
     reference = random_model(family, **changes)
     save_safetensors(reference, tmp_path)
     config = load_model_config(str(tmp_path))
     model = load_model(config, dtype=torch.float32, device="cpu", quantization=quantization)
     assert isinstance(model, LlamaForCausalLM) and model.model.native_decoder is not None
-    together = run(model, config, CpuBackend)
+    together = run(model, config, CpuBackend, cache)
     model.model.__dict__["native_decoder"] = None  # the cached property
-    for found, expected in zip(together, run(model, config, CpuBackend), strict=True):
+    for found, expected in zip(together, run(model, config, CpuBackend, cache), strict=True):
         assert torch.equal(found, expected)
     if quantization is None:
+        bound = 1e-3 if cache == torch.float32 else 1e-2
         for found, tokens in zip(together, SEQUENCES, strict=True):
             expected = reference_logits(reference, tokens)
-            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
 
 
 def test_other_backends_go_layer_by_layer(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quire.config.embedded import embedded_model_path
-from quire.config.model import ModelConfig, load_model_config
+from quire.config.model import load_model_config
 from quire.kernels.torch.gguf_blocks import BlockRows
 from quire.layers.linear import QKVLinear
 from quire.layers.parallel import Parallel, Placement
@@ -95,28 +95,43 @@ def test_embedding_rows(pack: Callable[..., list[FloatMatrix | BlockMatrix]]) ->
     assert (matrix.rows(ids) - weight[ids]).abs().max() <= bound
 
 
+Logits = dict[tuple[str | None, torch.dtype], torch.Tensor]
+
+
 @pytest.fixture(scope="module")
-def embedded() -> tuple[ModelConfig, dict[str | None, torch.Tensor]]:
-    """Logits of the embedded model for one prompt, by quantization."""
+def embedded() -> Logits:
+    """Logits of the embedded model for one prompt, by quantization and type of the cache; their
+    mean is 0."""
     config = load_model_config(str(embedded_model_path()))
     tokens, logits = random_tokens(40, vocab=config.vocab_size), {}
     for quantization in (None, "int8", "gguf"):
         model = load_model(config, dtype=torch.float32, device="cpu", quantization=quantization)
-        run = PagedRun(model, config, [tokens], dtype=torch.float32)
-        run.step({0: 40})
-        logits[quantization] = run.all_logits()[0].double()
-    return config, logits
+        for cache in (torch.float32, torch.float16):
+            run = PagedRun(model, config, [tokens], dtype=cache)
+            run.step({0: 33})
+            for _ in range(7):
+                run.step({0: 1})
+            found = run.all_logits()[0].double()
+            logits[quantization, cache] = found - found.mean(-1, keepdim=True)
+    return logits
 
 
+@pytest.mark.parametrize("cache", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("quantization", "bound"), [("int8", 0.1), ("gguf", 0.1)])
 def test_logits_stay_close_to_exact_ones(
-    embedded: tuple[ModelConfig, dict[str | None, torch.Tensor]], quantization: str, bound: float
+    embedded: Logits, quantization: str, bound: float, cache: torch.dtype
 ) -> None:
-    _, logits = embedded
-    exact, found = logits[None], logits[quantization]
-    centred, found = exact - exact.mean(-1, keepdim=True), found - found.mean(-1, keepdim=True)
-    error = (found - centred).norm() / centred.norm()
-    assert 0 < error < bound
+    exact, found = embedded[None, torch.float32], embedded[quantization, cache]
+    assert 0 < (found - exact).norm() / exact.norm() < bound
+
+
+@pytest.mark.parametrize(("quantization", "bound"), [(None, 1e-3), ("int8", 0.1), ("gguf", 0.1)])
+def test_halves_in_the_cache_change_little(
+    embedded: Logits, quantization: str | None, bound: float
+) -> None:
+    """Where activations are rounded to 8 bits, any difference becomes as large as that rounding."""
+    exact, found = embedded[quantization, torch.float32], embedded[quantization, torch.float16]
+    assert 0 < (found - exact).norm() / exact.norm() < bound
 
 
 def test_memory_is_that_of_the_file(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Paged attention for float32 on a CPU: a small C++ library that the package builds (see src/).
+"""Paged attention in float32 on a CPU: a small C++ library that the package builds (see src/).
 
 `write_kv` and `paged_attention` have the signatures of their twins in
 `quire.kernels.torch.attention`. For a step of many layers, `prepare_*` does once what the layers
@@ -26,6 +26,8 @@ __all__ = [
     "write_kv",
 ]
 
+# Types of keys and values, at the places that the library knows them by.
+STORED = (torch.float32, torch.float16)
 # Positions minus a window must stay within int32.
 NO_WINDOW = 2**30
 
@@ -98,7 +100,8 @@ def attend(
 
 def set_shape(call: AttentionCall | WriteCall, kv_layer: Tensor) -> None:
     """Enters the shape of a layer's cache and the number of threads."""
-    require(kv_layer, torch.float32)
+    require(kv_layer, *STORED)
+    call.stored = STORED.index(kv_layer.dtype)
     _, call.block_stride, call.head_stride, call.token_stride, _ = kv_layer.stride()
     _, _, call.num_kv_heads, call.block_size, call.head_dim = kv_layer.shape
     call.num_threads = torch.get_num_threads()
@@ -116,10 +119,11 @@ def packed_heads(x: Tensor) -> Tensor:
     return x if x.stride(1) == x.shape[2] else x.contiguous()
 
 
-def require(x: Tensor, dtype: torch.dtype) -> None:
+def require(x: Tensor, *dtypes: torch.dtype) -> None:
     """Refuses what the library would read wrongly."""
-    if x.dtype != dtype or x.device.type != "cpu" or (x.stride(-1) != 1 and x.numel() > 1):
+    if x.dtype not in dtypes or x.device.type != "cpu" or (x.stride(-1) != 1 and x.numel() > 1):
+        wanted = " or ".join(map(str, dtypes))
         raise ValueError(
-            f"expected a {dtype} tensor on the CPU, contiguous in its last dimension; "
+            f"expected a {wanted} tensor on the CPU, contiguous in its last dimension; "
             f"got {x.dtype} on {x.device} with strides {x.stride()}"
         )

@@ -11,7 +11,7 @@ import torch
 
 LIBRARY = Path(__file__).with_name("libquire_cpu.so")
 ISAS = ("generic", "avx2", "avx512")
-ABI = 6
+ABI = 7
 
 
 class AttentionCall(ctypes.Structure):
@@ -39,6 +39,7 @@ class AttentionCall(ctypes.Structure):
         ("window", ctypes.c_int32),
         ("scale", ctypes.c_float),
         ("num_threads", ctypes.c_int32),
+        ("stored", ctypes.c_int32),
     )
 
 
@@ -61,6 +62,7 @@ class WriteCall(ctypes.Structure):
         ("head_dim", ctypes.c_int32),
         ("block_size", ctypes.c_int32),
         ("num_threads", ctypes.c_int32),
+        ("stored", ctypes.c_int32),
     )
 
 

@@ -1,4 +1,5 @@
-"""Paged attention in plain torch, for any device and floating-point type.
+"""Paged attention in plain torch, for any device and floating-point type; a cache may be in float16
+where activations are in float32.
 
 A layer's cache is `kv_layer [2, num_blocks, num_kv_heads, block_size, head_dim]`: keys and values.
 The token at position p of a request lies in block `block_tables[request, p // block_size]`.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+LARGEST_HALF = torch.finfo(torch.float16).max
 # Bounds the score matrix of a long prefill; the result does not depend on it.
 MAX_QUERIES_AT_ONCE = 256
 
@@ -18,8 +20,15 @@ def write_kv(kv_layer: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     block_size = kv_layer.shape[3]
     blocks, offsets = slots // block_size, slots % block_size
     keys, values = kv_layer.unbind(0)
-    keys[blocks, :, offsets] = k.to(kv_layer.dtype)
-    values[blocks, :, offsets] = v.to(kv_layer.dtype)
+    keys[blocks, :, offsets] = as_stored(k, kv_layer.dtype)
+    values[blocks, :, offsets] = as_stored(v, kv_layer.dtype)
+
+
+def as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in the cache's type; what is beyond the range of float16 becomes its largest number."""
+    if dtype == torch.float16 and x.dtype != dtype:
+        x = x.clamp(-LARGEST_HALF, LARGEST_HALF)
+    return x.to(dtype)
 
 
 def paged_attention(

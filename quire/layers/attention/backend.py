@@ -51,6 +51,7 @@ class BackendSupport:
     name: str
     device_types: tuple[str, ...] | None  # None: any
     dtypes: tuple[torch.dtype, ...]
+    narrow_caches: tuple[torch.dtype, ...]  # of keys and values, beside the type of activations
     block_sizes: tuple[int, ...]
     head_dims: tuple[int, ...] | None
     sliding_window: bool
@@ -116,11 +117,14 @@ def select_backend(
     block_size: int,
     window: int | None = None,
     wanted: str | None = None,
+    cache_dtype: torch.dtype | None = None,
 ) -> tuple[type[AttentionBackend], list[str]]:
     """The first backend that can do what is asked, and why those before it were skipped.
 
-    Naming a `wanted` one leaves no other choice.
+    Naming a `wanted` one leaves no other choice. Keys and values have the type `cache_dtype`, or
+    that of activations.
     """
+    cache_dtype = dtype if cache_dtype is None else cache_dtype
     backends = candidates()
     if wanted is not None:
         names = ", ".join(backend.support.name for backend in backends)
@@ -131,7 +135,9 @@ def select_backend(
     elsewhere: list[str] = []
     """Backends made for another device, which nobody misses."""
     for backend in backends:
-        reason = unsupported(backend.support, device_type, dtype, head_dim, block_size, window)
+        reason = unsupported(
+            backend.support, device_type, dtype, head_dim, block_size, window, cache_dtype
+        )
         reason = reason or backend.missing()
         if reason is None:
             return backend, reasons
@@ -141,7 +147,7 @@ def select_backend(
     reasons += elsewhere
     raise OptionError(
         f"No attention backend can do block_size={block_size} with head size {head_dim} in {dtype} "
-        f"on {device_type!r}: {'; '.join(reasons)}."
+        f"with a cache in {cache_dtype} on {device_type!r}: {'; '.join(reasons)}."
     )
 
 
@@ -152,12 +158,15 @@ def unsupported(
     head_dim: int,
     block_size: int,
     window: int | None,
+    cache_dtype: torch.dtype,
 ) -> str | None:
     """The first thing that is asked for and not declared, or None."""
     if support.device_types is not None and device_type not in support.device_types:
         return f"runs on {listed(support.device_types)}, not {device_type}"
     if dtype not in support.dtypes:
         return f"computes in {listed(support.dtypes)}, not {dtype}"
+    if cache_dtype not in (dtype, *support.narrow_caches):
+        return f"keeps keys and values in the type of activations, not {cache_dtype}"
     if block_size not in support.block_sizes:
         return f"block_size must be one of {listed(support.block_sizes)}, not {block_size}"
     if support.head_dims is not None and head_dim not in support.head_dims:

@@ -22,6 +22,7 @@ class CpuBackend:
         name="cpu",
         device_types=("cpu",),
         dtypes=(torch.float32,),
+        narrow_caches=(torch.float16,),
         block_sizes=BLOCK_SIZES,
         head_dims=None,
         sliding_window=True,

@@ -20,6 +20,7 @@ class TorchBackend:
         name="torch",
         device_types=None,
         dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+        narrow_caches=(torch.float16,),
         block_sizes=BLOCK_SIZES,
         head_dims=None,
         sliding_window=True,

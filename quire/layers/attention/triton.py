@@ -32,6 +32,7 @@ class TritonBackend:
         name="triton",
         device_types=("cuda",),
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
+        narrow_caches=(),
         block_sizes=BLOCK_SIZES,
         head_dims=None,
         sliding_window=True,

@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "check.h"
+#include "half.h"
 
 extern "C" {
 int quire_paged_attention(const quire::AttentionCall* call);
@@ -26,6 +27,42 @@ struct Request {
 struct Case {
   std::vector<Request> requests;
   int heads, kv_heads, head_dim, block_size, window;
+  quire::Stored stored = quire::Stored::kFloat32;
+};
+
+constexpr quire::Stored kStored[] = {quire::Stored::kFloat32, quire::Stored::kFloat16};
+
+// Keys or values in memory, in either form.
+class Stored {
+ public:
+  Stored() = default;
+  Stored(quire::Stored form, size_t count, float value) : form_(form) {
+    if (form == quire::Stored::kFloat16)
+      halves_.assign(count, quire::float_to_half(value));
+    else
+      floats_.assign(count, value);
+  }
+  void* data() {
+    return form_ == quire::Stored::kFloat16 ? static_cast<void*>(halves_.data()) : floats_.data();
+  }
+  float operator[](size_t i) const {
+    return form_ == quire::Stored::kFloat16 ? quire::half_to_float(halves_[i]) : floats_[i];
+  }
+  void set(size_t i, float value) {
+    if (form_ == quire::Stored::kFloat16)
+      halves_[i] = quire::float_to_half(value);
+    else
+      floats_[i] = value;
+  }
+  // How far a number may be from one that was stored: half of the last place.
+  double error(double value) const {
+    return form_ == quire::Stored::kFloat16 ? std::abs(value) / 2048 + 1e-7 : 0.0;
+  }
+
+ private:
+  quire::Stored form_ = quire::Stored::kFloat32;
+  Floats floats_;
+  std::vector<uint16_t> halves_;
 };
 
 constexpr int kNoWindow = 1 << 30;
@@ -34,7 +71,7 @@ size_t size(int64_t count) { return static_cast<size_t>(count); }
 
 // Blocks of all requests in one cache, in random order; what no request may see is NaN.
 struct Cache {
-  Floats keys, values;
+  Stored keys, values;
   std::vector<int32_t> tables;
   int64_t table_stride = 1, token_stride, head_stride, block_stride;
   int block_size;
@@ -53,7 +90,7 @@ struct Cache {
     std::vector<int32_t> order(size(total));
     for (int i = 0; i < total; ++i) order[size(i)] = i;
     for (int i = total - 1; i > 0; --i) std::swap(order[size(i)], order[size(random.integer(0, i))]);
-    keys.assign(size(total * block_stride), std::numeric_limits<float>::quiet_NaN());
+    keys = Stored(c.stored, size(total * block_stride), std::numeric_limits<float>::quiet_NaN());
     values = keys;
     tables.assign(c.requests.size() * size(table_stride), -1);
     for (size_t r = 0, next = 0; r < c.requests.size(); ++r) {
@@ -62,8 +99,8 @@ struct Cache {
       for (int head = 0; head < c.kv_heads; ++head)
         for (int i = 0; i < c.requests[r].context; ++i)
           for (int d = 0; d < c.head_dim; ++d) {
-            keys[at(r, head, i) + size(d)] = random.normal();
-            values[at(r, head, i) + size(d)] = random.normal();
+            keys.set(at(r, head, i) + size(d), random.normal());
+            values.set(at(r, head, i) + size(d), random.normal());
           }
     }
   }
@@ -74,9 +111,9 @@ struct Cache {
   }
 };
 
-double dot(const float* a, const float* b, int count) {
+double dot(const float* a, const Stored& b, size_t first, int count) {
   double sum = 0;
-  for (int i = 0; i < count; ++i) sum += static_cast<double>(a[i]) * b[i];
+  for (int i = 0; i < count; ++i) sum += static_cast<double>(a[i]) * b[first + size(i)];
   return sum;
 }
 
@@ -86,13 +123,13 @@ std::vector<double> expected(const Case& c, const Cache& cache, const float* q, 
   const int first = std::max(0, position - c.window + 1);
   std::vector<double> scores, out(size(c.head_dim), 0.0);
   for (int i = first; i <= position; ++i)
-    scores.push_back(scale * dot(q, &cache.keys[cache.at(request, kv_head, i)], c.head_dim));
+    scores.push_back(scale * dot(q, cache.keys, cache.at(request, kv_head, i), c.head_dim));
   const double largest = *std::max_element(scores.begin(), scores.end());
   double total = 0;
   for (int i = first; i <= position; ++i) {
     const double weight = std::exp(scores[size(i - first)] - largest);
-    const float* value = &cache.values[cache.at(request, kv_head, i)];
-    for (int d = 0; d < c.head_dim; ++d) out[size(d)] += weight * value[d];
+    const size_t value = cache.at(request, kv_head, i);
+    for (int d = 0; d < c.head_dim; ++d) out[size(d)] += weight * cache.values[value + size(d)];
     total += weight;
   }
   for (double& element : out) element /= total;
@@ -149,7 +186,8 @@ struct NewHeads {
     const quire::WriteCall write = {
         k.data(), v.data(), cache.keys.data(), cache.values.data(), slots.data(), stride, stride,
         cache.block_stride, cache.head_stride, cache.token_stride,
-        static_cast<int64_t>(positions.size()), c.kv_heads, c.head_dim, c.block_size, num_threads};
+        static_cast<int64_t>(positions.size()), c.kv_heads, c.head_dim, c.block_size, num_threads,
+        c.stored};
     equal("quire_attend_heads", quire_attend_heads(&heads, &write, &call), 0);
     for (size_t token = 0; token < positions.size(); ++token) {
       for (int head = 0; head < c.heads; ++head) {
@@ -164,8 +202,9 @@ struct NewHeads {
                                slots[token] % c.block_size * cache.token_stride);
         const auto wanted = prepared(&k[at], k_norm, token);
         for (int d = 0; d < c.head_dim; ++d) {
-          near("a key", cache.keys[to + size(d)], wanted[size(d)], 1e-5);
-          near("a value", cache.values[to + size(d)], v[at + size(d)], 0);
+          const double key = wanted[size(d)], value = v[at + size(d)];
+          near("a key", cache.keys[to + size(d)], key, 1e-5 + cache.keys.error(key));
+          near("a value", cache.values[to + size(d)], value, cache.values.error(value));
         }
       }
     }
@@ -203,6 +242,7 @@ void run(const Case& c, Random& random, bool has_new_heads = false) {
   call.window = c.window;
   call.scale = 1.0f / std::sqrt(static_cast<float>(c.head_dim));
   call.num_threads = num_threads;
+  call.stored = c.stored;
   if (has_new_heads)
     NewHeads(c, cache, random).attend(call, cache, q);
   else
@@ -219,50 +259,59 @@ void run(const Case& c, Random& random, bool has_new_heads = false) {
       }
 }
 
+void write_tokens(int tokens, quire::Stored stored, Random& random) {
+  constexpr int kHeads = 3, kDim = 20, kBlockSize = 8, kBlocks = 200;
+  constexpr int64_t kStride = kHeads * kDim, kBlockStride = kStride * kBlockSize;
+  const Floats k = random.normals(size(tokens * kStride)), v = random.normals(k.size());
+  Stored keys(stored, size(kBlocks * kBlockStride), 7.0f), values(keys);
+  std::vector<int64_t> slots;  // the last ones, backwards
+  for (int i = 0; i < tokens; ++i) slots.push_back(kBlocks * kBlockSize - 1 - i);
+  const quire::WriteCall call = {k.data(),     v.data(), keys.data(),       values.data(),
+                                 slots.data(), kStride,  kStride,           kBlockStride,
+                                 int64_t{kBlockSize} * kDim, kDim, tokens, kHeads,
+                                 kDim,         kBlockSize, num_threads, stored};
+  quire_write_kv(&call);
+  for (int slot = 0; slot < kBlocks * kBlockSize; ++slot)
+    for (int head = 0; head < kHeads; ++head) {
+      const int token = kBlocks * kBlockSize - 1 - slot;
+      const size_t to = size(slot / kBlockSize * kBlockStride +
+                             (head * kBlockSize + slot % kBlockSize) * kDim);
+      const size_t from = size(token * kStride + head * kDim);
+      for (size_t d = 0; d < kDim; ++d) {
+        const float key = token < tokens ? k[from + d] : 7.0f;
+        const float value = token < tokens ? v[from + d] : 7.0f;
+        near("a key", keys[to + d], key, keys.error(key));
+        near("a value", values[to + d], value, values.error(value));
+      }
+    }
+}
+
 }  // namespace
 
 void test_attention() {
   Random random(static_cast<uint32_t>(num_threads));
-  run({{{1, 1}, {1, 37}, {0, 5}, {1, 300}}, 9, 3, 64, 16, kNoWindow}, random);
-  run({{{7, 7}, {33, 60}, {1, 130}}, 4, 4, 18, 4, kNoWindow}, random);
-  run({{{70, 90}, {2, 150}}, 8, 2, 33, 32, 40}, random);
-  run({{{1, 9}, {12, 12}, {5, 70}}, 6, 1, 80, 8, 5}, random);
-  run({{{40, 64}}, 2, 1, 128, 64, 1}, random);
+  for (const quire::Stored stored : kStored) {
+    run({{{1, 1}, {1, 37}, {0, 5}, {1, 300}}, 9, 3, 64, 16, kNoWindow, stored}, random);
+    run({{{7, 7}, {33, 60}, {1, 130}}, 4, 4, 18, 4, kNoWindow, stored}, random);
+    run({{{70, 90}, {2, 150}}, 8, 2, 33, 32, 40, stored}, random);
+    run({{{1, 9}, {12, 12}, {5, 70}}, 6, 1, 80, 8, 5, stored}, random);
+    run({{{40, 64}}, 2, 1, 128, 64, 1, stored}, random);
+  }
 }
 
 void test_attend_heads() {
   Random random(static_cast<uint32_t>(num_threads));
-  run({{{1, 1}, {1, 37}, {0, 5}, {1, 300}}, 9, 3, 64, 16, kNoWindow}, random, true);
-  run({{{7, 7}, {33, 60}, {1, 130}}, 4, 4, 18, 4, kNoWindow}, random, true);
-  run({{{70, 90}, {2, 150}}, 8, 2, 80, 32, 40}, random, true);
+  for (const quire::Stored stored : kStored) {
+    run({{{1, 1}, {1, 37}, {0, 5}, {1, 300}}, 9, 3, 64, 16, kNoWindow, stored}, random, true);
+    run({{{7, 7}, {33, 60}, {1, 130}}, 4, 4, 18, 4, kNoWindow, stored}, random, true);
+    run({{{70, 90}, {2, 150}}, 8, 2, 80, 32, 40, stored}, random, true);
+  }
 }
 
 void test_write() {
   Random random(static_cast<uint32_t>(num_threads));
-  constexpr int kHeads = 3, kDim = 20, kBlockSize = 8, kBlocks = 200;
-  constexpr int64_t kStride = kHeads * kDim, kBlockStride = kStride * kBlockSize;
-  for (int tokens : {1, 31, 33, 1600}) {
-    const Floats k = random.normals(size(tokens * kStride)), v = random.normals(k.size());
-    Floats keys(size(kBlocks * kBlockStride), 7.0f), values(keys);
-    std::vector<int64_t> slots;  // the last ones, backwards
-    for (int i = 0; i < tokens; ++i) slots.push_back(kBlocks * kBlockSize - 1 - i);
-    const quire::WriteCall call = {k.data(),     v.data(), keys.data(),       values.data(),
-                                   slots.data(), kStride,  kStride,           kBlockStride,
-                                   int64_t{kBlockSize} * kDim, kDim, tokens, kHeads,
-                                   kDim,         kBlockSize, num_threads};
-    quire_write_kv(&call);
-    for (int slot = 0; slot < kBlocks * kBlockSize; ++slot)
-      for (int head = 0; head < kHeads; ++head) {
-        const int token = kBlocks * kBlockSize - 1 - slot;
-        const size_t to = size(slot / kBlockSize * kBlockStride +
-                               (head * kBlockSize + slot % kBlockSize) * kDim);
-        const size_t from = size(token * kStride + head * kDim);
-        for (size_t d = 0; d < kDim; ++d) {
-          near("a key", keys[to + d], token < tokens ? k[from + d] : 7.0f, 0);
-          near("a value", values[to + d], token < tokens ? v[from + d] : 7.0f, 0);
-        }
-      }
-  }
+  for (const quire::Stored stored : kStored)
+    for (const int tokens : {1, 31, 33, 1600}) write_tokens(tokens, stored, random);
 }
 
 }  // namespace check

@@ -3,7 +3,6 @@
 #include "decoder.h"
 
 #include <cmath>
-#include <limits>
 
 #include "check.h"
 #include "linear_layer.h"
@@ -68,15 +67,15 @@ struct Model {
 struct Step {
   int tokens;
   Floats residual, addend, qkv, attended, inner, cos, sin;
-  std::vector<Floats> caches;
-  std::vector<float*> cache_pointers;
+  std::vector<std::vector<uint8_t>> caches;
+  std::vector<void*> cache_pointers;
   std::vector<int64_t> slots, positions;
   std::vector<int32_t> query_start, context_lens, table;
   quire::HeadsCall heads = {};
   quire::WriteCall write = {};
   quire::AttentionCall attention = {};
 
-  Step(int tokens, const Floats& input, uint32_t seed)
+  Step(int tokens, const Floats& input, quire::Stored stored, uint32_t seed)
       : tokens(tokens), residual(input), addend(input.size()), qkv(size(tokens * kWidth)),
         attended(size(tokens * kQueryWidth)), inner(size(tokens * kInner)),
         query_start{0, tokens}, context_lens{tokens} {
@@ -88,10 +87,10 @@ struct Step {
       positions.push_back(i);
       slots.push_back(int64_t{table[size(i / kBlockSize)]} * kBlockSize + i % kBlockSize);
     }
+    const size_t element = stored == quire::Stored::kFloat16 ? 2 : 4;
     const size_t elements = size(kNumBlocks * kKvHeads * kBlockSize * kHeadDim);
-    for (int i = 0; i < 2 * kLayers; ++i)
-      caches.emplace_back(elements, std::numeric_limits<float>::quiet_NaN());
-    for (Floats& cache : caches) cache_pointers.push_back(cache.data());
+    for (int i = 0; i < 2 * kLayers; ++i) caches.emplace_back(elements * element, 0xff);  // NaN
+    for (std::vector<uint8_t>& cache : caches) cache_pointers.push_back(cache.data());
     heads.cos = cos.data();
     heads.sin = sin.data();
     heads.positions = positions.data();
@@ -105,6 +104,7 @@ struct Step {
     write.head_dim = attention.head_dim = kHeadDim;
     write.block_size = attention.block_size = kBlockSize;
     write.num_threads = attention.num_threads = num_threads;
+    write.stored = attention.stored = stored;
     attention.query_start = query_start.data();
     attention.context_lens = context_lens.data();
     attention.block_tables = table.data();
@@ -164,16 +164,17 @@ struct Step {
 void test_decode() {
   Random random(static_cast<uint32_t>(num_threads));
   const Model model(random);
-  for (const int tokens : {1, 2, 7, 23}) {
-    const Floats input = random.normals(size(tokens * kHidden));
-    Step parts(tokens, input, 1), whole(tokens, input, 1);
-    parts.run_layer_by_layer(model);
-    whole.run_at_once(model);
-    for (size_t i = 0; i < input.size(); ++i) {
-      near("a residual", whole.residual[i], parts.residual[i], 0);
-      near("an addend", whole.addend[i], parts.addend[i], 0);
+  for (const quire::Stored stored : {quire::Stored::kFloat32, quire::Stored::kFloat16})
+    for (const int tokens : {1, 2, 7, 23}) {
+      const Floats input = random.normals(size(tokens * kHidden));
+      Step parts(tokens, input, stored, 1), whole(tokens, input, stored, 1);
+      parts.run_layer_by_layer(model);
+      whole.run_at_once(model);
+      for (size_t i = 0; i < input.size(); ++i) {
+        near("a residual", whole.residual[i], parts.residual[i], 0);
+        near("an addend", whole.addend[i], parts.addend[i], 0);
+      }
     }
-  }
 }
 
 }  // namespace check

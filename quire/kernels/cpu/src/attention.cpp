@@ -110,25 +110,38 @@ int64_t cache_offset(const WriteCall& call, int64_t token) {
   return slot / call.block_size * call.block_stride + slot % call.block_size * call.token_stride;
 }
 
-void write_token(const WriteCall& call, int64_t token) {
+// Stores one head of a token in the keys or the values.
+void store_head(const WriteCall& call, const Pointwise& pointwise, const float* head, void* cache,
+                int64_t offset) {
+  if (call.stored == Stored::kFloat16)
+    pointwise.to_halves(head, call.head_dim, static_cast<uint16_t*>(cache) + offset);
+  else
+    std::memcpy(static_cast<float*>(cache) + offset, head,
+                sizeof(float) * static_cast<size_t>(call.head_dim));
+}
+
+void write_token(const WriteCall& call, const Pointwise& pointwise, int64_t token) {
   const int64_t offset = cache_offset(call, token);
-  const size_t bytes = sizeof(float) * static_cast<size_t>(call.head_dim);
+  const float* k = call.k + token * call.k_stride;
+  const float* v = call.v + token * call.v_stride;
   for (int64_t head = 0; head < call.num_kv_heads; ++head) {
     const int64_t to = offset + head * call.head_stride, from = head * call.head_dim;
-    std::memcpy(call.keys + to, call.k + token * call.k_stride + from, bytes);
-    std::memcpy(call.values + to, call.v + token * call.v_stride + from, bytes);
+    store_head(call, pointwise, k + from, call.keys, to);
+    store_head(call, pointwise, v + from, call.values, to);
   }
 }
 
 struct Writers {
   const WriteCall& call;
+  const Pointwise& pointwise;
   Phase writing;
 };
 
 void write(void* data) {
   Writers& writers = *static_cast<Writers*>(data);
   writers.writing.run([&](int64_t first, int64_t end) {
-    for (int64_t token = first; token < end; ++token) write_token(writers.call, token);
+    for (int64_t token = first; token < end; ++token)
+      write_token(writers.call, writers.pointwise, token);
   });
 }
 
@@ -148,8 +161,9 @@ void prepare_head(const HeadsCall& heads, const Pointwise& pointwise, const floa
   }
 }
 
+// `key` has room for one head.
 void prepare_token(const HeadsCall& heads, const WriteCall& call, const Pointwise& pointwise,
-                   int64_t token) {
+                   int64_t token, float* key) {
   const int32_t head_dim = call.head_dim;
   float* q = heads.q + token * heads.q_stride;
   for (int32_t head = 0; head < heads.num_heads; ++head, q += head_dim)
@@ -159,8 +173,9 @@ void prepare_token(const HeadsCall& heads, const WriteCall& call, const Pointwis
   const float* v = call.v + token * call.v_stride;
   for (int64_t head = 0; head < call.num_kv_heads; ++head, k += head_dim, v += head_dim) {
     const int64_t to = offset + head * call.head_stride;
-    prepare_head(heads, pointwise, heads.k_norm, token, head_dim, k, call.keys + to);
-    std::memcpy(call.values + to, v, sizeof(float) * static_cast<size_t>(head_dim));
+    prepare_head(heads, pointwise, heads.k_norm, token, head_dim, k, key);
+    store_head(call, pointwise, key, call.keys, to);
+    store_head(call, pointwise, v, call.values, to);
   }
 }
 
@@ -199,7 +214,7 @@ void work(void* data) {
   const NewTokens& tokens = team.tokens;
   team.preparing.run([&](int64_t first, int64_t end) {
     for (int64_t token = first; token < end; ++token)
-      prepare_token(*tokens.heads, *tokens.write, tokens.pointwise, token);
+      prepare_token(*tokens.heads, *tokens.write, tokens.pointwise, token, scratch);
   });
   team.preparing.wait();
   team.attending.run([&](int64_t first, int64_t end) {
@@ -255,7 +270,8 @@ int quire_paged_attention(const quire::AttentionCall* call) {
 }
 
 void quire_write_kv(const quire::WriteCall* call) {
-  quire::Writers writers = {*call, quire::Phase(call->num_tokens, quire::kTokensAtOnce)};
+  quire::Writers writers = {*call, quire::chosen_pointwise(),
+                            quire::Phase(call->num_tokens, quire::kTokensAtOnce)};
   const int64_t floats = call->num_tokens * call->num_kv_heads * call->head_dim;
   quire::run_parallel(quire::write, &writers, floats < quire::kSerialWork ? 1 : call->num_threads);
 }

@@ -9,13 +9,16 @@
 
 namespace quire {
 
+// How the cache holds keys and values.
+enum class Stored : int32_t { kFloat32 = 0, kFloat16 = 1 };
+
 // One step of one layer. `AttentionCall` in ../library.py mirrors this struct field by field.
-// Strides count floats (table_stride counts int32). The last dimension of every tensor is
+// Strides count elements. The last dimension of every tensor is
 // contiguous, and so are the heads of one token of q and out.
 struct AttentionCall {
   const float* q;               // [tokens, num_heads, head_dim]
-  const float* keys;            // [blocks, num_kv_heads, block_size, head_dim]
-  const float* values;          // as keys
+  const void* keys;             // [blocks, num_kv_heads, block_size, head_dim], as `stored` says
+  const void* values;           // as keys
   float* out;                   // as q
   const int32_t* query_start;   // [num_requests + 1], first token of each request in q
   const int32_t* context_lens;  // [num_requests], tokens in the cache, those of this step included
@@ -34,14 +37,15 @@ struct AttentionCall {
   int32_t window;      // a query at position p sees the keys in (p - window, p]; at most 2^30
   float scale;
   int32_t num_threads;
+  Stored stored;
 };
 
 // The new keys and values of a step and the places they go to. `WriteCall` mirrors this struct.
 struct WriteCall {
   const float* k;  // [tokens, num_kv_heads, head_dim]
   const float* v;  // as k
-  float* keys;     // [blocks, num_kv_heads, block_size, head_dim]
-  float* values;   // as keys
+  void* keys;      // [blocks, num_kv_heads, block_size, head_dim], as `stored` says
+  void* values;    // as keys
   const int64_t* slots;
   int64_t k_stride;
   int64_t v_stride;
@@ -53,6 +57,7 @@ struct WriteCall {
   int32_t head_dim;
   int32_t block_size;
   int32_t num_threads;
+  Stored stored;
 };
 
 // What is still to be done to the heads of new tokens: queries are prepared where they are, keys on

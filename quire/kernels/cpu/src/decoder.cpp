@@ -49,7 +49,7 @@ class Decoder {
     return quire_norm_linear(&layer.qkv, &product);
   }
 
-  int attend(const DecoderLayer& layer, float* const* caches) {
+  int attend(const DecoderLayer& layer, void* const* caches) {
     const int64_t width = layer.qkv.num_outputs, q_width = int64_t{heads_.num_heads} * write_.head_dim;
     heads_.q = call_.qkv;
     attention_.q = call_.qkv;

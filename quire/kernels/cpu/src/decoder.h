@@ -28,7 +28,7 @@ struct DecoderLayer {
 
 struct DecoderCall {
   const DecoderLayer* layers;
-  float* const* caches;  // keys and values of each layer
+  void* const* caches;  // keys and values of each layer, as the calls of a step say
   float* residual;       // [num_tokens, hidden]: the input; in the end the sum before the last addend
   float* addend;         // as residual: what the last layer adds
   float* qkv;            // working space: [num_tokens, outputs of qkv]

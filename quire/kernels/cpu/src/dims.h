@@ -2,7 +2,6 @@
 #pragma once
 
 #include "paging.h"
-#include "vector.h"
 
 namespace quire {
 namespace {
@@ -26,18 +25,18 @@ struct DimState {
 };
 
 // Adds the dimensions that do not fill a vector to the scores of a group of keys.
-template <int R>
-QUIRE_NOINLINE void score_last_dims(const DimState<R>& state, const float* keys, int64_t stride,
+template <int R, typename E>
+QUIRE_NOINLINE void score_last_dims(const DimState<R>& state, const E* keys, int64_t stride,
                                     float* scores, int d) {
   for (; d < state.head_dim; ++d)
     for (int r = 0; r < R; ++r)
       for (int i = 0; i < kGroup; ++i)
-        scores[r * kTileKeys + i] += keys[i * stride + d] * state.q[r * state.head_dim + d];
+        scores[r * kTileKeys + i] += to_float(keys[i * stride + d]) * state.q[r * state.head_dim + d];
 }
 
 // The scores of a group of keys for COUNT rows from FIRST on.
-template <int FIRST, int COUNT, int R>
-QUIRE_INLINE void score_rows(const DimState<R>& state, const float* keys, int64_t stride,
+template <int FIRST, int COUNT, int R, typename E>
+QUIRE_INLINE void score_rows(const DimState<R>& state, const E* keys, int64_t stride,
                              float* scores) {
   Floats acc[COUNT][kGroup] = {};
   const float* q = state.q + FIRST * state.head_dim;
@@ -55,8 +54,8 @@ QUIRE_INLINE void score_rows(const DimState<R>& state, const float* keys, int64_
 }
 
 // The scores of a group of keys. There are not enough registers for more than four rows at a time.
-template <int R>
-QUIRE_INLINE void score_group(const DimState<R>& state, const float* keys, int64_t stride,
+template <int R, typename E>
+QUIRE_INLINE void score_group(const DimState<R>& state, const E* keys, int64_t stride,
                               float* scores) {
   score_rows<0, (R < 4 ? R : 4)>(state, keys, stride, scores);
   if constexpr (R > 4) score_rows<4, R - 4>(state, keys, stride, scores);
@@ -65,8 +64,8 @@ QUIRE_INLINE void score_group(const DimState<R>& state, const float* keys, int64
 }
 
 // Turns the scores of one row into probabilities; what the row may not see becomes 0.
-template <int R>
-inline void softmax_row(DimState<R>& state, const KeyTile& tile, int row, int window) {
+template <int R, typename E>
+inline void softmax_row(DimState<R>& state, const KeyTile<E>& tile, int row, int window) {
   float* scores = state.scores + row * kTileKeys;
   const int position = state.positions[row] - tile.start;
   const int oldest = position - window + 1;
@@ -89,8 +88,8 @@ inline void softmax_row(DimState<R>& state, const KeyTile& tile, int row, int wi
 }
 
 // Adds the values of the tile to COUNT vectors of each row of the result, starting at dimension d.
-template <int R, int COUNT>
-QUIRE_INLINE void add_values(const DimState<R>& state, const KeyTile& tile, int d) {
+template <int COUNT, int R, typename E>
+QUIRE_INLINE void add_values(const DimState<R>& state, const KeyTile<E>& tile, int d) {
   Floats acc[R][COUNT];
   QUIRE_UNROLL
   for (int r = 0; r < R; ++r)
@@ -98,7 +97,7 @@ QUIRE_INLINE void add_values(const DimState<R>& state, const KeyTile& tile, int 
     for (int j = 0; j < COUNT; ++j)
       acc[r][j] = load(state.out + r * state.head_dim + d + j * kLanes) * state.rescale[r];
   for (int key = tile.begin; key < tile.end; ++key) {
-    const float* values = tile.values[key] + d;
+    const E* values = tile.values[key] + d;
     QUIRE_KEEP_POINTER(values);
     QUIRE_UNROLL
     for (int j = 0; j < COUNT; ++j) {
@@ -115,13 +114,13 @@ QUIRE_INLINE void add_values(const DimState<R>& state, const KeyTile& tile, int 
 }
 
 // The same for the dimensions that do not fill a vector.
-template <int R>
-QUIRE_NOINLINE void add_last_values(const DimState<R>& state, const KeyTile& tile, int d) {
+template <int R, typename E>
+QUIRE_NOINLINE void add_last_values(const DimState<R>& state, const KeyTile<E>& tile, int d) {
   for (; d < state.head_dim; ++d)
     for (int r = 0; r < R; ++r) {
       float acc = state.out[r * state.head_dim + d] * state.rescale[r];
       for (int key = tile.begin; key < tile.end; ++key)
-        acc += tile.values[key][d] * state.scores[r * kTileKeys + key];
+        acc += to_float(tile.values[key][d]) * state.scores[r * kTileKeys + key];
       state.out[r * state.head_dim + d] = acc;
     }
 }
@@ -156,23 +155,23 @@ inline void finish(const AttentionCall& call, const Task& task, const DimState<R
   }
 }
 
-template <int R>
+template <typename E, int R>
 void attend_dims(const AttentionCall& call, const Task& task, float* scratch) {
   DimState<R> state;
   start(call, task, scratch, state);
-  for (TileWalk walk(call, task); !walk.done(); walk.advance()) {
-    const KeyTile& tile = walk.tile();
+  for (TileWalk<E> walk(call, task); !walk.done(); walk.advance()) {
+    const KeyTile<E>& tile = walk.tile();
     for (int group = first_group(tile); group < end_group(tile); ++group) {
       walk.prefetch(group);
-      score_group(state, tile.keys[group], call.token_stride, state.scores + group * kGroup);
+      score_group(state, tile.keys[group], tile.stride, state.scores + group * kGroup);
     }
     for (int row = 0; row < R; ++row) softmax_row(state, tile, row, call.window);
     // Vectors of a value row that are added up in registers at a time.
     constexpr int kDimVectors = R > 4 ? 2 : kRegisters / 8;
     int d = 0;
     for (; d + kDimVectors * kLanes <= call.head_dim; d += kDimVectors * kLanes)
-      add_values<R, kDimVectors>(state, tile, d);
-    for (; d + kLanes <= call.head_dim; d += kLanes) add_values<R, 1>(state, tile, d);
+      add_values<kDimVectors>(state, tile, d);
+    for (; d + kLanes <= call.head_dim; d += kLanes) add_values<1>(state, tile, d);
     if (d < call.head_dim) add_last_values(state, tile, d);
   }
   finish(call, task, state);

@@ -5,12 +5,9 @@
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
-#elif defined(__aarch64__)
-#include <arm_neon.h>
 #endif
 
-#include "half.h"
-#include "vector.h"
+#include "halves.h"
 
 namespace quire {
 namespace {
@@ -74,9 +71,6 @@ QUIRE_INLINE int32_t sum_lanes(Ints x) {
 
 QUIRE_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 QUIRE_INLINE Ints round(Floats x) { return (Ints)_mm512_cvtps_epi32(x); }
-QUIRE_INLINE Floats load_halves(const uint8_t* p) {
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-}
 
 // One byte for each lane.
 QUIRE_INLINE Floats load_unsigned(const uint8_t* p) {
@@ -95,9 +89,6 @@ QUIRE_INLINE void store_narrow(int8_t* p, Ints x) {
 
 QUIRE_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 QUIRE_INLINE Ints round(Floats x) { return (Ints)_mm256_cvtps_epi32(x); }
-QUIRE_INLINE Floats load_halves(const uint8_t* p) {
-  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-}
 
 // One byte for each lane.
 QUIRE_INLINE Floats load_unsigned(const uint8_t* p) {
@@ -120,9 +111,6 @@ QUIRE_INLINE void store_narrow(int8_t* p, Ints x) {
 
 QUIRE_INLINE Floats fma(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
 QUIRE_INLINE Ints round(Floats x) { return vcvtnq_s32_f32(x); }
-QUIRE_INLINE Floats load_halves(const uint8_t* p) {
-  return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
-}
 
 #else
 
@@ -135,12 +123,6 @@ QUIRE_INLINE Ints round(Floats x) {
   Ints bits;
   std::memcpy(&bits, &shifted, sizeof bits);
   return bits - 0x4b400000;
-}
-
-QUIRE_INLINE Floats load_halves(const uint8_t* p) {
-  Floats values;
-  for (int i = 0; i < kLanes; ++i) values[i] = load_half(p + 2 * i);
-  return values;
 }
 
 #endif

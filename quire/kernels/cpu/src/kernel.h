@@ -14,26 +14,34 @@ size_t scratch_floats(int32_t head_dim) {
 }
 
 // Calls the dims kernel that was compiled for the task's number of rows.
-template <int R = 1>
+template <typename E, int R = 1>
 void attend_few(const AttentionCall& call, const Task& task, float* scratch) {
   if constexpr (R < kFewRows)
-    if (task.num_rows > R) return attend_few<R + 1>(call, task, scratch);
-  attend_dims<R>(call, task, scratch);
+    if (task.num_rows > R) return attend_few<E, R + 1>(call, task, scratch);
+  attend_dims<E, R>(call, task, scratch);
 }
 
 // Calls the rows kernel that was compiled for the task's number of vectors.
-template <int V = 1>
+template <typename E, int V = 1>
 void attend_many(const AttentionCall& call, const Task& task, float* scratch) {
   if constexpr (V < kRowVectors)
-    if (task.num_rows > V * kLanes) return attend_many<V + 1>(call, task, scratch);
-  attend_rows<V>(call, task, scratch);
+    if (task.num_rows > V * kLanes) return attend_many<E, V + 1>(call, task, scratch);
+  attend_rows<E, V>(call, task, scratch);
+}
+
+template <typename E>
+void attend_to(const AttentionCall& call, const Task& task, float* scratch) {
+  if (task.num_rows <= kFewRows)
+    attend_few<E>(call, task, scratch);
+  else
+    attend_many<E>(call, task, scratch);
 }
 
 void attend(const AttentionCall& call, const Task& task, float* scratch) {
-  if (task.num_rows <= kFewRows)
-    attend_few(call, task, scratch);
+  if (call.stored == Stored::kFloat16)
+    attend_to<Half>(call, task, scratch);
   else
-    attend_many(call, task, scratch);
+    attend_to<float>(call, task, scratch);
 }
 
 void merge(const AttentionCall& call, const Task& task, const float* partials, int32_t count) {

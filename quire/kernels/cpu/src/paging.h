@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention.h"
-#include "vector.h"
+#include "halves.h"
 
 namespace quire {
 namespace {
@@ -15,37 +15,50 @@ constexpr int kTileKeys = 64;
 // Tokens read together. Blocks hold a multiple of it, so such a group never leaves its block.
 constexpr int kGroup = 4;
 
+// Of elements E: float or Half.
+template <typename E>
 struct KeyTile {
   int begin, end;  // keys wanted, counted from the tile's start
   int start;       // position of the tile's first key
-  const float* keys[kTileKeys / kGroup];  // first token of each group
-  const float* values[kTileKeys];
+  int64_t stride;  // between the keys of a group
+  const E* keys[kTileKeys / kGroup];  // first token of each group
+  const E* values[kTileKeys];
 };
 
-QUIRE_INLINE int first_group(const KeyTile& tile) { return tile.begin / kGroup; }
-QUIRE_INLINE int end_group(const KeyTile& tile) { return (tile.end + kGroup - 1) / kGroup; }
+template <typename E>
+QUIRE_INLINE int first_group(const KeyTile<E>& tile) {
+  return tile.begin / kGroup;
+}
+template <typename E>
+QUIRE_INLINE int end_group(const KeyTile<E>& tile) {
+  return (tile.end + kGroup - 1) / kGroup;
+}
 
 // The tile that holds the key at position `key`, as far as the task wants it.
-inline void find_tile(const AttentionCall& call, const Task& task, int key, KeyTile& tile) {
+template <typename E>
+inline void find_tile(const AttentionCall& call, const Task& task, int key, KeyTile<E>& tile) {
   const int32_t* table = call.block_tables + task.request * call.table_stride;
   const int shift = __builtin_ctz(static_cast<unsigned>(call.block_size));
   tile.start = key & ~(kTileKeys - 1);
   tile.begin = key - tile.start;
   const int left = task.end_key - tile.start;
   tile.end = left < kTileKeys ? left : kTileKeys;
+  tile.stride = call.token_stride;
   for (int group = first_group(tile); group < end_group(tile); ++group) {
     const int position = tile.start + group * kGroup;
     const int64_t offset = table[position >> shift] * call.block_stride +
                            task.kv_head * call.head_stride +
                            (position & (call.block_size - 1)) * call.token_stride;
-    tile.keys[group] = call.keys + offset;
+    tile.keys[group] = static_cast<const E*>(call.keys) + offset;
+    const E* values = static_cast<const E*>(call.values) + offset;
     for (int i = 0; i < kGroup; ++i)
-      tile.values[group * kGroup + i] = call.values + offset + i * call.token_stride;
+      tile.values[group * kGroup + i] = values + i * call.token_stride;
   }
 }
 
 // Goes over the tiles of a task. It is one tile ahead, because the processor's own prefetcher does not
 // know where the next block lies.
+template <typename E>
 class TileWalk {
  public:
   TileWalk(const AttentionCall& call, const Task& task) : call_(call), task_(task) {
@@ -54,7 +67,7 @@ class TileWalk {
   }
 
   bool done() const { return tile().begin == tile().end; }
-  const KeyTile& tile() const { return tiles_[current_]; }
+  const KeyTile<E>& tile() const { return tiles_[current_]; }
 
   void advance() {
     current_ ^= 1;
@@ -64,13 +77,13 @@ class TileWalk {
   // Asks for the values of a group of this tile, and the keys of the same group of the next one.
   QUIRE_INLINE void prefetch(int group) const {
     prefetch_group(tile().values[group * kGroup]);
-    const KeyTile& next = tiles_[current_ ^ 1];
+    const KeyTile<E>& next = tiles_[current_ ^ 1];
     if (group < end_group(next)) prefetch_group(next.keys[group]);
   }
 
  private:
   void find_next() {
-    KeyTile& next = tiles_[current_ ^ 1];
+    KeyTile<E>& next = tiles_[current_ ^ 1];
     const int key = tile().start + kTileKeys;
     if (key < task_.end_key)
       find_tile(call_, task_, key, next);
@@ -78,16 +91,16 @@ class TileWalk {
       next.begin = next.end = 0;
   }
 
-  QUIRE_INLINE void prefetch_group(const float* tokens) const {
-    constexpr int kFloatsPerLine = 16;
+  QUIRE_INLINE void prefetch_group(const E* tokens) const {
+    constexpr int kElementsPerLine = 64 / sizeof(E);
     for (int i = 0; i < kGroup; ++i)
-      for (int d = 0; d < call_.head_dim; d += kFloatsPerLine)
+      for (int d = 0; d < call_.head_dim; d += kElementsPerLine)
         __builtin_prefetch(tokens + i * call_.token_stride + d);
   }
 
   const AttentionCall& call_;
   const Task& task_;
-  KeyTile tiles_[2];
+  KeyTile<E> tiles_[2];
   int current_ = 0;
 };
 

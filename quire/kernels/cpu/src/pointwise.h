@@ -16,6 +16,8 @@ struct Pointwise {
   void (*silu_and_mul)(const float* gate, const float* up, int32_t n, float* out);
   // Turns element i of the first half of x with element i of the second; out may be x.
   void (*rotate)(const float* x, const float* cos, const float* sin, int32_t half, float* out);
+  // out = x as float16: the nearest, and beyond its range the largest.
+  void (*to_halves)(const float* x, int32_t n, uint16_t* out);
   // The first of the largest numbers, or the first NaN. n is at least 1.
   int32_t (*largest)(const float* x, int32_t n);
 };

@@ -1,8 +1,8 @@
 // Pointwise work for the instruction set this file is compiled for.
 #pragma once
 
+#include "halves.h"
 #include "pointwise.h"
-#include "vector.h"
 
 namespace quire {
 namespace {
@@ -73,6 +73,14 @@ void rotate(const float* x, const float* cos, const float* sin, int32_t half, fl
   });
 }
 
+void to_halves(const float* x, int32_t n, uint16_t* out) {
+  int32_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store_halves(out + i, load(x + i));
+  Half last[kLanes];
+  store_halves(last, load_some(x + i, n - i));
+  std::memcpy(out + i, last, sizeof(Half) * static_cast<size_t>(n - i));
+}
+
 // The largest of n numbers, not below `least`; NaN if one of them is.
 QUIRE_INLINE float largest_of(const float* x, int32_t n, float least) {
   Floats top = splat(least);
@@ -111,7 +119,7 @@ int32_t largest(const float* x, int32_t n) {
   return i;
 }
 
-constexpr Pointwise kPointwise = {normalize, silu_and_mul, rotate, largest};
+constexpr Pointwise kPointwise = {normalize, silu_and_mul, rotate, to_halves, largest};
 
 }  // namespace
 }  // namespace quire

@@ -1,12 +1,12 @@
 // Attention with one query row per lane, for prefill chunks.
 //
 // Queries are transposed once; then scores, probabilities and results all have rows as their last
-// dimension. Every operation is vertical: a key or value element is read in place from its page,
-// broadcast, and meets a whole vector of rows, so neither head size nor block size needs a tail.
+// dimension. Every operation is vertical: a key or value element is read as float32 from its page or
+// a copy, broadcast, and meets a whole vector of rows, so neither head size nor block size needs a
+// tail.
 #pragma once
 
-#include "paging.h"
-#include "vector.h"
+#include "widening.h"
 
 namespace quire {
 namespace {
@@ -15,7 +15,8 @@ namespace {
 constexpr int kRowVectors = kRegisters == 32 ? 4 : 2;
 
 inline size_t rows_scratch_floats(int head_dim) {
-  return static_cast<size_t>(2 * head_dim + kTileKeys) * kRowVectors * kLanes;
+  return static_cast<size_t>(2 * head_dim + kTileKeys) * kRowVectors * kLanes +
+         static_cast<size_t>(head_dim) * kTileKeys;
 }
 
 // The state of V vectors of rows while they go over the keys.
@@ -27,6 +28,7 @@ struct RowState {
   float* q;       // [head_dim][kWidth], scaled
   float* out;     // [head_dim][kWidth], not normalised
   float* scores;  // [kTileKeys][kWidth], later probabilities
+  float* wide;    // [kTileKeys][head_dim], keys or values in float32
   Floats maxima[V], sums[V], rescale[V];
   Ints positions[V];
   int first_position, last_position;
@@ -34,8 +36,8 @@ struct RowState {
 
 // The scores of the keys in COUNT groups from `group` on.
 template <int V, int COUNT>
-QUIRE_INLINE void score_groups(const RowState<V>& state, const KeyTile& tile, int group,
-                               int64_t stride, int head_dim) {
+QUIRE_INLINE void score_groups(const RowState<V>& state, const KeyTile<float>& tile, int group,
+                               int head_dim) {
   Floats acc[COUNT * kGroup][V] = {};
   for (int d = 0; d < head_dim; ++d) {
     Floats q[V];
@@ -43,7 +45,7 @@ QUIRE_INLINE void score_groups(const RowState<V>& state, const KeyTile& tile, in
     for (int v = 0; v < V; ++v) q[v] = load(state.q + (d * V + v) * kLanes);
     QUIRE_UNROLL
     for (int i = 0; i < COUNT * kGroup; ++i) {
-      const float key = tile.keys[group + i / kGroup][i % kGroup * stride + d];
+      const float key = tile.keys[group + i / kGroup][i % kGroup * tile.stride + d];
       QUIRE_UNROLL
       for (int v = 0; v < V; ++v) acc[i][v] += key * q[v];
     }
@@ -56,21 +58,17 @@ QUIRE_INLINE void score_groups(const RowState<V>& state, const KeyTile& tile, in
 }
 
 template <int V>
-inline void score(const RowState<V>& state, const TileWalk& walk, int64_t stride, int head_dim) {
+inline void score(const RowState<V>& state, const KeyTile<float>& tile, int head_dim) {
   constexpr int kGroups = RowState<V>::kGroups;
-  const KeyTile& tile = walk.tile();
-  if (V == 1)
-    for (int group = first_group(tile); group < end_group(tile); ++group) walk.prefetch(group);
   int group = first_group(tile);
   for (; group + kGroups <= end_group(tile); group += kGroups)
-    score_groups<V, kGroups>(state, tile, group, stride, head_dim);
-  for (; group < end_group(tile); ++group)
-    score_groups<V, 1>(state, tile, group, stride, head_dim);
+    score_groups<V, kGroups>(state, tile, group, head_dim);
+  for (; group < end_group(tile); ++group) score_groups<V, 1>(state, tile, group, head_dim);
 }
 
 // Replaces the scores of keys that a row may not see.
 template <int V>
-inline void mask(const RowState<V>& state, const KeyTile& tile, int window) {
+inline void mask(const RowState<V>& state, const KeyTile<float>& tile, int window) {
   for (int i = tile.begin; i < tile.end; ++i) {
     const Ints key = (tile.start + i) - Ints{};
     for (int v = 0; v < V; ++v) {
@@ -82,7 +80,7 @@ inline void mask(const RowState<V>& state, const KeyTile& tile, int window) {
 }
 
 template <int V>
-inline void softmax(RowState<V>& state, const KeyTile& tile) {
+inline void softmax(RowState<V>& state, const KeyTile<float>& tile) {
   for (int v = 0; v < V; ++v) {
     float* scores = state.scores + v * kLanes;
     Floats top = state.maxima[v];
@@ -101,7 +99,7 @@ inline void softmax(RowState<V>& state, const KeyTile& tile) {
 
 // Adds the values of the tile to DIMS dimensions of the result, starting at d.
 template <int V, int DIMS>
-QUIRE_INLINE void add_values(const RowState<V>& state, const KeyTile& tile, int d) {
+QUIRE_INLINE void add_values(const RowState<V>& state, const KeyTile<float>& tile, int d) {
   float* out = state.out + d * V * kLanes;
   Floats acc[DIMS][V];
   QUIRE_UNROLL
@@ -160,6 +158,7 @@ inline void start(const AttentionCall& call, const Task& task, float* scratch,
   state.q = scratch;
   state.out = state.q + size;
   state.scores = state.out + size;
+  state.wide = state.scores + kTileKeys * kWidth;
   load_queries(call, task, state);
   std::memset(state.out, 0, sizeof(float) * size);
   state.first_position = rows.position(0);
@@ -201,17 +200,22 @@ inline void finish(const AttentionCall& call, const Task& task, const RowState<V
   }
 }
 
-template <int V>
+template <typename E, int V>
 void attend_rows(const AttentionCall& call, const Task& task, float* scratch) {
   RowState<V> state;
   start(call, task, scratch, state);
-  for (TileWalk walk(call, task); !walk.done(); walk.advance()) {
-    const KeyTile& tile = walk.tile();
-    score(state, walk, call.token_stride, call.head_dim);
+  Widening<E> widening(call.head_dim, state.wide);
+  for (TileWalk<E> walk(call, task); !walk.done(); walk.advance()) {
+    const KeyTile<E>& stored = walk.tile();
+    if (V == 1)
+      for (int group = first_group(stored); group < end_group(stored); ++group) walk.prefetch(group);
+    const KeyTile<float>& tile = widening.take_keys(stored);
+    score(state, tile, call.head_dim);
     const bool all_seen = tile.start + tile.end - 1 <= state.first_position &&
                           tile.start + tile.begin > state.last_position - call.window;
     if (!all_seen) mask(state, tile, call.window);
     softmax(state, tile);
+    widening.take_values(stored);
     int d = 0;
     constexpr int kDims = kGroup * RowState<V>::kGroups;
     for (; d + kDims <= call.head_dim; d += kDims) add_values<V, kDims>(state, tile, d);

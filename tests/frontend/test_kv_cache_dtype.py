@@ -1,0 +1,86 @@
+"""Keys and values in float16 beside 8-bit weights: twice the tokens, nearly the same logits.
+
+That blocks of halves are shared, copied and computed again as others are is in
+`tests/engine/test_parity.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire import RequestOutput, SamplingParams
+from tests.models.reference import random_tokens
+from tests.tiny import save_tiny, tiny_llm
+
+MEAN_DIFFERENCE, TIE = 0.06, 0.3
+"""Of log-probabilities, which spread by 1.2: what 8-bit activations make of any difference."""
+PROMPTS = [random_tokens(length, seed=length) for length in (3, 40, 100)]
+ALL = SamplingParams(
+    temperature=0.0, max_tokens=32, ignore_eos=True, prompt_logprobs=-1, logprobs=-1
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_tiny(path)
+    return path
+
+
+def generate(folder: Path, kv_cache_dtype: str) -> list[RequestOutput]:
+    options = {"quantization": "int8", "kv_cache_dtype": kv_cache_dtype, "max_logprobs": -1}
+    with tiny_llm(folder, **options) as llm:
+        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        return llm.generate(prompts, ALL, use_tqdm=False)
+
+
+def lines(output: RequestOutput) -> tuple[list[int], torch.Tensor]:
+    """The tokens after the first, and log-probabilities of all tokens at their places."""
+    completion = output.outputs[0]
+    assert output.prompt_token_ids is not None and output.prompt_logprobs is not None
+    assert completion.logprobs is not None
+    entries = [*list(output.prompt_logprobs)[1:], *completion.logprobs]
+    rows = [[entry[token].logprob for token in sorted(entry)] for entry in entries if entry]
+    return [*output.prompt_token_ids[1:], *completion.token_ids], torch.tensor(rows)
+
+
+def test_logits_agree(folder: Path) -> None:
+    """As far as the tokens are the same; they may part where two are nearly as likely."""
+    exact, narrow = generate(folder, "float32"), generate(folder, "float16")
+    differences = []
+    for one, other in zip(map(lines, exact), map(lines, narrow), strict=True):
+        same = 0
+        while same < len(one[0]) and one[0][same] == other[0][same]:
+            same += 1
+        shown = min(same + 1, len(one[0]))  # where they part the logits still belong together
+        differences.append((one[1][:shown] - other[1][:shown]).pow(2).mean().sqrt().item())
+        if same < len(one[0]):
+            parted = one[1][same]
+            assert abs(parted[one[0][same]] - parted[other[0][same]]) < TIE
+    assert 0 < max(differences) < MEAN_DIFFERENCE
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_the_same_memory_holds_twice_the_tokens(
+    folder: Path, quantization: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is chosen by default is said, and counted in the cache that is there."""
+    blocks = {}
+    for wanted in ("auto", "float32", "float16"):
+        caplog.clear()
+        with (
+            caplog.at_level(logging.INFO),
+            tiny_llm(folder, quantization=quantization, kv_cache_dtype=wanted) as llm,
+        ):
+            runner = llm._core.executor.runner
+            blocks[wanted] = llm._core.scheduler.kv.pool.num_blocks
+            assert runner.kv.data.nbytes == blocks[wanted] * runner.kv.spec.bytes_per_block
+            assert f"{blocks[wanted]:,} blocks" in caplog.text
+            became = "kv_cache_dtype became float16 because" in caplog.text
+            assert became == (wanted == "auto" and quantization is not None)
+    assert blocks["float16"] // 2 == blocks["float32"]
+    assert blocks["auto"] == blocks["float16" if quantization else "float32"]
