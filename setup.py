@@ -24,6 +24,7 @@ SOURCES = Path("quire/kernels/cpu/src")
 EXACT = "-ffp-contract=off"
 PORTABLE = {
     "library.cpp": [],
+    "team.cpp": [],
     "attention.cpp": [],
     "linear_layer.cpp": [],
     "largest.cpp": [],
@@ -46,7 +47,8 @@ X86_64 = {
 }
 COMPILE = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"]
 COMPILE += ["-ffp-contract=fast"]
-LINK = ["-shared"] if sys.platform == "darwin" else ["-shared", "-Wl,--as-needed"]
+LINK = ["-shared", "-pthread"]
+LINK += [] if sys.platform == "darwin" else ["-Wl,--as-needed"]
 
 
 class BuildError(Exception):

@@ -11,6 +11,7 @@ from quire.config.device import DeviceInfo, resident_bytes
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.decoding.sampler import Sampler
+from quire.kernels import cpu
 from quire.layers.attention.backend import select_backend
 from quire.models.loader import count_weight_bytes, held_weight_bytes, load_model
 from quire.models.registry import CausalLM
@@ -34,6 +35,16 @@ from quire.worker.warm_up import warm_up
 logger = logging.getLogger(__name__)
 
 MAX_LOADING_THREADS = 8
+
+
+def set_computing_threads(count: int, *, is_native: bool) -> None:
+    """Gives `count` threads to whoever computes the layers, the native library or torch.
+
+    Torch gets one beside the library: after a parallel operation its threads wait awake for many
+    milliseconds, on the cores of the library's.
+    """
+    cpu.set_num_threads(count if is_native else None)
+    torch.set_num_threads(1 if is_native else count)
 
 
 class Worker:
@@ -86,7 +97,7 @@ class Worker:
                 quantization=options.model.quantization,
             )
         return_free_memory()
-        torch.set_num_threads(options.device.num_threads)
+        set_computing_threads(options.device.num_threads, is_native=backend.support.name == "cpu")
         self._options, self._config, self._backend = options, model_config, backend
         self._device_info, self._weight_bytes = device, held_weight_bytes(model)
         obstacle = self._obstacle_to_sharing()

@@ -34,7 +34,8 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture
 def num_threads() -> Iterator[None]:
-    """Lets a test change the number of threads."""
+    """Lets a test change the number of threads, of torch and with it of the native library."""
     before = torch.get_num_threads()
+    cpu.set_num_threads(None)
     yield
     torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""The native library is built with a compiler alone, is optional, and brings no second OpenMP."""
+"""The native library is built with a compiler alone, is optional, and has threads of its own."""
 
 from __future__ import annotations
 
@@ -87,11 +87,32 @@ def output(*command: str | Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def test_library_has_no_openmp_of_its_own(native: None) -> None:
-    """A second thread runtime beside torch's would oversubscribe the cores."""
+def test_library_needs_no_openmp(native: None) -> None:
+    """A runtime of another name than torch's would be loaded beside it."""
     content = library.LIBRARY.read_bytes()
     assert not any(name in content for name in (b"libgomp", b"libomp", b"libiomp"))
-    assert library.find_parallel() is not None
+
+
+FORKED = """
+import os, sys
+import torch
+from quire.kernels.cpu.sampling import largest
+
+torch.set_num_threads(4)
+scores = torch.randn(64, 20_000)
+expected = scores.argmax(-1).tolist()
+assert largest(scores).tolist() == expected
+for _ in range(20):
+    if (child := os.fork()) == 0:
+        os._exit(0 if largest(scores).tolist() == expected == largest(scores).tolist() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert largest(scores).tolist() == expected
+"""
+
+
+def test_a_forked_child_computes_too(native: None) -> None:
+    """Its parent's threads are not there, and it must not wait for them."""
+    subprocess.run([sys.executable, "-c", FORKED], cwd=ROOT, timeout=60, check=True)
 
 
 def test_missing_and_foreign_libraries_are_named(tmp_path: Path) -> None:

@@ -12,7 +12,16 @@ import ctypes
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.library import AttentionCall, WriteCall, available, isas, native, set_isa
+from quire.kernels.cpu.library import (
+    AttentionCall,
+    WriteCall,
+    available,
+    isas,
+    native,
+    num_threads,
+    set_isa,
+    set_num_threads,
+)
 
 __all__ = [
     "attend",
@@ -22,6 +31,7 @@ __all__ = [
     "prepare_attention",
     "prepare_write",
     "set_isa",
+    "set_num_threads",
     "write",
     "write_kv",
 ]
@@ -104,7 +114,7 @@ def set_shape(call: AttentionCall | WriteCall, kv_layer: Tensor) -> None:
     call.stored = STORED.index(kv_layer.dtype)
     _, call.block_stride, call.head_stride, call.token_stride, _ = kv_layer.stride()
     _, _, call.num_kv_heads, call.block_size, call.head_dim = kv_layer.shape
-    call.num_threads = torch.get_num_threads()
+    call.num_threads = num_threads()
 
 
 def kv_addresses(kv_layer: Tensor) -> tuple[int, int]:

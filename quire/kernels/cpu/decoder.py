@@ -19,6 +19,7 @@ from quire.kernels.cpu.library import (
     NativeMatrix,
     WriteCall,
     native,
+    num_threads,
 )
 from quire.kernels.cpu.norm_linear import require_rows
 
@@ -130,7 +131,7 @@ class Decoder:
             inner.data_ptr(),
             num_tokens,
             len(self._layers),
-            torch.get_num_threads(),
+            num_threads(),
         )
         if self._entry(call, *step.calls(self._weights[0].num_heads)) != 0:
             raise MemoryError("no memory for the working space of the layers")

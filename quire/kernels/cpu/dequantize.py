@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.cpu.library import native
+from quire.kernels.cpu.library import native, num_threads
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES
 from quire.kernels.torch.quantized import KINDS
 
@@ -23,7 +23,7 @@ def dequantize(data: NDArray[np.uint8], kind: str) -> Tensor:
     num_blocks = data.nbytes // block_bytes
     out = torch.empty(num_blocks * block_elements)
     code = native().quire_dequantize(
-        KINDS.index(kind), data.ctypes.data, num_blocks, out.data_ptr(), torch.get_num_threads()
+        KINDS.index(kind), data.ctypes.data, num_blocks, out.data_ptr(), num_threads()
     )
     assert code == 0, kind
     return out

@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.library import FloatLinearCall, NativeMatrix, native
+from quire.kernels.cpu.library import FloatLinearCall, NativeMatrix, native, num_threads
 from quire.kernels.cpu.memory import Empty
 
 GROUP = 16
@@ -73,7 +73,7 @@ def packed_linear(
         num_tokens=x.shape[0],
         num_outputs=num_outputs,
         num_inputs=num_inputs,
-        num_threads=torch.get_num_threads(),
+        num_threads=num_threads(),
     )
     if native().quire_float_linear(ctypes.byref(call)) != 0:
         raise MemoryError("no memory for the working space of a linear layer")

@@ -1,9 +1,8 @@
-"""Finds and loads the native library, and ties it to torch's threads."""
+"""Finds and loads the native library."""
 
 from __future__ import annotations
 
 import ctypes
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 
 LIBRARY = Path(__file__).with_name("libquire_cpu.so")
 ISAS = ("generic", "avx2", "avx512")
-ABI = 7
+ABI = 8
 
 
 class AttentionCall(ctypes.Structure):
@@ -203,6 +202,21 @@ def set_isa(isa: str | None) -> None:
         raise ValueError(f"isa={name!r}: this processor has {', '.join(isas())}")
 
 
+class _Threads:
+    """How many threads share the work of a call."""
+
+    wanted: int | None = None
+
+
+def set_num_threads(count: int | None) -> None:
+    """Has calls share their work among `count` threads; None stands for as many as torch has."""
+    _Threads.wanted = count
+
+
+def num_threads() -> int:
+    return torch.get_num_threads() if _Threads.wanted is None else _Threads.wanted
+
+
 @cache
 def load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     """The library at `path` and a description of it, or None and the reason."""
@@ -233,26 +247,4 @@ def load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     library.quire_largest.restype = None
     library.quire_apply_bitmask.argtypes = APPLY_BITMASK
     library.quire_apply_bitmask.restype = None
-    library.quire_set_parallel.argtypes = (ctypes.c_void_p,)
-    library.quire_set_parallel.restype = None
-    parallel = find_parallel()
-    library.quire_set_parallel(parallel)
-    threads = "torch's threads" if parallel else "one thread, as no OpenMP runtime was found"
-    return library, f"native library, {ISAS[library.quire_best_isa()]}, {threads}"
-
-
-def find_parallel() -> int | None:
-    """The address of `GOMP_parallel` in the OpenMP runtime that torch itself uses.
-
-    A lookup through torch's library also searches what that is linked with, and so finds the right
-    runtime whatever its file is called; a second one would oversubscribe the cores. GNU's, LLVM's
-    and Intel's runtimes all have this function.
-    """
-    suffix = "dylib" if sys.platform == "darwin" else "so"
-    torch_library = Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{suffix}"
-    for name in (str(torch_library), "libgomp.so.1"):
-        try:
-            return ctypes.cast(ctypes.CDLL(name).GOMP_parallel, ctypes.c_void_p).value
-        except (OSError, AttributeError):
-            continue
-    return None
+    return library, f"native library, {ISAS[library.quire_best_isa()]}"

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.library import LayerCall, NativeMatrix, native
+from quire.kernels.cpu.library import LayerCall, NativeMatrix, native, num_threads
 
 
 def norm_linear(
@@ -45,7 +45,7 @@ def norm_linear(
         gated,
         out.data_ptr(),
         width,
-        torch.get_num_threads(),
+        num_threads(),
     )
     if entry()(matrix, call) != 0:
         raise MemoryError("no memory for the working space of a linear layer")

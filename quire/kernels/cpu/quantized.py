@@ -13,7 +13,7 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.library import NativeMatrix, native
+from quire.kernels.cpu.library import NativeMatrix, native, num_threads
 from quire.kernels.cpu.norm_linear import norm_linear as native_norm_linear
 from quire.kernels.cpu.norm_linear import require_rows
 from quire.kernels.cpu.packing import GROUP, int8_group_bytes, pack_rows
@@ -100,7 +100,7 @@ def packed_linear(
         bias_address,
         out.data_ptr(),
         out_stride,
-        torch.get_num_threads(),
+        num_threads(),
     )
     if status != 0:
         raise MemoryError("no memory for the rounded inputs of a linear layer")

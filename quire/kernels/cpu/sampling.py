@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.library import native
+from quire.kernels.cpu.library import native, num_threads
 from quire.kernels.cpu.norm_linear import require_rows
 
 
@@ -16,6 +16,6 @@ def largest(scores: Tensor) -> Tensor:
     stride = require_rows("scores", scores, width)
     out = torch.empty(num_lines, dtype=torch.int32)
     native().quire_largest(
-        scores.data_ptr(), stride, num_lines, width, out.data_ptr(), torch.get_num_threads()
+        scores.data_ptr(), stride, num_lines, width, out.data_ptr(), num_threads()
     )
     return out

@@ -16,7 +16,7 @@ from quire.layers.attention.heads import Heads, Rotation
 
 
 class CpuBackend:
-    """All rows of a step in one call, shared among torch's threads."""
+    """All rows of a step in one call, shared among the library's threads."""
 
     support: ClassVar[BackendSupport] = BackendSupport(
         name="cpu",

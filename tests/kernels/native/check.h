@@ -6,12 +6,14 @@
 #include <vector>
 
 extern "C" {
-void quire_set_parallel(void* gomp_parallel);
+void quire_set_parallel(void (*parallel)(void (*body)(void*), void* data, int32_t));
 int quire_best_isa();
 int quire_set_isa(int isa);
 }
 
 namespace check {
+
+using Parallel = void (*)(void (*body)(void*), void* data, int32_t num_threads);
 
 // Exactly as many elements as are asked for, so that a read or write beside them is an error that the
 // address sanitizer sees.
@@ -52,5 +54,7 @@ void test_largest();
 void test_decode();
 void test_bitmask();
 void test_dequantize();
+void test_team();
+void test_crowding();
 
 }  // namespace check

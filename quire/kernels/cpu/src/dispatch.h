@@ -8,7 +8,7 @@ namespace quire {
 // The one in use: 0 generic, 1 AVX2, 2 AVX-512.
 int chosen_isa();
 
-// Runs `body(data)` on `num_threads` threads of the team that torch uses, and waits for them.
+// Runs `body(data)` on this thread, and on up to `num_threads - 1` others if they come in time.
 void run_parallel(void (*body)(void*), void* data, int32_t num_threads);
 
 }  // namespace quire

@@ -1,7 +1,4 @@
-// The instruction set and the threads that all entry points use.
-//
-// There is no dependence on an OpenMP library. The caller hands over the address of the
-// `GOMP_parallel` that torch itself uses, so that both draw on one team of threads.
+// The instruction set that all entry points use.
 
 #include "attention.h"
 #include "dispatch.h"
@@ -10,8 +7,6 @@
 namespace quire {
 namespace {
 
-using Parallel = void (*)(void (*body)(void*), void* data, unsigned num_threads, unsigned flags);
-Parallel parallel_region = nullptr;
 int isa_in_use = -1;  // the widest one
 
 const Kernel* kernel_of(int isa) {
@@ -47,24 +42,13 @@ const Pointwise& chosen_pointwise() {
   return pointwise_generic;
 }
 
-void run_parallel(void (*body)(void*), void* data, int32_t num_threads) {
-  if (num_threads > 1 && parallel_region)
-    parallel_region(body, data, static_cast<unsigned>(num_threads), 0);
-  else
-    body(data);
-}
-
 }  // namespace quire
 
 #pragma GCC visibility push(default)
 extern "C" {
 
 // Changes whenever a struct or the meaning of an entry point does.
-int quire_abi() { return 7; }
-
-void quire_set_parallel(void* gomp_parallel) {
-  quire::parallel_region = reinterpret_cast<quire::Parallel>(gomp_parallel);
-}
+int quire_abi() { return 8; }
 
 // The widest instruction set of this processor: 0 generic, 1 AVX2, 2 AVX-512.
 int quire_best_isa() { return quire::best_isa(); }
