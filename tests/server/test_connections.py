@@ -26,6 +26,8 @@ CLOSED = (BrokenPipeError, ConnectionResetError)
 @pytest.fixture(scope="module")
 def hasty(tiny_model: Path, on_loop: OnLoop) -> Iterator[RunningServer]:
     limits = ("--client-timeout-s", "1", "--max-body-bytes", "1MiB", "--max-num-seqs", "64")
+    # A cache that is in memory soon: a larger one would look like a leak.
+    limits += ("--kv-cache-memory-bytes", "2MiB")
     server = on_loop.start("--model", str(tiny_model), *TINY, *limits)
     yield server
     assert server.stop() == 0
