@@ -99,7 +99,8 @@ def choose_tokens(
         from quire.kernels.cpu.sampling import largest
 
         return largest(scores)
-    return choose_tokens_twin(scores, rows, positions, settings)
+    with cpu.lent_to_torch(scores.numel()):
+        return choose_tokens_twin(scores, rows, positions, settings)
 
 
 def penalize(scores: Tensor, rows: Tensor, uses: Tensor, settings: PenaltySettings) -> None:

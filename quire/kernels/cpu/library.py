@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch
 LIBRARY = Path(__file__).with_name("libquire_cpu.so")
 ISAS = ("generic", "avx2", "avx512")
 ABI = 8
+WORTH_LENDING = 400_000
 
 
 class AttentionCall(ctypes.Structure):
@@ -211,6 +214,23 @@ class _Threads:
 def set_num_threads(count: int | None) -> None:
     """Has calls share their work among `count` threads; None stands for as many as torch has."""
     _Threads.wanted = count
+
+
+@contextmanager
+def lent_to_torch(numbers: int) -> Iterator[None]:
+    """Lets torch compute with as many threads as the library, if it is about many `numbers`.
+
+    Its threads then wait awake for some milliseconds, in which the library's go short of cores.
+    """
+    if _Threads.wanted is None or numbers < WORTH_LENDING:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(_Threads.wanted)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def num_threads() -> int:
