@@ -65,11 +65,17 @@ def compiled(core: EngineCore, news: Sequence[NewRequest]) -> list[Compilation |
             with naming_index(index):
                 compilation.result()
 
-    for i, new in enumerate(news):
-        if i >= COMPILED_AHEAD:
-            wait_for(i - COMPILED_AHEAD)
-        with naming_index(i):
-            made.append(core.grammars.compile(new))
-    for i in range(max(len(made) - COMPILED_AHEAD, 0), len(made)):
-        wait_for(i)
+    try:
+        for i, new in enumerate(news):
+            if i >= COMPILED_AHEAD:
+                wait_for(i - COMPILED_AHEAD)
+            with naming_index(i):
+                made.append(core.grammars.compile(new))
+        for i in range(max(len(made) - COMPILED_AHEAD, 0), len(made)):
+            wait_for(i)
+    except BaseException:  # also Ctrl-C: nobody wants the others any more
+        for compilation in made:
+            if compilation is not None:
+                compilation.cancel()
+        raise
     return made

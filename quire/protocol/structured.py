@@ -60,7 +60,7 @@ class StructuredOutputs:
                 raise RequestError(
                     f"structured_outputs.{name} must be a string that is not empty, got {value!r}."
                 )
-        self._check_size()
+        self._check_texts()
 
     def _check_choice(self) -> None:
         if self.choice is None:
@@ -76,13 +76,21 @@ class StructuredOutputs:
                 f"{str(self.choice)[:200]}."
             )
 
-    def _check_size(self) -> None:
-        size = len(self.text.encode("utf-8", "surrogatepass"))
-        if size > MAX_TEXT_BYTES:
-            raise RequestError(
-                f"structured_outputs.{self.kind} has {size} bytes, but at most {MAX_TEXT_BYTES} "
-                "are taken; use a smaller one."
-            )
+    def _check_texts(self) -> None:
+        texts = {self.kind: self.text, "whitespace_pattern": self.whitespace_pattern or ""}
+        for name, text in texts.items():
+            try:
+                size = len(text.encode())
+            except UnicodeEncodeError as error:
+                raise RequestError(
+                    f"structured_outputs.{name} has half a character, "
+                    f"{text[error.start]!r}, which no text has; leave it out."
+                ) from None
+            if size > MAX_TEXT_BYTES:
+                raise RequestError(
+                    f"structured_outputs.{name} has {size} bytes, but at most {MAX_TEXT_BYTES} "
+                    "are taken; use a smaller one."
+                )
 
     @property
     def kind(self) -> str:
@@ -94,7 +102,7 @@ class StructuredOutputs:
         if self.json_object:
             return ANY_OBJECT
         value = getattr(self, self.kind)
-        return json.dumps(value) if self.choice is not None else str(value)
+        return json.dumps(value, ensure_ascii=False) if self.choice is not None else str(value)
 
 
 StructuredOutputsParams = StructuredOutputs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -14,8 +16,9 @@ import pytest
 from quire.config.structured import GrammarSettings
 from quire.engine.grammar.build import Vocabulary
 from quire.engine.grammar.compiler import NUM_AT_ONCE, GrammarCompiler
-from quire.engine.grammar.trial import Trial
-from quire.protocol.errors import OverloadedError, RequestError
+from quire.engine.grammar.trial import MODULE, PROGRAM, Case, StartTrial, Trial
+from quire.protocol.control import line
+from quire.protocol.errors import EngineDeadError, OverloadedError, RequestError
 from quire.protocol.structured import StructuredOutputs
 from tests.models.reference import VOCAB
 from tests.tiny import END_ID, ascii_tokenizer
@@ -89,6 +92,100 @@ def test_a_form_that_takes_too_much_memory() -> None:
     refused, accepted = ended.stdout.splitlines()
     assert refused.startswith("structured_outputs.choice takes more than the memory")
     assert "memory" not in accepted
+
+
+def test_an_engine_that_ends_before_it_gave_an_order() -> None:
+    command = [sys.executable, "-c", PROGRAM.format(path=sys.path, module=MODULE)]
+    ended = subprocess.run(command, input=b"{", capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_an_engine_that_ends_before_it_has_an_answer() -> None:
+    command = [sys.executable, "-c", PROGRAM.format(path=sys.path, module=MODULE)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdin and process.stdout and process.stderr
+    process.stdout.close()
+    orders = StartTrial(vocabulary(), GrammarSettings()), Case(0, StructuredOutputs(regex="a"))
+    process.stdin.write(b"".join(line(order) for order in orders))
+    process.stdin.flush()
+    assert process.wait(60) == 0
+    assert process.stderr.read() == b""
+    process.stdin.close()
+    process.stderr.close()
+
+
+@pytest.mark.parametrize("said", ["[{", "hello\n"])
+def test_an_answer_that_is_cut_off(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process was ended while it wrote, or something else in it prints."""
+    program = f"import sys; [input() for _ in range(2)]; sys.stdout.write({said!r})"
+    program = program.replace("{", "{{") + "  # {path} {module}"
+    monkeypatch.setattr("quire.engine.grammar.trial.PROGRAM", program)
+    trial = Trial(vocabulary(), GrammarSettings())
+    for form in ("a", "b"):
+        with pytest.raises(OverloadedError, match="try again"):
+            trial.grammar_text(StructuredOutputs(regex=form))
+    trial.close()
+
+
+def test_a_path_with_what_is_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere"), "/b\udcff\n{'", None])
+    trial = Trial(vocabulary(), GrammarSettings())
+    assert "a" in trial.grammar_text(StructuredOutputs(regex="a"))
+    trial.close()
+
+
+def test_a_program_that_ignores_signals() -> None:
+    """As some do so that they need not wait for processes."""
+    ignored = (signal.SIGCHLD, signal.SIGALRM)
+    before = [signal.signal(one, signal.SIG_IGN) for one in ignored]
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+    try:
+        trial = Trial(vocabulary(), GrammarSettings())
+        assert "a" in trial.grammar_text(StructuredOutputs(regex="a"))
+        with pytest.raises(RequestError, match="takes more than"):
+            trial.grammar_text(endless())
+        trial.close()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+        for one, handler in zip(ignored, before, strict=True):
+            signal.signal(one, handler)
+
+
+def test_a_process_that_cannot_be_started(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(sys, "executable", "/nowhere/python")
+        with pytest.raises(OverloadedError, match="cannot be started"):
+            compiler.compile(StructuredOutputs(regex="a")).result()
+    assert compiler.compile(StructuredOutputs(regex="b")).result().starts
+
+
+def test_a_compiler_that_nobody_uses_any_more() -> None:
+    compiler = GrammarCompiler(GrammarSettings())
+    compiler.set_vocabulary(vocabulary)
+    before = children_of(os.getpid())
+    compiler.compile(StructuredOutputs(regex="a")).result()
+    [trial] = set(children_of(os.getpid())) - set(before)
+    del compiler
+    gc.collect()
+    with pytest.raises(ProcessLookupError):
+        os.kill(trial, 0)
+
+
+def test_a_shutdown_in_the_middle_is_no_error_of_a_form(
+    compiler: GrammarCompiler, caplog: pytest.LogCaptureFixture
+) -> None:
+    forms = [compiler.compile(StructuredOutputs(regex=f"[a-f]{{{i}}}")) for i in range(1, 60)]
+    forms += [compiler.compile(endless())]
+    forms[0].result()
+    compiler.shutdown()
+    for form in forms:
+        with contextlib.suppress(EngineDeadError, OverloadedError):
+            form.result()
+    assert not caplog.records
 
 
 def test_good_forms_beside_endless_ones(compiler: GrammarCompiler) -> None:

@@ -458,6 +458,37 @@ def test_hostile_forms_are_refused(llm: LLM, form: dict[str, Any]) -> None:
         run(llm, StructuredOutputs(**form))
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"regex": "a\ud800"},
+        {"choice": ["a", "\ud800"]},
+        {"json": '{"const": "\ud800"}'},
+        {"grammar": 'start: "\ud800"'},
+        {"json": PERSON, "whitespace_pattern": "\ud800"},
+    ],
+)
+def test_half_a_character_is_refused(form: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=f"{list(form)[-1]} has half a character, '.ud800'"):
+        StructuredOutputs(**form)
+
+
+def test_a_long_pattern_for_whitespace_is_refused() -> None:
+    with pytest.raises(RequestError, match="whitespace_pattern has 1048577 bytes"):
+        StructuredOutputs(json=PERSON, whitespace_pattern=" " * ((1 << 20) + 1))
+
+
+def test_forms_beside_a_bad_one_are_not_compiled(llm: LLM) -> None:
+    """Nobody waits for them: neither the next call nor the end of the program does."""
+    many = [{"title": f"beside {i}", "type": "integer", "multipleOf": 99999989} for i in range(60)]
+    forms = [StructuredOutputs(regex="(beside"), *(StructuredOutputs(json=one) for one in many)]
+    params = [SamplingParams(structured_outputs=form) for form in forms]
+    with pytest.raises(RequestError, match=r"prompts\[0\]"):
+        llm.generate(["a"] * len(params), params, use_tqdm=False)
+    last = [*llm._core.grammars.compiler._cache.values()][-1]
+    assert last.is_outdated
+
+
 def test_long_chains_do_not_overflow_the_stack(llm: LLM) -> None:
     """llguidance follows them by recursion; an overflow would end the process."""
     rules = "".join(f"r{i}: r{i + 1}\n" for i in range(5000))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from quire.config.structured import GrammarSettings
@@ -33,6 +34,7 @@ MAX_WAIT_S = 30.0
 """For its turn, while forms that are too dear take all of them."""
 FORGET_S = 10.0
 """After that a form that was refused is tried again: the machine may have been too busy for it."""
+SHUT_DOWN = "structured_outputs: the engine was shut down."
 
 
 class Compilation:
@@ -53,13 +55,22 @@ class Compilation:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether it failed long ago."""
+        """Whether it was called off, or failed long ago."""
+        if self._future.cancelled():
+            return True
         failed = self._future.done() and self._future.exception() is not None
         return failed and time.monotonic() - self._ended > FORGET_S
 
+    def cancel(self) -> None:
+        """Call it off unless it has begun; for whoever alone waits for it."""
+        self._future.cancel()
+
     def result(self) -> Grammar:
         """The grammar, or the `QuireError` that says why there is none."""
-        error = self._future.exception()
+        try:
+            error = self._future.exception()
+        except CancelledError:
+            raise EngineDeadError(SHUT_DOWN) from None
         if error is not None:
             # It is raised for each request that has the form: its traceback would grow for ever.
             raise error.with_traceback(None)
@@ -144,7 +155,8 @@ class GrammarCompiler:
     def _make_tokenizer(self) -> LLTokenizer:
         assert self._vocabulary is not None
         vocabulary = self._vocabulary()
-        self._living_trial(vocabulary)  # it makes its own tokenizer meanwhile
+        with contextlib.suppress(OverloadedError):  # the form that needs it is told
+            self._living_trial(vocabulary)  # it makes its own tokenizer meanwhile
         return make_tokenizer(vocabulary)
 
     def _run(self, wanted: StructuredOutputs, asked: float) -> Grammar:
@@ -160,18 +172,28 @@ class GrammarCompiler:
             def make_start() -> LLMatcher:
                 return build(tokenizer, text, where(wanted))
 
-            start = Start(submit(self._builders, make_start).result())
+            start = Start(self._begin_build(make_start).result())
             return Grammar([start], tokenizer, -(-tokenizer.vocab_size // 32), make_start)
         except QuireError:
             raise
+        except CancelledError:
+            raise EngineDeadError(SHUT_DOWN) from None
         except BaseException as error:  # also a panic of llguidance, which is no Exception
             logger.error("%s could not be compiled", where(wanted), exc_info=error)
             raise RequestError(f"{where(wanted)} cannot be compiled: {error!r:.200}") from None
 
+    def _begin_build(self, make_start: Callable[[], LLMatcher]) -> Future[LLMatcher]:
+        try:
+            return submit(self._builders, make_start)
+        except RuntimeError as error:  # engine or program end, or no thread can be started
+            raise OverloadedError(
+                f"structured_outputs: a form cannot be compiled now: {error}."
+            ) from None
+
     def _living_trial(self, vocabulary: Vocabulary | None = None) -> Trial:
         with self._trial_lock:
             if self._is_shut_down:
-                raise EngineDeadError("structured_outputs: the engine was shut down.")
+                raise EngineDeadError(SHUT_DOWN)
             if self._trial is None or not self._trial.is_alive:
                 from quire.engine.grammar.trial import Trial  # msgspec only now: it takes 20 ms
 

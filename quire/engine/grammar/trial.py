@@ -6,11 +6,14 @@ that compiles one. A process can be ended, and what it took goes with it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import subprocess
 import sys
 import threading
+import weakref
 from concurrent.futures import Future
+from typing import IO
 
 import msgspec
 
@@ -22,6 +25,7 @@ from quire.protocol.structured import StructuredOutputs
 
 PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import main; main()"
 MODULE = "quire.engine.grammar.trial_process"
+ENDED = "structured_outputs: the process that tries forms was ended; try again."
 
 
 class StartTrial(msgspec.Struct):
@@ -47,19 +51,64 @@ class Verdict(msgspec.Struct):
     refusal: str | None = None
 
 
-class Trial:
-    def __init__(self, vocabulary: Vocabulary, settings: GrammarSettings) -> None:
-        # Not by `multiprocessing`, which would run the user's own script again.
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM.format(path=sys.path, module=MODULE)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is not for it: it ends when its input does
-        )
+class OpenCases:
+    """Those that have no verdict yet."""
+
+    def __init__(self) -> None:
+        self._answers: dict[int, Future[Verdict]] = {}
         self._numbers = itertools.count()
-        self._open: dict[int, Future[Verdict]] = {}
+        self.have_failed = False
         self._lock = threading.Lock()
-        threading.Thread(target=self._read, name="quire-grammar-trial", daemon=True).start()
+
+    def open(self, wanted: StructuredOutputs) -> tuple[Case, Future[Verdict]]:
+        case, answer = Case(next(self._numbers), wanted), Future[Verdict]()
+        with self._lock:
+            if self.have_failed:
+                raise OverloadedError(ENDED)
+            self._answers[case.number] = answer
+        return case, answer
+
+    def close(self, verdict: Verdict) -> None:
+        with self._lock:
+            answer = self._answers.pop(verdict.number, None)
+        if answer is not None:
+            answer.set_result(verdict)
+
+    def fail(self) -> None:
+        """The process is gone: neither these nor later ones get a verdict."""
+        with self._lock:
+            self.have_failed = True
+            answers, self._answers = self._answers, {}
+        for answer in answers.values():
+            answer.set_exception(OverloadedError(ENDED))
+
+
+class Trial:
+    """Ends its process when nobody uses it any more, or the program ends."""
+
+    def __init__(self, vocabulary: Vocabulary, settings: GrammarSettings) -> None:
+        path = [entry for entry in sys.path if isinstance(entry, str)]  # Python skips others too
+        try:
+            # Not by `multiprocessing`, which would run the user's own script again.
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM.format(path=path, module=MODULE)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is not for it: it ends when its input does
+            )
+        except OSError as error:
+            raise OverloadedError(
+                f"structured_outputs: the process that tries forms cannot be started: {error}."
+            ) from None
+        self._cases = OpenCases()
+        self._lock = threading.Lock()
+        self.close = weakref.finalize(self, _end, self._process)
+        threading.Thread(
+            target=_read,
+            args=(self._process.stdout, self._cases),
+            name="quire-grammar-trial",
+            daemon=True,
+        ).start()
         self._send(StartTrial(vocabulary, settings))
 
     @property
@@ -68,22 +117,17 @@ class Trial:
 
     @property
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        return not self._cases.have_failed and self._process.poll() is None
 
     def grammar_text(self, wanted: StructuredOutputs) -> str:
         """The grammar of a form that can be compiled; raises `RequestError` for any other. Several
         threads may ask at once."""
-        case, answer = Case(next(self._numbers), wanted), Future[Verdict]()
-        self._open[case.number] = answer
+        case, answer = self._cases.open(wanted)
         self._send(case)
         verdict = answer.result()
         if verdict.refusal is not None:
             raise RequestError(verdict.refusal)
         return verdict.text
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
 
     def _send(self, message: StartTrial | Case) -> None:
         assert self._process.stdin is not None
@@ -92,23 +136,23 @@ class Trial:
             with self._lock:
                 self._process.stdin.write(data)
                 self._process.stdin.flush()
-        except OSError:
-            self._fail_open()
+        except (OSError, ValueError):  # nobody reads it, or it is closed
+            self._cases.fail()
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for data in self._process.stdout:
-            verdict: Verdict = read_line(data, Verdict)
-            self._open.pop(verdict.number).set_result(verdict)
-        self._fail_open()
 
-    def _fail_open(self) -> None:
-        """The process is gone."""
-        for number in list(self._open):
-            answer = self._open.pop(number, None)
-            if answer is not None:
-                answer.set_exception(
-                    OverloadedError(
-                        "structured_outputs: the process that tries forms was ended; try again."
-                    )
-                )
+def _read(answers: IO[bytes], cases: OpenCases) -> None:
+    """Give verdicts to those who wait for them, until the process ends. On a thread, which does not
+    hold the `Trial`: it would never be let go."""
+    # What cannot be read was cut off by the end, or something else in it prints.
+    with answers, contextlib.suppress(msgspec.MsgspecError):
+        for data in answers:
+            cases.close(read_line(data, Verdict))
+    cases.fail()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):  # what it did not read is lost
+        process.stdin.close()

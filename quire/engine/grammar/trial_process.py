@@ -3,11 +3,11 @@ stays, whatever becomes of the form."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import selectors
 import signal
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NoReturn
@@ -25,6 +25,8 @@ MAX_BYTES = STACK_BYTES + (1 << 30)
 """Of address space."""
 ORDERS = 0
 """The file that orders come from."""
+ANSWERS = 1
+"""The file that verdicts go to."""
 
 
 @dataclass
@@ -74,8 +76,7 @@ class TrialProcess:
                     else:
                         sources.unregister(key.fd)
                         os.close(key.fd)
-                        sys.stdout.buffer.write(line(key.data.verdict()))
-                        sys.stdout.buffer.flush()
+                        _answer(key.data.verdict())
 
     def _fork(self, case: Case) -> tuple[int, Fork]:
         read_end, write_end = os.pipe()
@@ -91,7 +92,7 @@ class TrialProcess:
         """Write a verdict and end. A form that takes too much time or memory ends it before."""
         try:
             signal.setitimer(signal.ITIMER_REAL, MAX_COMPILE_S)
-            resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
+            _limit_memory()
             nowhere = os.open(os.devnull, os.O_RDWR)
             for file in (0, 1, 2):  # a panic would be printed, and pipes must end with this process
                 os.dup2(nowhere, file)
@@ -118,13 +119,41 @@ class TrialProcess:
         return Verdict(case.number, refusal=refusal)
 
 
+def _limit_memory() -> None:
+    allowed = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = MAX_BYTES if allowed == resource.RLIM_INFINITY else min(MAX_BYTES, allowed)
+    with contextlib.suppress(ValueError):  # macOS takes no limit below what is mapped already
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _answer(verdict: Verdict) -> None:
+    data = memoryview(line(verdict))
+    while data:
+        data = data[os.write(ANSWERS, data) :]
+
+
+def _first_order() -> tuple[bytes, bytes]:
+    """And what came after it; empty if the engine ended before it gave one."""
+    parts: list[bytes] = []
+    while not parts or b"\n" not in parts[-1]:
+        parts.append(os.read(ORDERS, 1 << 20))
+        if not parts[-1]:
+            return b"", b""
+    first, rest = b"".join(parts).split(b"\n", 1)
+    return first, rest
+
+
 def main() -> None:
-    data = b""
-    while b"\n" not in data:
-        data += os.read(ORDERS, 1 << 20)
-    first, rest = data.split(b"\n", 1)
+    # A program may ignore signals, and the processes that it starts then do.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+    first, rest = _first_order()
+    if not first:
+        return
     try:
         process = TrialProcess(read_line(first, StartTrial))
     except RequestError:
         return  # the engine, which makes a tokenizer too, says what is wrong
-    process.run(rest)
+    with contextlib.suppress(BrokenPipeError):  # the engine ended meanwhile
+        process.run(rest)
