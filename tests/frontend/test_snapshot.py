@@ -16,7 +16,7 @@ def test_memory_is_that_of_the_weights_and_the_blocks(tiny: Any, quantization: s
         llm.generate("the quick brown fox", use_tqdm=False)
         memory = llm._core.snapshot().memory
         num_blocks = llm._core.scheduler.limits.num_blocks
-    # Keys and values of 2 heads of 16 numbers, in 3 layers, for 16 tokens; in float16 beside 8 bits.
+    # Keys and values of 2 heads of 16 numbers, in 3 layers, for 16 tokens; float16 beside 8 bits.
     number = 4 if quantization is None else 2
     assert memory.kv_used == 0 and memory.kv_cached > 0
     assert memory.kv_cached + memory.kv_free == num_blocks * 2 * 2 * 16 * number * 3 * 16
