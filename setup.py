@@ -20,7 +20,7 @@ from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("quire/kernels/cpu/src")
 # The choice among the kernels is made at run time, so each file has flags of its own.
-# Files about quantised weights round exactly as their twins in torch do.
+# Some files round exactly as their twins in torch do.
 EXACT = "-ffp-contract=off"
 PORTABLE = {
     "library.cpp": [],
@@ -28,6 +28,9 @@ PORTABLE = {
     "attention.cpp": [],
     "linear_layer.cpp": [],
     "largest.cpp": [],
+    "choice.cpp": [],
+    "logprobs.cpp": [],
+    "choice_generic.cpp": [],
     "decoder.cpp": [],
     "bitmask.cpp": [],
     "kernel_generic.cpp": [],
@@ -36,12 +39,15 @@ PORTABLE = {
     "linear_generic.cpp": [EXACT],
     "packing.cpp": [EXACT],
     "dequantize.cpp": [EXACT],
+    "penalties.cpp": [EXACT],
 }
 X86_64 = {
     "kernel_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
     "kernel_avx512.cpp": ["-mavx512f"],
     "pointwise_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
     "pointwise_avx512.cpp": ["-mavx512f"],
+    "choice_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
+    "choice_avx512.cpp": ["-mavx512f"],
     "linear_avx2.cpp": ["-mavx2", "-mfma", "-mf16c", EXACT],
     "linear_vnni.cpp": ["-mavx512f", "-mavx512bw", "-mavx512vnni", EXACT],
 }

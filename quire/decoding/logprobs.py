@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from quire.decoding.rows import Batch, Lines, RowColumns, RowSet, Slots, fit, upload
+from quire.kernels import dispatch
 from quire.protocol.plan import AddedRow, Int32Array, LogprobArrays
 
 # Bounds the float32 temporaries [MAX_LINES, vocab_size].
 MAX_LINES = 256
-# topk orders equal scores as it likes; with a few more than asked for, all ties at the end of the
-# list are nearly always in view, and the lowest ids among them are reported.
-TIE_MARGIN = 8
 
 
 @dataclass
@@ -49,26 +47,14 @@ class Wanted:
     """int32 [n, m]: tokens asked for by id, -1 as padding."""
 
 
-def _top_ids(logits: Tensor, count: int) -> Tensor:
-    """Ids of the `count` highest logits [n, count], equal ones in the order of their ids."""
-    vocab_size = logits.shape[1]
-    if count + TIE_MARGIN >= vocab_size:
-        return logits.sort(stable=True, dim=-1, descending=True).indices[:, :count]
-    ids = logits.topk(count + TIE_MARGIN).indices.sort(-1).values
-    order = logits.gather(1, ids).sort(stable=True, dim=-1, descending=True).indices[:, :count]
-    return ids.gather(1, order)
-
-
 def _pad(ids: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(ids, (0, width - ids.shape[1]), value=-1)
 
 
-def _reported_ids(logits: Tensor, wanted: Wanted) -> Tensor:
-    """[n, k] token ids beside the chosen one, -1 where a line wants fewer."""
-    top = logits.new_empty((len(logits), 0), dtype=torch.int64)
+def _reported_ids(top: Tensor, wanted: Wanted) -> Tensor:
+    """[n, k] token ids beside the chosen one, -1 where a line wants fewer than all of `top`."""
     if wanted.max_top:
-        top = _top_ids(logits, wanted.max_top)
-        column = torch.arange(wanted.max_top, device=logits.device)
+        column = torch.arange(wanted.max_top, device=top.device)
         top = top.masked_fill(column >= wanted.num_top[:, None], -1)
     if wanted.named is None:
         return top
@@ -79,14 +65,11 @@ def _reported_ids(logits: Tensor, wanted: Wanted) -> Tensor:
 def measure(logits: Tensor, tokens: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
     """Token ids [n, 1 + k], their logprobs, and the ranks [n] of `tokens` given logits [n, V]."""
     raw = logits.float()
-    chosen = tokens[:, None].long()
-    ids = torch.cat([chosen, _reported_ids(raw, wanted)], -1)
-    best = raw.amax(-1, keepdim=True)
-    total = (raw - best).exp_().sum(-1, keepdim=True, dtype=torch.float64)
-    logprobs = raw.gather(1, ids.clamp_min(0)) - best - total.log_().float()
+    summary = dispatch.summarize(raw, tokens, wanted.max_top)
+    ids = torch.cat([tokens[:, None].long(), _reported_ids(summary.top_ids, wanted)], -1)
+    logprobs = raw.gather(1, ids.clamp_min(0)) - summary.best - summary.log_total
     logprobs.masked_fill_(ids < 0, -math.inf)
-    ranks = (raw > raw.gather(1, chosen)).sum(-1, dtype=torch.int32) + 1
-    return ids.int(), logprobs, ranks
+    return ids.int(), logprobs, summary.ranks
 
 
 class Logprobs:

@@ -9,6 +9,8 @@ from torch import Tensor
 from quire.kernels import cpu
 from quire.kernels.torch.bitmask import apply_bitmask as apply_bitmask_twin
 from quire.kernels.torch.heads import rms_norm as rms_norm_twin
+from quire.kernels.torch.logprobs import Summary
+from quire.kernels.torch.logprobs import summarize as summarize_twin
 from quire.kernels.torch.penalties import PenaltySettings
 from quire.kernels.torch.penalties import count_uses as count_uses_twin
 from quire.kernels.torch.penalties import penalize as penalize_twin
@@ -95,12 +97,23 @@ def choose_tokens(
         from quire.kernels.triton import sampling
 
         return sampling.choose_tokens(scores, rows, positions, settings, kinds)
-    if not kinds.draws and scores.dtype == torch.float32 and cpu.available()[0]:
-        from quire.kernels.cpu.sampling import largest
+    if scores.dtype == torch.float32 and cpu.available()[0]:
+        from quire.kernels.cpu import sampling as native
 
-        return largest(scores)
-    with cpu.lent_to_torch(scores.numel()):
-        return choose_tokens_twin(scores, rows, positions, settings)
+        if not kinds.draws:
+            return native.largest(scores)
+        return native.choose_tokens(scores, rows, positions, settings)
+    return choose_tokens_twin(scores, rows, positions, settings)
+
+
+def summarize(scores: Tensor, tokens: Tensor, num_top: int) -> Summary:
+    """What the log-probabilities of `tokens` [n] and of the `num_top` likeliest tokens need of
+    float32 scores [n, V]."""
+    if scores.is_cpu and cpu.available()[0]:
+        from quire.kernels.cpu.logprobs import summarize as native
+
+        return native(scores, tokens, num_top)
+    return summarize_twin(scores, tokens, num_top)
 
 
 def penalize(scores: Tensor, rows: Tensor, uses: Tensor, settings: PenaltySettings) -> None:
@@ -109,6 +122,10 @@ def penalize(scores: Tensor, rows: Tensor, uses: Tensor, settings: PenaltySettin
         from quire.kernels.triton import penalties
 
         penalties.penalize(scores, rows, uses, settings)
+    elif cpu.available()[0]:
+        from quire.kernels.cpu.penalties import penalize as native
+
+        native(scores, rows, uses, settings)
     else:
         penalize_twin(scores, rows, uses, settings)
 

@@ -50,8 +50,8 @@ def test_equal_scores_stay_or_go_together():
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 4.0])
 @pytest.mark.parametrize("ties", [False, True])
-def test_few_candidates_and_full_sort_choose_alike(monkeypatch, spread, ties):
-    """The CPU's short cut and a full sort draw the same, also where the short cut fails."""
+def test_few_candidates_and_full_sort_choose_alike(monkeypatch, without_library, spread, ties):
+    """Torch's short cut on a CPU and a full sort draw the same, also where the short cut fails."""
     vocab = 6000
     logits = random_logits(7, len(COMBINATIONS), vocab, spread=spread)
     if ties:
@@ -68,7 +68,7 @@ def test_few_candidates_and_full_sort_choose_alike(monkeypatch, spread, ties):
     assert short.tolist()[::7] == alone
 
 
-def test_every_kept_token_is_drawn_and_no_other():
+def test_every_kept_token_is_drawn_and_no_other(kernels):
     vocab, num_draws = 30, 3000
     logits = random_logits(8, 1, vocab, spread=1.0)
     table = Table(vocab, max_rows=num_draws)
@@ -79,7 +79,7 @@ def test_every_kept_token_is_drawn_and_no_other():
     assert set(tokens.tolist()) == reference.kept_tokens(logits[0], 8, 0.85, 0.05)
 
 
-def test_top_k_1_is_greedy_even_among_ties():
+def test_top_k_1_is_greedy_even_among_ties(kernels):
     table = Table(6)
     logits = np.array([[1, 5, 5, 5, 0, 5]], np.float32)
     for seed in range(20):

@@ -49,7 +49,7 @@ def generate(
 
 
 @pytest.mark.parametrize("index", range(len(MIXED)))
-def test_alone_in_a_batch_and_in_another_row(index):
+def test_alone_in_a_batch_and_in_another_row(kernels, index):
     subject = Sketch(MIXED[index].clone(), [4, 5, 6], seed=42)
     tokens, logprobs = generate(subject, [], row=0, line=0)
     for others, row, line in ((31, 5, 5), (31, 40, 31), (3, 1, 0)):

@@ -34,7 +34,7 @@ def top(logits: NDArray[np.float32], count: int) -> list[int]:
 
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("max_lines", [3, 256])
-def test_sampled_tokens(monkeypatch, ties, max_lines):
+def test_sampled_tokens(kernels, monkeypatch, ties, max_lines):
     """Each line gets what it asked for: nothing, the token alone, k of them, all, or named ids."""
     monkeypatch.setattr(logprobs_module, "MAX_LINES", max_lines)
     wanted = [-1, 0, 1, 5, -1, VOCAB, 20, -1, 3]
@@ -87,7 +87,7 @@ def test_width_is_that_of_the_batch():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_lines", [1, 9, 40])
 @pytest.mark.parametrize("count", [0, 3, VOCAB])
-def test_prompt_tokens(dtype, num_lines, count):
+def test_prompt_tokens(kernels, dtype, num_lines, count):
     table = Table(VOCAB)
     table.add(2, Sketch(SamplingParams(), [1]), num_prompt_logprobs=count)
     logits = torch.from_numpy(random_logits(3, num_lines, VOCAB)).to(dtype)
@@ -103,7 +103,7 @@ def test_prompt_tokens(dtype, num_lines, count):
         check_line(arrays, line, exact[line], int(targets[line]), others)
 
 
-def test_prompt_tokens_by_id():
+def test_prompt_tokens_by_id(kernels):
     table = Table(VOCAB)
     params = SamplingParams(prompt_logprob_token_ids=[8, 3, 50])
     table.add(0, Sketch(params, [1]))

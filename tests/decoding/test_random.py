@@ -118,7 +118,7 @@ def draw_tokens(logits: NDArray[np.float32], num_draws: int, **params: float) ->
 
 
 @pytest.mark.parametrize("params", [{"temperature": 1.0}, {"temperature": 0.6, "min_p": 1e-9}])
-def test_tokens_follow_their_probabilities(params):
+def test_tokens_follow_their_probabilities(kernels, params):
     logits = random_logits(3, 12, spread=0.5)
     counts = np.bincount(draw_tokens(logits, 20_000, **params), minlength=12)
     probs = np.exp(logits.astype(np.float64) / params["temperature"])
@@ -127,7 +127,7 @@ def test_tokens_follow_their_probabilities(params):
     assert chi_square(counts, expected) < chi_square_bound(11)
 
 
-def test_filtered_tokens_follow_their_renormalised_probabilities():
+def test_filtered_tokens_follow_their_renormalised_probabilities(kernels):
     logits = random_logits(4, 50, spread=1.0)
     counts = np.bincount(draw_tokens(logits, 20_000, top_k=9, top_p=0.8), minlength=50)
     kept = sorted(reference.kept_tokens(logits, 9, 0.8, 0.0))
@@ -136,7 +136,7 @@ def test_filtered_tokens_follow_their_renormalised_probabilities():
     assert chi_square(counts[kept], 20_000 * probs / probs.sum()) < chi_square_bound(len(kept) - 1)
 
 
-def test_a_flat_large_vocabulary_is_drawn_evenly():
+def test_a_flat_large_vocabulary_is_drawn_evenly(kernels):
     """Ties and coarse steps in the noise would show here, as a preference for low ids."""
     tokens = np.array(draw_tokens(np.zeros(20_000, np.float32), 1_000))
     counts = np.histogram(tokens, 20, (0, 20_000))[0]

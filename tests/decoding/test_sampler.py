@@ -104,12 +104,12 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_each_feature_alone(name):
+def test_each_feature_alone(kernels, name):
     request = Sketch(FEATURES[name].clone(), [6, 7, 2, 2, 30], seed=91, stop_token_ids=(0, 3, 12))
     check_generation([request])
 
 
-def test_all_features_in_one_batch():
+def test_all_features_in_one_batch(kernels):
     """A feature touches only the lines that use it."""
     requests = [
         Sketch(p.clone(), [6, 7, i, 2, 30], seed=i << 31 | 7, stop_token_ids=(0, 3, i))
@@ -178,7 +178,7 @@ def test_bad_word_longer_than_the_sequence_does_not_match():
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("vocab", [50, 1500])
-def test_all_tokens_forbidden_still_gives_a_token(filters, temperature, vocab):
+def test_all_tokens_forbidden_still_gives_a_token(kernels, filters, temperature, vocab):
     """The same one alone and in a batch, and without harm to its neighbours."""
     hopeless = Sketch(
         params(temperature=temperature, **filters, allowed_token_ids=[7], words=[[7]]), [1]

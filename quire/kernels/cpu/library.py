@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 LIBRARY = Path(__file__).with_name("libquire_cpu.so")
 ISAS = ("generic", "avx2", "avx512")
-ABI = 8
-WORTH_LENDING = 400_000
+ABI = 9
 
 
 class AttentionCall(ctypes.Structure):
@@ -119,6 +117,45 @@ class FloatLinearCall(ctypes.Structure):
     )
 
 
+class ChoiceCall(ctypes.Structure):
+    """Mirrors `ChoiceCall` in src/choice.h."""
+
+    _fields_ = (
+        ("scores", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("num_lines", ctypes.c_int64),
+        ("rows", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("temperature", ctypes.c_void_p),
+        ("seed_low", ctypes.c_void_p),
+        ("seed_high", ctypes.c_void_p),
+        ("top_k", ctypes.c_void_p),
+        ("top_p", ctypes.c_void_p),
+        ("log_min_p", ctypes.c_void_p),
+        ("width", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
+    )
+
+
+class LogprobsCall(ctypes.Structure):
+    """Mirrors `LogprobsCall` in src/logprobs.h."""
+
+    _fields_ = (
+        ("scores", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("num_lines", ctypes.c_int64),
+        ("tokens", ctypes.c_void_p),
+        ("best", ctypes.c_void_p),
+        ("log_total", ctypes.c_void_p),
+        ("ranks", ctypes.c_void_p),
+        ("top_ids", ctypes.c_void_p),
+        ("num_top", ctypes.c_int32),
+        ("width", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
+    )
+
+
 class NativeMatrix(ctypes.Structure):
     """Mirrors `PackedMatrix` in src/quantized.h."""
 
@@ -162,6 +199,18 @@ APPLY_BITMASK = (
     ctypes.c_void_p,  # bits
     ctypes.c_int64,  # num_lines
     ctypes.c_int64,  # num_words
+)
+PENALIZE = (
+    ctypes.c_void_p,  # scores
+    ctypes.c_int64,  # stride
+    ctypes.c_int64,  # vocab_size
+    ctypes.c_void_p,  # rows
+    ctypes.c_int64,  # num_lines
+    ctypes.c_void_p,  # uses
+    ctypes.c_void_p,  # slots
+    ctypes.c_void_p,  # repetition
+    ctypes.c_void_p,  # frequency
+    ctypes.c_void_p,  # presence
 )
 DEQUANTIZE = (
     ctypes.c_int32,  # kind
@@ -216,25 +265,17 @@ def set_num_threads(count: int | None) -> None:
     _Threads.wanted = count
 
 
-@contextmanager
-def lent_to_torch(numbers: int) -> Iterator[None]:
-    """Lets torch compute with as many threads as the library, if it is about many `numbers`.
-
-    Its threads then wait awake for some milliseconds, in which the library's go short of cores.
-    """
-    if _Threads.wanted is None or numbers < WORTH_LENDING:
-        yield
-        return
-    before = torch.get_num_threads()
-    torch.set_num_threads(_Threads.wanted)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def num_threads() -> int:
     return torch.get_num_threads() if _Threads.wanted is None else _Threads.wanted
+
+
+def require_column(name: str, x: Tensor, dtype: torch.dtype, length: int) -> None:
+    """Refuses what the library would read wrongly."""
+    if x.dtype != dtype or x.device.type != "cpu" or x.shape != (length,) or not x.is_contiguous():
+        raise ValueError(
+            f"{name} must be {length} contiguous numbers of type {dtype} on the CPU; "
+            f"got {x.dtype} on {x.device} of shape {tuple(x.shape)} with strides {x.stride()}"
+        )
 
 
 @cache
@@ -265,6 +306,10 @@ def load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     library.quire_attend_heads.argtypes = tuple(ctypes.POINTER(call) for call in heads)
     library.quire_largest.argtypes = LARGEST
     library.quire_largest.restype = None
+    library.quire_choose.argtypes = (ctypes.POINTER(ChoiceCall),)
+    library.quire_summarize.argtypes = (ctypes.POINTER(LogprobsCall),)
+    library.quire_penalize.argtypes = PENALIZE
+    library.quire_penalize.restype = None
     library.quire_apply_bitmask.argtypes = APPLY_BITMASK
     library.quire_apply_bitmask.restype = None
     return library, f"native library, {ISAS[library.quire_best_isa()]}"

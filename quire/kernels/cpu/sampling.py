@@ -1,12 +1,13 @@
-"""Greedy choice, in the native library."""
+"""The choice of tokens, in the native library."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.library import native, num_threads
+from quire.kernels.cpu.library import ChoiceCall, native, num_threads, require_column
 from quire.kernels.cpu.norm_linear import require_rows
+from quire.kernels.torch.sampling import RowSettings
 
 
 def largest(scores: Tensor) -> Tensor:
@@ -18,4 +19,36 @@ def largest(scores: Tensor) -> Tensor:
     native().quire_largest(
         scores.data_ptr(), stride, num_lines, width, out.data_ptr(), num_threads()
     )
+    return out
+
+
+def choose_tokens(scores: Tensor, rows: Tensor, positions: Tensor, settings: RowSettings) -> Tensor:
+    """One token for each line of float32 scores [S, V]; see the twin. int32 [S]."""
+    num_lines, width = scores.shape
+    stride = require_rows("scores", scores, width)
+    require_column("rows", rows, torch.int64, num_lines)
+    require_column("positions", positions, torch.int32, len(positions))
+    for name in ("seed_low", "seed_high", "top_k"):
+        require_column(name, getattr(settings, name), torch.int32, len(positions))
+    for name in ("temperature", "top_p", "log_min_p"):
+        require_column(name, getattr(settings, name), torch.float32, len(positions))
+    out = torch.empty(num_lines, dtype=torch.int32)
+    call = ChoiceCall(
+        scores=scores.data_ptr(),
+        stride=stride,
+        num_lines=num_lines,
+        rows=rows.data_ptr(),
+        out=out.data_ptr(),
+        positions=positions.data_ptr(),
+        temperature=settings.temperature.data_ptr(),
+        seed_low=settings.seed_low.data_ptr(),
+        seed_high=settings.seed_high.data_ptr(),
+        top_k=settings.top_k.data_ptr(),
+        top_p=settings.top_p.data_ptr(),
+        log_min_p=settings.log_min_p.data_ptr(),
+        width=width,
+        num_threads=num_threads(),
+    )
+    if native().quire_choose(call) != 0:
+        raise MemoryError("no memory for the working space of drawing tokens")
     return out

@@ -1,6 +1,7 @@
 // The instruction set that all entry points use.
 
 #include "attention.h"
+#include "choice.h"
 #include "dispatch.h"
 #include "pointwise.h"
 
@@ -42,13 +43,21 @@ const Pointwise& chosen_pointwise() {
   return pointwise_generic;
 }
 
+const ChoiceKernel& chosen_choice() {
+#if defined(__x86_64__)
+  if (chosen_isa() == 2) return choice_avx512;
+  if (chosen_isa() == 1) return choice_avx2;
+#endif
+  return choice_generic;
+}
+
 }  // namespace quire
 
 #pragma GCC visibility push(default)
 extern "C" {
 
 // Changes whenever a struct or the meaning of an entry point does.
-int quire_abi() { return 8; }
+int quire_abi() { return 9; }
 
 // The widest instruction set of this processor: 0 generic, 1 AVX2, 2 AVX-512.
 int quire_best_isa() { return quire::best_isa(); }

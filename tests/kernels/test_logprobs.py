@@ -1,0 +1,64 @@
+"""What log-probabilities need of lines of scores: the native library against its twin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu.logprobs import summarize
+from quire.kernels.torch.logprobs import summarize as twin
+
+pytestmark = pytest.mark.usefixtures("native")
+
+
+def check(scores: Tensor, num_top: int) -> None:
+    vocab = scores.shape[1]
+    tokens = torch.arange(len(scores)) * 7 % vocab
+    tokens[0] = int(scores[0].argmax())
+    found, expected = summarize(scores, tokens, num_top), twin(scores, tokens, num_top)
+    near = {"atol": 1e-6, "rtol": 1e-6, "equal_nan": True}
+    torch.testing.assert_close(found.best, expected.best, **{**near, "atol": 0, "rtol": 0})
+    torch.testing.assert_close(found.log_total, expected.log_total, **near)
+    assert torch.equal(found.ranks, expected.ranks)
+    # The order of the twin's topk leaves open which of many equals it sees, so this is a sort.
+    ordered = scores.sort(stable=True, dim=-1, descending=True).indices[:, :num_top]
+    finite = expected.best[:, 0].isfinite()
+    assert torch.equal(found.top_ids[finite], ordered[finite])
+    assert torch.equal(found.top_ids[~finite], expected.top_ids[~finite])
+
+
+@pytest.mark.parametrize("threads", range(1, 9))
+def test_any_number_of_threads(threads: int, isa: str, num_threads: None) -> None:
+    torch.set_num_threads(threads)
+    check(torch.randn(60, 2503, generator=torch.Generator().manual_seed(threads)) * 3, 5)
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 7, 8, 9, 15, 16, 17, 33, 100, 1025])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 30.0])
+def test_odd_vocabularies(vocab: int, spread: float, isa: str, poisoned_memory: None) -> None:
+    """Any number of the likeliest tokens up to all; with many equals, and forbidden tokens."""
+    wide = torch.randn(9, vocab + 4, generator=torch.Generator().manual_seed(vocab)) * spread
+    scores = wide[:, 3 : vocab + 3]
+    scores[1:3] = (scores[1:3] / spread).round()
+    scores[3:5, 1::3] = -torch.inf
+    scores[5] = -torch.inf
+    scores[5, 0] = 4.0
+    scores[6] = 1.5
+    for num_top in {0, 1, min(5, vocab), vocab // 2, vocab}:
+        check(scores, num_top)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_lines_without_a_finite_best_score(value: float, isa: str) -> None:
+    scores = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    scores[1] = value
+    check(scores, 4)
+
+
+def test_refuses_tokens_outside_the_vocabulary() -> None:
+    for token in (-1, 9):
+        with pytest.raises(ValueError, match="from 0 to 8"):
+            summarize(torch.zeros(1, 9), torch.tensor([token]), 1)
+    with pytest.raises(ValueError, match="num_top=10"):
+        summarize(torch.zeros(1, 9), torch.tensor([0]), 10)
