@@ -113,7 +113,7 @@ class ModelOptions(CheckedOptions):
         None,
         "On a CPU, compute from 8-bit weights (int8), or from a GGUF file's blocks as they are "
         "stored (gguf).",
-        default_text="none",
+        default_text="gguf for such files on a CPU, if dtype is unset; else none",
     )
     load_format: str = option(
         "auto",

@@ -65,8 +65,8 @@ def start_engine(options: EngineOptions, model: ModelConfig) -> Engine:
 
 
 def _mask_threads(options: EngineOptions) -> int:
-    """Threads that make masks of grammars. On a CPU, those that ran the model still hold their
-    cores: they spin for the next piece of work."""
+    """Threads that make masks of grammars. On a CPU, those that ran the model stay up for a moment
+    more, to be there for the next piece of work."""
     num_threads = options.device.num_threads or 1
     return num_threads if options.device.device != "cpu" else max(num_threads // 2, 1)
 
@@ -82,6 +82,7 @@ def scheduler_limits(
         model.source.name,
         options.model.revision or "",
         options.model.dtype,
+        options.model.quantization or "",
         options.cache.kv_cache_dtype,
         str(options.cache.block_size),
     )

@@ -11,7 +11,6 @@ from quire.config.device import DeviceInfo, resident_bytes
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.decoding.sampler import Sampler
-from quire.kernels import cpu
 from quire.layers.attention.backend import select_backend
 from quire.models.loader import count_weight_bytes, held_weight_bytes, load_model
 from quire.models.registry import CausalLM
@@ -29,22 +28,11 @@ from quire.worker.memory import (
 )
 from quire.worker.model_runner import ModelRunner
 from quire.worker.request_table import RequestTable
+from quire.worker.threads import ComputingThreads
 from quire.worker.trial import TrialBytes, run_trial, used_bytes
 from quire.worker.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
-
-MAX_LOADING_THREADS = 8
-
-
-def set_computing_threads(count: int, *, is_native: bool) -> None:
-    """Gives `count` threads to whoever computes the layers, the native library or torch.
-
-    Torch gets one beside the library: after a parallel operation its threads wait awake for many
-    milliseconds, on the cores of the library's.
-    """
-    cpu.set_num_threads(count if is_native else None)
-    torch.set_num_threads(1 if is_native else count)
 
 
 class Worker:
@@ -61,10 +49,6 @@ class Worker:
         self.device = torch.device(device.type)
         dtype = getattr(torch, options.model.dtype)
         assert options.device.num_threads is not None
-        # On a CPU, loading is many small operations: where other programs keep the cores busy,
-        # waiting for a second thread at each of them takes many times longer than one thread does.
-        loading_threads = 1 if device.type == "cpu" else MAX_LOADING_THREADS
-        torch.set_num_threads(min(loading_threads, options.device.num_threads))
         spec = KVSpec(
             num_layers=model_config.num_layers,
             num_kv_heads=model_config.num_kv_heads,
@@ -97,7 +81,8 @@ class Worker:
                 quantization=options.model.quantization,
             )
         return_free_memory()
-        set_computing_threads(options.device.num_threads, is_native=backend.support.name == "cpu")
+        is_native = backend.support.name == "cpu"
+        self.threads = ComputingThreads(options.device.num_threads, is_native)
         self._options, self._config, self._backend = options, model_config, backend
         self._device_info, self._weight_bytes = device, held_weight_bytes(model)
         obstacle = self._obstacle_to_sharing()

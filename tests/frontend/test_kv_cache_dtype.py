@@ -84,3 +84,12 @@ def test_the_same_memory_holds_twice_the_tokens(
             assert became == (wanted == "auto" and quantization is not None)
     assert blocks["float16"] // 2 == blocks["float32"]
     assert blocks["auto"] == blocks["float16" if quantization else "float32"]
+
+
+def test_blocks_of_other_weights_have_other_names(folder: Path) -> None:
+    """Keys and values of 8-bit weights are not those of exact ones, even in the same type."""
+    roots = set()
+    for quantization in (None, "int8"):
+        with tiny_llm(folder, quantization=quantization, kv_cache_dtype="float32") as llm:
+            roots.add(llm._core.scheduler.limits.cache_identity)
+    assert len(roots) == 2

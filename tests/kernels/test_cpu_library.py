@@ -141,7 +141,7 @@ def test_generates_the_same_text_without_the_library(tmp_path: Path, native: Non
     """The package as it is installed where there was no compiler: its twins do all the work, and a
     line says what is lost."""
     model, prompts = tmp_path / "model", ["the quick brown", "a", "def f(x):"]
-    save_tiny(model)
+    save_tiny(model, intermediate_size=72)  # no whole blocks: one layer stays in float32 with int8
     unbuilt = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(ROOT / "quire", tmp_path / "quire", ignore=unbuilt)
     result = subprocess.run(

@@ -16,6 +16,7 @@ from quire.protocol.snapshot import DeviceMemory
 from quire.worker.device import detect_device
 from quire.worker.memory import is_exhausted, is_out_of_memory, return_free_memory
 from quire.worker.model_runner import ModelRunner
+from quire.worker.threads import num_loading_threads, torch_threads
 from quire.worker.worker import Worker
 
 
@@ -28,9 +29,11 @@ class LocalExecutor:
         *,
         fits_max_model_len: bool = False,
     ) -> None:
-        self._worker: Worker | None = Worker(
-            options, model_config, device, fits_max_model_len=fits_max_model_len
-        )
+        assert options.device.num_threads is not None
+        with torch_threads(num_loading_threads(device.type, options.device.num_threads)):
+            self._worker: Worker | None = Worker(
+                options, model_config, device, fits_max_model_len=fits_max_model_len
+            )
         self._was_short = False
         self.num_blocks = self._worker.num_blocks
         self.max_model_len = self._worker.max_model_len
@@ -54,14 +57,15 @@ class LocalExecutor:
             return_free_memory()  # what this process freed since then is free for everybody
             if is_exhausted(self._worker.device):
                 raise StepMemoryError("next to no memory is free", is_exhausted=True)
-        with self._reporting_memory():
+        with self._worker.threads.at_work(), self._reporting_memory():
             self.runner.execute(plan)
 
     def token_masks(self, lines: Int32Array, num_words: int) -> TokenMasks:
         return TokenMasks(lines, self.runner.token_masks(lines, num_words))
 
     def sample(self, step: int, masks: TokenMasks | None = None) -> PendingResult:
-        with self._reporting_memory():
+        assert self._worker is not None, "the executor was shut down"
+        with self._worker.threads.at_work(), self._reporting_memory():
             pending = self.runner.sample(with_masks=masks is not None)
             self._was_short = False
             return pending

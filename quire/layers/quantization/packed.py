@@ -83,6 +83,37 @@ class FloatMatrix:
 
 
 @dataclass(frozen=True)
+class PlainMatrix:
+    """In float32, as torch computes with it where the native library is missing."""
+
+    weight: Tensor
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.weight)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    @property
+    def native_handle(self) -> MatrixHandle | None:
+        return None
+
+    def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        result = dispatch.linear(x, self.weight, bias)
+        return result if out is None else out.copy_(result)
+
+    def multiply_normal(
+        self, x: Tensor, residual: Tensor | None, norm: NormWeight, bias: Tensor | None, gated: bool
+    ) -> tuple[Tensor, Tensor]:
+        return dispatch.norm_linear(x, residual, norm.weight, norm.eps, self.weight, bias, gated)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return dispatch.embedding(ids, self.weight)
+
+
+@dataclass(frozen=True)
 class BlockMatrix:
     """In the blocks of a GGUF format. `kernels` are those of the native library, or their twins."""
 
@@ -134,6 +165,8 @@ def block_kernels() -> ModuleType:
 def pack_floats(weights: Sequence[Weight], empty: Empty = torch.empty) -> list[Matrix]:
     tensors = [weight for weight in weights if isinstance(weight, Tensor)]
     assert len(tensors) == len(weights), "blocks are for `pack_gguf`"
+    if not cpu.available()[0]:
+        return [PlainMatrix(torch.cat(tensors).float())]
     packed = pack_weight(*tensors, empty=empty)
     return [FloatMatrix(packed, sum(len(tensor) for tensor in tensors))]
 
