@@ -7,7 +7,7 @@ from quire import LLM, QuireError, SamplingParams
 name = sys.argv[1] if len(sys.argv) > 1 else None  # None is the embedded model
 try:
     # "auto": the longest context that fits into this much cache, at most the model's own.
-    llm = LLM(model=name, max_model_len="auto", kv_cache_memory_bytes="256MiB")
+    llm = LLM(model=name, max_model_len="auto", kv_cache_memory_bytes="128MiB")
 except QuireError as error:
     sys.exit(f"{name} cannot be used: {error}")
 

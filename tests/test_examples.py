@@ -97,7 +97,7 @@ def check_async_serving(shown: str) -> None:
 def check_custom_model(shown: str) -> None:
     assert "LlamaForCausalLM from gguf" in shown and "vocabulary 49,152" in shown
     assert re.search(r"greedy: ['\"].+['\"]", shown)
-    # 256 MiB over 45 KiB per token (30 layers, 3 KV heads of 64, keys and values, fp32), in blocks.
+    # 128 MiB over 22.5 KiB per token (30 layers, 3 KV heads of 64, keys and values, float16).
     assert "up to 5,824 tokens" in shown
 
 

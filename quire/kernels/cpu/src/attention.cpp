@@ -186,7 +186,7 @@ struct NewTokens {
   const Pointwise& pointwise;
 };
 
-struct Team {
+struct AttentionJob {
   const AttentionCall& call;
   const Kernel& kernel;
   const NewTokens& tokens;
@@ -198,27 +198,27 @@ struct Team {
   Phase preparing, attending;
 };
 
-void attend_task(const Team& team, const Task& task, float* scratch) {
-  team.kernel.attend(team.call, task, scratch);
+void attend_task(const AttentionJob& job, const Task& task, float* scratch) {
+  job.kernel.attend(job.call, task, scratch);
   if (task.split < 0) return;
   // Whoever finishes the last part joins them, always in the order of the keys.
-  Split& split = team.splits[task.split];
+  Split& split = job.splits[task.split];
   if (__atomic_sub_fetch(&split.unfinished, 1, __ATOMIC_ACQ_REL) == 0)
-    team.kernel.merge(team.call, task, split.partials, split.count);
+    job.kernel.merge(job.call, task, split.partials, split.count);
 }
 
 void work(void* data) {
-  Team& team = *static_cast<Team*>(data);
-  const size_t member = __atomic_fetch_add(&team.next_member, 1, __ATOMIC_RELAXED);
-  float* scratch = team.scratch + member * team.scratch_stride;
-  const NewTokens& tokens = team.tokens;
-  team.preparing.run([&](int64_t first, int64_t end) {
+  AttentionJob& job = *static_cast<AttentionJob*>(data);
+  const size_t member = __atomic_fetch_add(&job.next_member, 1, __ATOMIC_RELAXED);
+  float* scratch = job.scratch + member * job.scratch_stride;
+  const NewTokens& tokens = job.tokens;
+  job.preparing.run([&](int64_t first, int64_t end) {
     for (int64_t token = first; token < end; ++token)
       prepare_token(*tokens.heads, *tokens.write, tokens.pointwise, token, scratch);
   });
-  team.preparing.wait();
-  team.attending.run([&](int64_t first, int64_t end) {
-    for (int64_t i = first; i < end; ++i) attend_task(team, team.tasks[i], scratch);
+  job.preparing.wait();
+  job.attending.run([&](int64_t first, int64_t end) {
+    for (int64_t i = first; i < end; ++i) attend_task(job, job.tasks[i], scratch);
   });
 }
 
@@ -243,17 +243,17 @@ int attend(const AttentionCall& call, const NewTokens& tokens) {
   Task* tasks_at = reinterpret_cast<Task*>(at + partials);
   Split* splits_at = reinterpret_cast<Split*>(at + partials + tasks);
   fill(call, kernel, tasks_at, splits_at, partials_at);
-  Team team = {call,
-               kernel,
-               tokens,
-               tasks_at,
-               splits_at,
-               scratch_at,
-               scratch / sizeof(float),
-               0,
-               Phase(tokens.write ? tokens.write->num_tokens : 0, kTokensAtOnce),
-               Phase(static_cast<int64_t>(plan.num_tasks), 1)};
-  run_parallel(work, &team, num_threads);
+  AttentionJob job = {call,
+                      kernel,
+                      tokens,
+                      tasks_at,
+                      splits_at,
+                      scratch_at,
+                      scratch / sizeof(float),
+                      0,
+                      Phase(tokens.write ? tokens.write->num_tokens : 0, kTokensAtOnce),
+                      Phase(static_cast<int64_t>(plan.num_tasks), 1)};
+  run_parallel(work, &job, num_threads);
   std::free(memory);
   return 0;
 }
