@@ -3,30 +3,14 @@
 #include "choice.h"
 
 #include <cmath>
-#include <cstdlib>
 
-#include "dispatch.h"
-#include "filters.h"
+#include "line_job.h"
 #include "noise.h"
-#include "phase.h"
-#include "pointwise.h"
 
 namespace quire {
 namespace {
 
-// Below this many numbers waking other threads costs more than it gains.
-constexpr int64_t kSerialNumbers = 100000;
-
-struct Choosing {
-  const ChoiceCall& call;
-  const ChoiceKernel& kernel;
-  const Pointwise& pointwise;
-  float* memory;
-  std::atomic<int32_t> num_workers;
-  Phase lines;
-};
-
-int32_t choose(const Choosing& job, int64_t line, const Workspace& space) {
+int32_t choose(const LineJob<ChoiceCall>& job, int64_t line, const Workspace& space) {
   const ChoiceCall& call = job.call;
   const int64_t row = call.rows[line];
   const int32_t n = call.width;
@@ -52,12 +36,8 @@ int32_t choose(const Choosing& job, int64_t line, const Workspace& space) {
   return job.kernel.draw(x, n, filters.floor(), keys);
 }
 
-void choose_lines(void* data) {
-  Choosing& job = *static_cast<Choosing*>(data);
-  const Workspace space(job.memory, job.call.width, job.num_workers.fetch_add(1));
-  job.lines.run([&](int64_t first, int64_t end) {
-    for (int64_t line = first; line < end; ++line) job.call.out[line] = choose(job, line, space);
-  });
+void choose_line(const LineJob<ChoiceCall>& job, int64_t line, const Workspace& space) {
+  job.call.out[line] = choose(job, line, space);
 }
 
 }  // namespace
@@ -68,15 +48,7 @@ extern "C" {
 
 // One token for each line. Returns 0, or -1 if there is no memory for the working space.
 int quire_choose(const quire::ChoiceCall* call) {
-  using namespace quire;
-  const bool is_small = call->num_lines * call->width < kSerialNumbers;
-  const int32_t num_threads = is_small ? 1 : call->num_threads;
-  float* memory = static_cast<float*>(std::malloc(Workspace::bytes(call->width, num_threads)));
-  if (!memory) return -1;
-  Choosing job = {*call, chosen_choice(), chosen_pointwise(), memory, {0}, Phase(call->num_lines, 1)};
-  run_parallel(choose_lines, &job, num_threads);
-  std::free(memory);
-  return 0;
+  return quire::run_lines(*call, quire::choose_line);
 }
 
 }  // extern "C"

@@ -1,29 +1,14 @@
 // The entry point for log-probabilities: what is to be known of a whole line of scores for them.
 
+#include "logprobs.h"
+
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 
-#include "dispatch.h"
-#include "filters.h"
-#include "logprobs.h"
-#include "phase.h"
-#include "pointwise.h"
+#include "line_job.h"
 
 namespace quire {
 namespace {
-
-// Below this many numbers waking other threads costs more than it gains.
-constexpr int64_t kSerialNumbers = 100000;
-
-struct Summing {
-  const LogprobsCall& call;
-  const ChoiceKernel& kernel;
-  const Pointwise& pointwise;
-  float* memory;
-  std::atomic<int32_t> num_workers;
-  Phase lines;
-};
 
 int32_t count_above(const float* x, int32_t n, float pivot) {
   int32_t count = 0;
@@ -44,7 +29,7 @@ void take_highest(const float* x, int32_t n, int32_t count, float least, int32_t
     if (x[i] < least) out[taken++] = i;
 }
 
-void summarize(const Summing& job, int64_t line, const Workspace& space) {
+void summarize(const LineJob<LogprobsCall>& job, int64_t line, const Workspace& space) {
   const LogprobsCall& call = job.call;
   const float* x = call.scores + line * call.stride;
   const int32_t n = call.width;
@@ -59,14 +44,6 @@ void summarize(const Summing& job, int64_t line, const Workspace& space) {
   take_highest(x, n, call.num_top, filters.floor(), call.top_ids + line * call.num_top);
 }
 
-void summarize_lines(void* data) {
-  Summing& job = *static_cast<Summing*>(data);
-  const Workspace space(job.memory, job.call.width, job.num_workers.fetch_add(1));
-  job.lines.run([&](int64_t first, int64_t end) {
-    for (int64_t line = first; line < end; ++line) summarize(job, line, space);
-  });
-}
-
 }  // namespace
 }  // namespace quire
 
@@ -76,15 +53,7 @@ extern "C" {
 // Returns 0, or -1 if there is no memory for the working space. Of a line whose best score is not
 // finite it writes nothing but that.
 int quire_summarize(const quire::LogprobsCall* call) {
-  using namespace quire;
-  const bool is_small = call->num_lines * call->width < kSerialNumbers;
-  const int32_t num_threads = is_small ? 1 : call->num_threads;
-  float* memory = static_cast<float*>(std::malloc(Workspace::bytes(call->width, num_threads)));
-  if (!memory) return -1;
-  Summing job = {*call, chosen_choice(), chosen_pointwise(), memory, {0}, Phase(call->num_lines, 1)};
-  run_parallel(summarize_lines, &job, num_threads);
-  std::free(memory);
-  return 0;
+  return quire::run_lines(*call, quire::summarize);
 }
 
 }  // extern "C"
