@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,7 +11,8 @@ from quire.protocol.plan import Int32Array
 
 
 class MaskTensors:
-    """Masks for some lines of a step: the host fills in `host`, then `apply` sends it once."""
+    """Masks for some lines of a step: the host fills in `host`, then `apply` sends it once. On a
+    CPU they can be filled in again for another step that has the same lines."""
 
     def __init__(self, lines: Int32Array, num_words: int, device: torch.device) -> None:
         # One array, the lines last, so that one copy takes all. The allocator of pinned memory
@@ -21,10 +23,24 @@ class MaskTensors:
         self._device = device
         packed: Int32Array = self._packed.numpy()
         packed[len(lines) * num_words :] = lines
+        self._lines = lines
         self.host = packed[: len(lines) * num_words].reshape(len(lines), num_words)
+        self._parts = self._split(self._packed) if device.type == "cpu" else None
+
+    def serve(self, lines: Int32Array, num_words: int) -> bool:
+        """Whether they can be filled in for these lines; on a GPU a copy may still be under way."""
+        return (
+            self._parts is not None
+            and self.host.shape[1] == num_words
+            and (lines is self._lines or np.array_equal(lines, self._lines))
+        )
 
     def apply(self, scores: Tensor) -> None:
         """Forbid what the masks do not allow."""
-        sent = self._packed.to(self._device, non_blocking=True)
-        bits, lines = sent.split([self.host.size, len(self.host)])
-        dispatch.apply_bitmask(scores, lines, bits.view(self.host.shape))
+        parts = self._parts or self._split(self._packed.to(self._device, non_blocking=True))
+        dispatch.apply_bitmask(scores, *parts)
+
+    def _split(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+        """(lines, bits)."""
+        bits, lines = packed.split([self.host.size, len(self.host)])
+        return lines, bits.view(self.host.shape)

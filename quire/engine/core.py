@@ -214,7 +214,7 @@ class EngineCore:
             return None
         launch_s = time.perf_counter() - started
         output: StepOutput | None = None
-        if self.grammars.need_tokens_in_flight(plan):
+        if self._in_flight and self.grammars.need_tokens_in_flight(plan):
             output = self._take_in(plan)
             if output is None:
                 return None

@@ -116,7 +116,8 @@ class ModelRunner:
 
     def token_masks(self, lines: Int32Array, num_words: int) -> Int32Array:
         """Masks [lines, words] for the executed step, to be filled in before `sample`."""
-        self._masks = MaskTensors(lines, num_words, self.table.device)
+        if self._masks is None or not self._masks.serve(lines, num_words):
+            self._masks = MaskTensors(lines, num_words, self.table.device)
         return self._masks.host
 
     @torch.inference_mode()
@@ -131,10 +132,8 @@ class ModelRunner:
         host_rows = plan.rows[plan.samples]
         if not len(host_rows):
             return PendingStep(plan.step, rows, None, prompt_logprobs)
-        masks, self._masks = self._masks, None
-        sampled = self.sampler.sample(
-            executed.logits, rows, host_rows, masks if with_masks else None
-        )
+        masks = self._masks if with_masks else None
+        sampled = self.sampler.sample(executed.logits, rows, host_rows, masks)
         self.table.append_sampled(rows, sampled.tokens)
         self.sampler.appended(rows, sampled.tokens)
         return PendingStep(plan.step, sampled.tokens, sampled.logprobs, prompt_logprobs, pooled)

@@ -10,13 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.config.structured import GrammarSettings
-from quire.engine.grammar.bits import adjust
+from quire.engine.grammar.batch import Batch
+from quire.engine.grammar.bits import MaskSettings
 from quire.engine.grammar.build import Vocabulary
 from quire.engine.grammar.compiler import GrammarCompiler
 from quire.engine.grammar.grammar import Grammar
 from quire.engine.grammar.growth import Growth
 from quire.engine.grammar.matcher import Matcher
 from quire.protocol.errors import RequestError
+from quire.protocol.plan import StepPlan
 from quire.protocol.sampling import SamplingParams
 from quire.protocol.structured import StructuredOutputs
 from tests.models.reference import VOCAB
@@ -124,10 +126,28 @@ def test_settings_of_requests(grammar: Grammar, rows: list[tuple[set[int], bool,
             line.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
         left = inner | (set(eos) if may_end and which != 1 else set())
         expected.append(left & {0, 5, 64} if which == 2 else left)
-    one_left = adjust(masks, matchers)
+    one_left = MaskSettings(matchers).apply(masks)
     for i, wanted in enumerate(expected):
         found = {t for t in TOKENS if int(masks[i, t // 32]) >> t % 32 & 1}
         assert found == (wanted or set(TOKENS))
         assert (matchers[i].failure is None) == bool(wanted)
         assert one_left[i] == (len(wanted) == 1)
         matchers[i].leave()
+
+
+def test_a_batch_is_kept_while_the_same_requests_run() -> None:
+    def plan(**changed: list[int]) -> StepPlan:
+        parts = {"rows": [4, 1, 2], "epochs": [7, 3, 5], "samples": [1, 0, 1]} | changed
+        rows, epochs = (np.array(parts[name], np.int32) for name in ("rows", "epochs"))
+        return StepPlan(9, rows=rows, epochs=epochs, samples=np.array(parts["samples"], np.bool_))
+
+    now = np.array([0, 3, 5, 0, 7], np.int32)
+    batch = Batch(plan(), np.array([1], np.int32), [])
+    assert batch.rows.tolist() == [2]
+    assert batch.is_that_of(plan(), now)
+    for other in (plan(rows=[4, 2, 1]), plan(epochs=[7, 3, 6]), plan(samples=[1, 1, 1])):
+        assert not batch.is_that_of(other, now)
+    now[4] += 1  # of a request that no grammar constrains
+    assert batch.is_that_of(plan(), now)
+    now[2] += 1
+    assert not batch.is_that_of(plan(), now)

@@ -10,7 +10,9 @@ from quire.kernels.torch.bitmask import apply_bitmask as twin
 pytestmark = pytest.mark.usefixtures("native")
 
 
-@pytest.mark.parametrize(("vocab_size", "num_words"), [(320, 10), (333, 11), (333, 9), (31, 1)])
+@pytest.mark.parametrize(
+    ("vocab_size", "num_words"), [(320, 10), (333, 11), (333, 9), (31, 1), (49152, 1536)]
+)
 @pytest.mark.parametrize("lines", [[0, 1, 2, 3], [3, 1], []])
 def test_native_is_the_twin(vocab_size: int, num_words: int, lines: list[int]) -> None:
     from quire.kernels.cpu.bitmask import apply_bitmask

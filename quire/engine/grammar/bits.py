@@ -18,45 +18,66 @@ WORD_BITS = 32
 Words = NDArray[np.uint32]
 
 
-def adjust(masks: Int32Array, matchers: Sequence[Matcher]) -> BoolArray:
-    """Apply what requests say about their ends and about allowed tokens to `masks` [rows, words];
-    returns which rows are left with one token.
+class MaskSettings:
+    """What requests say about their ends and about allowed tokens, one request for each row."""
 
-    A matcher whose mask is empty fails. Its mask then allows everything, for the sampler must find
-    some token; that is thrown away.
-    """
-    words = masks.view(np.uint32)
-    rows_of: dict[Any, list[int]] = {}
-    for row, matcher in enumerate(matchers):
-        matcher.check()
-        rows_of.setdefault((matcher.eos, matcher.ends), []).append(row)
-    for (eos, ends), rows in rows_of.items():
-        _set_ends(words, np.array(rows), eos, ends)
-    for row, matcher in enumerate(matchers):
-        if matcher.allowed is not None:
-            words[row] &= matcher.allowed
-    largest = words.max(axis=1)
-    for row in np.flatnonzero(largest == 0).tolist():
-        matchers[row].found_nothing()
-    one_word = words.sum(axis=1, dtype=np.uint64) == largest
-    for row, matcher in enumerate(matchers):
-        if matcher.failure is not None:
-            masks[row] = -1
-    one_bit: BoolArray = one_word & (largest != 0) & (largest & (largest - np.uint32(1)) == 0)
-    return one_bit
+    def __init__(self, matchers: Sequence[Matcher]) -> None:
+        self._matchers = matchers
+        rows_of: dict[Any, list[int]] = {}
+        for row, matcher in enumerate(matchers):
+            rows_of.setdefault((matcher.eos, matcher.ends), []).append(row)
+        self._ends = [
+            _Ends(np.array(rows)[:, None], eos, ends) for (eos, ends), rows in rows_of.items()
+        ]
+        self._allowed = [
+            (row, matcher.allowed)
+            for row, matcher in enumerate(matchers)
+            if matcher.allowed is not None
+        ]
+
+    def apply(self, masks: Int32Array) -> BoolArray:
+        """Bring `masks` [rows, words] in line; returns which rows are left with one token.
+
+        A matcher whose mask is empty fails. Its mask then allows everything, for the sampler must
+        find some token; that is thrown away.
+        """
+        for matcher in self._matchers:
+            matcher.check()
+        words = masks.view(np.uint32)
+        for ends in self._ends:
+            ends.apply(words)
+        for row, allowed in self._allowed:
+            words[row] &= allowed
+        union = np.bitwise_or.reduce(words, axis=1)
+        one_token: BoolArray = union & (union - np.uint32(1)) == 0
+        for row in np.flatnonzero(one_token).tolist():
+            one_token[row] = np.count_nonzero(words[row]) == 1
+            if not union[row]:
+                self._matchers[row].found_nothing()
+        for row, matcher in enumerate(self._matchers):
+            if matcher.failure is not None:
+                masks[row] = -1
+        return one_token
 
 
-def _set_ends(
-    words: Words, rows: NDArray[np.int64], eos: tuple[int, ...], ends: tuple[int, ...]
-) -> None:
-    """Allow `ends` where the grammar allows an end, which it shows by any of `eos`."""
-    may_end = np.zeros(len(rows), np.uint32)
-    for token in eos:
-        may_end |= words[rows, token // WORD_BITS] >> np.uint32(token % WORD_BITS) & np.uint32(1)
-    for token in eos:
-        words[rows, token // WORD_BITS] &= ~_bit(token)
-    for token in ends:
-        words[rows, token // WORD_BITS] |= may_end * _bit(token)
+class _Ends:
+    """Allows `ends` where the grammar allows an end, which it shows by any of `eos`."""
+
+    def __init__(
+        self, rows: NDArray[np.int64], eos: tuple[int, ...], ends: tuple[int, ...]
+    ) -> None:
+        """`rows` [rows, 1]"""
+        self._places = rows, np.array(sorted({token // WORD_BITS for token in (*eos, *ends)}), int)
+        num_words = 1 + max((*eos, *ends), default=0) // WORD_BITS
+        self._eos = token_bits(eos, num_words)[self._places[1]]
+        self._ends = token_bits(ends, num_words)[self._places[1]]
+
+    def apply(self, words: Words) -> None:
+        some = words[self._places]
+        shown = some & self._eos
+        some ^= shown
+        some |= self._ends * shown.any(axis=1, keepdims=True)
+        words[self._places] = some
 
 
 def token_bits(tokens: Iterable[int], num_words: int) -> Words:

@@ -15,13 +15,13 @@ import numpy as np
 
 from quire.config.structured import GrammarSettings
 from quire.engine.executors.base import Executor, TokenMasks
-from quire.engine.grammar.bits import adjust
+from quire.engine.grammar.batch import Batch
 from quire.engine.grammar.compiler import Compilation, GrammarCompiler
 from quire.engine.grammar.growth import Growth
 from quire.engine.grammar.matcher import Matcher
 from quire.protocol.errors import QuireError
 from quire.protocol.output import FinishedSequence, StepOutput
-from quire.protocol.plan import BoolArray, Int32Array, StepPlan, StepResult
+from quire.protocol.plan import BoolArray, StepPlan, StepResult
 from quire.protocol.request import NewRequest
 from quire.scheduler.failure import fail_request
 from quire.scheduler.request import Request, Status
@@ -47,7 +47,9 @@ class Grammars:
         self._pending: dict[str, tuple[NewRequest, Compilation, Future[None]]] = {}
         self._matchers: dict[int, Matcher] = {}
         """By the key of a sequence."""
-        self._sampled: list[Request] = []
+        self._batch: Batch | None = None
+        """That of the last plan."""
+        self._sampled: list[tuple[Request, Matcher]] = []
         """Whose token the last `consume` took in."""
         self._threads: LLExecutor | None = None
 
@@ -77,7 +79,8 @@ class Grammars:
 
     def poll(self) -> None:
         """Let requests run whose grammars are there; refuse those whose forms are wrong."""
-        self._growth.poll(self._matchers.values())
+        if self._growth.poll(self._matchers.values()):
+            self._batch = None
         for request_id, (new, compilation, accepted) in list(self._pending.items()):
             if not compilation.is_over:
                 continue
@@ -118,33 +121,16 @@ class Grammars:
 
     def masks(self, plan: StepPlan, executor: Executor) -> TokenMasks | None:
         """What the sampled rows may choose; the device computes meanwhile."""
-        if not self._matchers:
+        batch = self._batch_of(plan)
+        if batch is None:
             return None
-        c, rows = self._scheduler.columns, plan.rows[plan.samples]
-        lines = np.flatnonzero(self._live(plan))
-        if not len(lines):
-            return None
-        rows = rows[lines]
-        matchers = [self._matchers[key] for key in c.keys[rows].tolist()]
-        masks = executor.token_masks(lines.astype(np.int32), matchers[0].grammar.num_words)
-        self._fill(masks.bits, matchers)
-        has_one_choice = adjust(masks.bits, matchers)
+        masks = executor.token_masks(batch.lines, batch.num_words)
+        batch.fill(masks.bits, self._pool)
+        has_one_choice = batch.settings.apply(masks.bits)
         if self._settings.jump_ahead:
             # Where there is no choice there may be none for long: the row waits, and then jumps.
-            c.synchronous[rows] = has_one_choice & [matcher.may_jump for matcher in matchers]
+            self._scheduler.columns.synchronous[batch.rows] = has_one_choice & batch.may_jump
         return masks
-
-    def _fill(self, bits: Int32Array, matchers: list[Matcher]) -> None:
-        """What the grammars alone allow. Copies of one start lock each other out: they are kept
-        together, so that threads take different ones."""
-        address, stride = bits.ctypes.data, bits.strides[0]
-        order = sorted(range(len(matchers)), key=lambda i: id(matchers[i].start))
-        if matchers[order[0]].start is matchers[order[-1]].start:
-            for i, matcher in enumerate(matchers):
-                matcher.native.unsafe_compute_mask_ptr(address + i * stride, stride)
-        else:
-            work = [(matchers[i].native, i) for i in order]
-            self._pool().unsafe_compute_mask_ptr(work, address, stride, len(bits))
 
     def need_tokens_in_flight(self, plan: StepPlan) -> bool:
         """Whether masks for a plan can only be made once the step before it is applied."""
@@ -154,42 +140,48 @@ class Grammars:
         c = self._scheduler.columns
         return bool((c.constrained[rows] & (c.in_flight[rows] > 1)).any())
 
-    def _live(self, plan: StepPlan) -> BoolArray:
-        """Which samples of a plan are those of constrained requests that still run."""
+    def _batch_of(self, plan: StepPlan) -> Batch | None:
+        """The constrained requests that a plan samples for, those that still run."""
+        if not self._matchers:
+            return None
         c = self._scheduler.columns
-        live: BoolArray = (c.epoch[plan.rows] == plan.epochs)[plan.samples]
-        return live & c.constrained[plan.rows[plan.samples]]
+        if self._batch is None or not self._batch.is_that_of(plan, c.epoch):
+            live = (c.epoch[plan.rows] == plan.epochs) & c.constrained[plan.rows]
+            lines = np.flatnonzero(live[plan.samples])
+            requests = [self._scheduler.by_row[row] for row in plan.rows[plan.samples][lines]]
+            members = [(r, self._matchers[r.key]) for r in requests if r is not None]
+            self._batch = Batch(plan, lines.astype(np.int32), members)
+        return self._batch if self._batch.members else None
 
     def consume(self, plan: StepPlan, result: StepResult) -> BoolArray | None:
         """Match a step's tokens, just before it is applied. Says which samples end their text
         because nothing can follow."""
         self._sampled = []
-        if not self._matchers:
+        batch = self._batch_of(plan)
+        if batch is None:
             return None
-        c, rows, live = self._scheduler.columns, plan.rows[plan.samples], self._live(plan)
-        if not live.any():
-            return None
-        complete = np.zeros(len(rows), np.bool_)
-        for i in np.flatnonzero(live).tolist():
-            request = self._scheduler.by_row[rows[i]]
-            assert request is not None
-            token = int(result.tokens[i])
-            may_stop = c.num_known[rows[i]] + 1 >= c.min_total[rows[i]]
-            if token in request.stop_ids and may_stop:
+        tokens = result.tokens[batch.lines].tolist()
+        complete = np.zeros(len(result.tokens), np.bool_)
+        for i, (request, matcher) in enumerate(batch.members):
+            if tokens[i] in request.stop_ids and self._may_stop(request):
                 continue  # it ends the request, and is no part of the text
-            matcher = self._matchers[request.key]
-            matcher.consume(token)
-            complete[i] = matcher.is_complete
-            self._sampled.append(request)
+            matcher.consume(tokens[i])
+            if matcher.is_complete:
+                complete[batch.lines[i]] = True
+            self._sampled.append((request, matcher))
         return complete
+
+    def _may_stop(self, request: Request) -> bool:
+        """Whether a stop token ends a request that samples it next."""
+        c = self._scheduler.columns
+        return bool(c.num_known[request.row] + 1 >= c.min_total[request.row])
 
     def advance(self, output: StepOutput, now: float) -> None:
         """After a step is applied: end what cannot go on, append what can only follow."""
         shown: list[tuple[int, int]] = []
-        for request in self._sampled:
+        for request, matcher in self._sampled:
             if request.status is not Status.RUNNING:
                 continue
-            matcher = self._matchers[request.key]
             if matcher.failure is not None:
                 self._scheduler.end(request, "error", now, error=matcher.failure)
             elif self._may_jump(request, matcher):

@@ -30,8 +30,9 @@ class Growth:
             grammar.is_growing = True
             self._growing[grammar] = submit(self._pool, grammar.compile)
 
-    def poll(self, matchers: Iterable[Matcher]) -> None:
-        """Let sequences move to starts that are ready."""
+    def poll(self, matchers: Iterable[Matcher]) -> bool:
+        """Let sequences move to starts that are ready; says whether some did."""
+        has_moved = False
         for grammar, made in list(self._growing.items()):
             if not made.done():
                 continue
@@ -48,7 +49,9 @@ class Growth:
                     break
                 if matcher.start.num_sequences > fair:
                     matcher.move_to(start)
+                    has_moved = True
             self.consider(grammar)
+        return has_moved
 
     def shutdown(self) -> None:
         if self._pool is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.library import native
+from quire.kernels.cpu.library import native, num_threads
 
 
 def apply_bitmask(scores: Tensor, lines: Tensor, bits: Tensor) -> None:
@@ -21,4 +21,5 @@ def apply_bitmask(scores: Tensor, lines: Tensor, bits: Tensor) -> None:
         bits.data_ptr(),
         len(lines),
         bits.shape[1],
+        num_threads(),
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 LIBRARY = Path(__file__).with_name("libquire_cpu.so")
 ISAS = ("generic", "avx2", "avx512")
-ABI = 9
+ABI = 10
 
 
 class AttentionCall(ctypes.Structure):
@@ -199,6 +199,7 @@ APPLY_BITMASK = (
     ctypes.c_void_p,  # bits
     ctypes.c_int64,  # num_lines
     ctypes.c_int64,  # num_words
+    ctypes.c_int32,  # num_threads
 )
 PENALIZE = (
     ctypes.c_void_p,  # scores

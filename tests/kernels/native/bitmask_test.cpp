@@ -6,7 +6,8 @@
 
 extern "C" {
 void quire_apply_bitmask(float* scores, int64_t stride, int64_t vocab_size, const int32_t* lines,
-                         const uint32_t* bits, int64_t num_lines, int64_t num_words);
+                         const uint32_t* bits, int64_t num_lines, int64_t num_words,
+                         int32_t num_threads);
 void quire_penalize(float* scores, int64_t stride, int64_t vocab_size, const int64_t* rows,
                     int64_t num_lines, const int32_t* uses, const int32_t* slots,
                     const float* repetition, const float* frequency, const float* presence);
@@ -24,7 +25,7 @@ void test_bitmask() {
     for (uint32_t& word : bits) word = static_cast<uint32_t>(random.integer(0, 1 << 30));
     bits[0] = UINT32_MAX;
     quire_apply_bitmask(scores.data(), vocab_size, vocab_size, lines.data(), bits.data(), 2,
-                        num_words);
+                        num_words, 2);
     for (int i = 0; i < 2; ++i) {
       for (int token = 0; token < vocab_size; ++token) {
         const bool covered = token / 32 < num_words;
