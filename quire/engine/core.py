@@ -238,7 +238,7 @@ class EngineCore:
         self._in_flight.popleft()
         applying = time.perf_counter()
         self.metrics.step_wait.observe(applying - waiting)
-        complete = self.grammars.consume(oldest, results[0])
+        complete = self.grammars.consume(oldest, results[0], self.clock())
         output = self.scheduler.apply(oldest, results[0], self.clock(), complete)
         self.grammars.advance(output, self.clock())
         self._num_failures = 0

@@ -360,12 +360,18 @@ def test_stop_tokens_while_the_end_is_ignored(llm: LLM) -> None:
 
 
 def test_min_tokens_against_the_form(llm: LLM) -> None:
-    """The one token that the form allows may not come yet: no other is taken instead."""
+    """The one token that the form allows may not come yet: no other is taken instead, nor is it
+    an end where one could come."""
     (a,) = text_ids("a")
-    dead = run(
-        llm, StructuredOutputs(regex="ax"), temperature=0, min_tokens=5, stop_token_ids=[a]
-    ).outputs[0]
-    assert dead.finish_reason == "error" and "cannot go on" in str(dead.stop_reason)
+    for min_tokens in (1, 5):
+        dead = run(
+            llm,
+            StructuredOutputs(regex="ax"),
+            temperature=0,
+            min_tokens=min_tokens,
+            stop_token_ids=[a],
+        ).outputs[0]
+        assert dead.finish_reason == "error" and "cannot go on" in str(dead.stop_reason)
 
 
 def test_allowed_tokens(llm: LLM) -> None:
@@ -388,10 +394,16 @@ def test_prefix_caching(llm: LLM) -> None:
 
 
 def test_dead_ends(llm: LLM) -> None:
-    """Where a grammar leads nowhere the text is not passed off as complete."""
+    """Where a grammar leads nowhere the text is not passed off as complete, also where the model
+    would end it there."""
     form = StructuredOutputs(grammar='start: "a" nowhere\nnowhere: nowhere "b" | nowhere "c"')
-    dead = run(llm, form).outputs[0]
-    assert dead.finish_reason == "error" and "cannot go on" in str(dead.stop_reason)
+    (b,) = text_ids("b")
+    at_end: dict[str, Any] = {"logit_bias": {END_ID: 100.0}}
+    at_b: dict[str, Any] = {"logit_bias": {b: 100.0}, "stop_token_ids": [b]}
+    for params in ({}, at_end, at_b):
+        dead = run(llm, form, **params).outputs[0]
+        assert dead.finish_reason == "error" and "cannot go on" in str(dead.stop_reason)
+        assert dead.text == "a"
 
 
 ENDLESS = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}

@@ -150,12 +150,14 @@ class Grammars:
             lines = np.flatnonzero(live[plan.samples])
             requests = [self._scheduler.by_row[row] for row in plan.rows[plan.samples][lines]]
             members = [(r, self._matchers[r.key]) for r in requests if r is not None]
+            assert len(members) == len(lines), "a row that still counts has no request"
             self._batch = Batch(plan, lines.astype(np.int32), members)
         return self._batch if self._batch.members else None
 
-    def consume(self, plan: StepPlan, result: StepResult) -> BoolArray | None:
+    def consume(self, plan: StepPlan, result: StepResult, now: float) -> BoolArray | None:
         """Match a step's tokens, just before it is applied. Says which samples end their text
-        because nothing can follow."""
+        because nothing can follow. What cannot go on ends here: its token is none, and must not be
+        taken for an end of the text."""
         self._sampled = []
         batch = self._batch_of(plan)
         if batch is None:
@@ -164,11 +166,14 @@ class Grammars:
         complete = np.zeros(len(result.tokens), np.bool_)
         for i, (request, matcher) in enumerate(batch.members):
             if tokens[i] in request.stop_ids and self._may_stop(request):
-                continue  # it ends the request, and is no part of the text
-            matcher.consume(tokens[i])
-            if matcher.is_complete:
-                complete[batch.lines[i]] = True
-            self._sampled.append((request, matcher))
+                matcher.check_end(tokens[i])  # it ends the request, and is no part of the text
+            else:
+                matcher.consume(tokens[i])
+                if matcher.is_complete:
+                    complete[batch.lines[i]] = True
+                self._sampled.append((request, matcher))
+            if matcher.failure is not None:
+                self._scheduler.end(request, "error", now, error=matcher.failure)
         return complete
 
     def _may_stop(self, request: Request) -> bool:
@@ -177,14 +182,10 @@ class Grammars:
         return bool(c.num_known[request.row] + 1 >= c.min_total[request.row])
 
     def advance(self, output: StepOutput, now: float) -> None:
-        """After a step is applied: end what cannot go on, append what can only follow."""
+        """After a step is applied: append what can only follow."""
         shown: list[tuple[int, int]] = []
         for request, matcher in self._sampled:
-            if request.status is not Status.RUNNING:
-                continue
-            if matcher.failure is not None:
-                self._scheduler.end(request, "error", now, error=matcher.failure)
-            elif self._may_jump(request, matcher):
+            if request.status is Status.RUNNING and self._may_jump(request, matcher):
                 tokens = self._jump(request, matcher, now)
                 if request.new.streams:
                     shown += [(request.key, token) for token in tokens]

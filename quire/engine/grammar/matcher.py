@@ -41,8 +41,18 @@ class Matcher:
     def consume(self, token: int) -> None:
         """Take a sampled token in."""
         if self.failure is None and not self.native.consume_token(token):
-            self._fail(f"token {token} was sampled, which it does not allow")
+            self._refuse(token)
         self._tokens.append(token)
+
+    def check_end(self, token: int) -> None:
+        """Fail if a token that ends the request was sampled where it was not allowed: a sampler
+        that may choose none takes any."""
+        if token in self.ends:
+            is_allowed = self.native.is_accepting()
+        else:
+            is_allowed = self.native.validate_tokens([token]) == 1
+        if not is_allowed:
+            self._refuse(token)
 
     def forced(self) -> list[int]:
         """The tokens that can only follow, taken in already."""
@@ -73,6 +83,9 @@ class Matcher:
         """No token is left that may follow."""
         settings = "allowed_token_ids leaves" if self.allowed is not None else "there is"
         self._fail(f"{settings} no token that it allows")
+
+    def _refuse(self, token: int) -> None:
+        self._fail(f"token {token} was sampled, which it does not allow")
 
     def _fail(self, otherwise: str) -> None:
         if self.failure is None:
