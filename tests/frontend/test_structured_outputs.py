@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
@@ -17,6 +19,7 @@ from pydantic import BaseModel, Field
 
 from quire import LLM, AsyncLLM, RequestError, RequestOutput, SamplingParams, StructuredOutputs
 from quire.engine.grammar.compiler import MAX_CACHED
+from quire.engine.grammar.grammar import SEQUENCES_PER_START
 from quire.sampling_params import GuidedDecodingParams, StructuredOutputsParams
 from tests.frontend.conftest import Tiny
 from tests.frontend.refusals import refuses
@@ -260,6 +263,36 @@ def test_many_at_once(tiny: Tiny, llm: LLM, steps: int) -> None:
         assert small._core.metrics.preemptions.value > 0
         assert_at_rest(small)
     assert [output.outputs[0].token_ids for output in outputs] == alone
+
+
+def test_sequences_move_while_they_run(tiny: Tiny, llm: LLM) -> None:
+    """Another start of a form that many have is there only after some steps: the sequences that
+    move to it go on where they stand."""
+    params = SamplingParams(
+        n=3 * SEQUENCES_PER_START,
+        max_tokens=40,
+        seed=1,
+        structured_outputs=StructuredOutputs(regex="([a-f]{3}[0-9]){30}"),
+    )
+    with tiny_llm(tiny.folder, num_threads=4) as wide:
+        grammars = wide._core.grammars
+        pool = grammars._growth._pool = ThreadPoolExecutor(1)
+        is_late = threading.Event()
+        pool.submit(is_late.wait)
+        num_starts: list[int] = []
+
+        def look(_: object) -> None:
+            num_starts.append(len({id(one.start) for one in grammars._matchers.values()}))
+            if len(num_starts) == 10:
+                is_late.set()
+                for made in grammars._growth._growing.values():
+                    made.result()
+
+        wide._core.on_plan = look
+        moved = wide.generate("of the", params, use_tqdm=False)[0]
+        assert num_starts[9:11] == [1, 2]
+    alone = llm.generate("of the", params, use_tqdm=False)[0]
+    assert [one.text for one in moved.outputs] == [one.text for one in alone.outputs]
 
 
 def test_more_forms_than_are_kept(llm: LLM) -> None:
