@@ -63,7 +63,8 @@ class OutputStream:
         for index in self._unfinished:
             request = self.requests[index]
             if request.error is not None:
-                raise request_failure(request.error, self._llm.client.death)
+                death = self._llm.client.death
+                raise request_failure(request.error, death, request.is_own_fault)
             if request.progress is not None:
                 news.append((index, request.progress))
                 request.progress = None

@@ -122,6 +122,8 @@ class OpenRequest:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     num_cached_tokens: int | None = None
     error: str | None = None
+    is_own_fault: bool = False
+    """Whether the error lies in what was asked for."""
     progress: RequestProgress | None = None
     """News about a prompt that waits or is being computed, until somebody reads it."""
 
@@ -254,6 +256,7 @@ class Collector:
         if ended.beams:
             request.sequences = self._beams(request, ended)
         request.error = request.error or ended.error
+        request.is_own_fault |= ended.is_own_fault
         if sequence.index == 0:
             request.num_cached_tokens = ended.num_cached_tokens
         request.metrics.first_scheduled_time = ended.first_scheduled_time

@@ -315,7 +315,8 @@ class LLM:
                     if not request.has_news:
                         self._step()
                     if request.error is not None:
-                        raise request_failure(request.error, self._core.death)
+                        death = self._core.death
+                        raise request_failure(request.error, death, request.is_own_fault)
                     if request.has_news:
                         done = request.finished
                         yield request.read()

@@ -19,7 +19,7 @@ from quire.frontend.garbage import no_full_collections
 from quire.frontend.generation_defaults import generation_defaults
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.tokenizer import Tokenizer, load_tokenizer
-from quire.protocol.errors import EngineDeadError, OverloadedError, QuireError
+from quire.protocol.errors import EngineDeadError, OverloadedError, QuireError, RequestError
 from quire.protocol.request import KEY_BITS
 from quire.protocol.sampling import SamplingParams
 
@@ -94,8 +94,10 @@ def start_session(arguments: dict[str, Any]) -> tuple[Session, EngineCore]:
         return session, engine.core
 
 
-def request_failure(error: str, death: str | None) -> QuireError:
+def request_failure(error: str, death: str | None, is_own_fault: bool = False) -> QuireError:
     """What to raise for a request that ended with `error`: the engine may have survived it."""
+    if is_own_fault:
+        return RequestError(error)
     if death is None:
         return OverloadedError(error)
     return EngineDeadError(f"the engine failed: {error}")

@@ -21,6 +21,8 @@ class FinishedSequence:
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    is_own_fault: bool = False
+    """Whether the error lies in what was asked for, so that trying again does not help."""
     beams: list[Beam] | None = None
     """For beam search, the best hypotheses, best first."""
     embedding: Float32Array | None = None

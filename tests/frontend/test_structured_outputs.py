@@ -437,6 +437,8 @@ def test_dead_ends(llm: LLM) -> None:
         dead = run(llm, form, **params).outputs[0]
         assert dead.finish_reason == "error" and "cannot go on" in str(dead.stop_reason)
         assert dead.text == "a"
+    with pytest.raises(RequestError, match="cannot go on"):
+        list(llm.stream("a", SamplingParams(structured_outputs=form)))
 
 
 ENDLESS = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}

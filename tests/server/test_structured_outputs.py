@@ -120,3 +120,18 @@ def test_refusals(server: RunningServer, fields: dict[str, Any], part: str, stre
     thread.join()
     assert (reply.status, done) == (400, [200]), reply.body
     assert part in reply.error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_form_that_cannot_go_on(server: RunningServer, stream: bool) -> None:
+    """It compiles, and leads nowhere after its first letter: trying again would not help."""
+    form = {"grammar": 'start: "a" nowhere\nnowhere: nowhere "b" | nowhere "c"'}
+    body = {"prompt": "a", "max_tokens": 4, "stream": stream, "structured_outputs": form}
+    reply = server.request("POST", "/v1/completions", body)
+    if not stream:
+        assert reply.status == 400 and "cannot go on" in reply.error["message"], reply.body
+        return
+    *_, last, done, _ = reply.body.decode().split("\n\n")
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert (reply.status, error["code"], done) == (200, 400, "data: [DONE]")
+    assert "cannot go on" in error["message"]

@@ -174,6 +174,7 @@ class Grammars:
                 self._sampled.append((request, matcher))
             if matcher.failure is not None:
                 self._scheduler.end(request, "error", now, error=matcher.failure)
+                self._scheduler.ended[-1].is_own_fault = True
         return complete
 
     def _may_stop(self, request: Request) -> bool:
