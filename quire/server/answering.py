@@ -10,9 +10,10 @@ from fastapi import Request
 from starlette.responses import Response
 
 from quire.frontend.outputs import RequestOutput
-from quire.server.bodies import RequestBody
+from quire.server.bodies import GenerationBody, RequestBody
 from quire.server.event_stream import CLIENT_LEFT, EventStream
 from quire.server.generation import Generation, state_of
+from quire.server.openai.response_format import form_field
 from quire.server.state import ServerState
 
 
@@ -32,6 +33,8 @@ def check_body(body: RequestBody, request: Request) -> tuple[ServerState, str]:
     model = state.check_model(body.model)
     body.note_unknown_fields()
     body.refuse_unsupported()
+    if isinstance(body, GenerationBody):
+        request.state.form_field = form_field(body)  # for errors
     return state, model
 
 

@@ -123,6 +123,11 @@ class GenerationBody(RequestBody):
         """The form of the answer as chat completions' `response_format` has it."""
         return {}
 
+    @property
+    def output_format_field(self) -> str:
+        """Where this protocol's clients write it."""
+        return "response_format"
+
     def sampling_params(self, defaults: SamplingParams, **own: Any) -> SamplingParams:
         """The parameters of this body; `own` are those that differ between protocols."""
         given = {

@@ -84,13 +84,18 @@ def status_of(error: QuireError) -> int:
     return 503 if isinstance(error, OverloadedError | EngineDeadError) else 400
 
 
-def quire_error_response(error: QuireError, dialect: Dialect) -> Response:
-    status = status_of(error)
+def quire_error_response(
+    error: QuireError, dialect: Dialect, form_field: str | None = None
+) -> Response:
+    """`form_field` is where the client wrote what the engine calls `structured_outputs`."""
+    status, text = status_of(error), str(error)
+    if form_field is not None:
+        text = re.sub(r"^structured_outputs(\.[a-z_]+)?", form_field, text)
     retry = RETRY_AFTER_S if isinstance(error, EngineDeadError) else None
     if isinstance(error, OverloadedError):
         retry = error.retry_after_s
-    param = "model" if isinstance(error, UnknownModelError) else field_of(str(error))
-    return error_response(status, str(error), param, retry, dialect)
+    param = "model" if isinstance(error, UnknownModelError) else field_of(text)
+    return error_response(status, text, param, retry, dialect)
 
 
 def field_of(message: str) -> str | None:
@@ -105,7 +110,8 @@ def field_of(message: str) -> str | None:
 def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(QuireError)
     async def on_quire_error(request: Request, error: QuireError) -> Response:
-        return quire_error_response(error, request.state.dialect)
+        form_field = getattr(request.state, "form_field", None)
+        return quire_error_response(error, request.state.dialect, form_field)
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid_body(request: Request, error: RequestValidationError) -> Response:

@@ -135,3 +135,48 @@ def test_a_form_that_cannot_go_on(server: RunningServer, stream: bool) -> None:
     error = json.loads(last.removeprefix("data: "))["error"]
     assert (reply.status, error["code"], done) == (200, 400, "data: [DONE]")
     assert "cannot go on" in error["message"]
+
+
+BAD = {"type": "array", "uniqueItems": True}
+NAMED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "completions": (
+        "/v1/completions",
+        {
+            "prompt": "a",
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": BAD}},
+        },
+        "response_format",
+    ),
+    "responses": (
+        "/v1/responses",
+        {"input": "a", "text": {"format": {"type": "json_schema", "name": "a", "schema": BAD}}},
+        "text.format",
+    ),
+    "messages": (
+        "/v1/messages",
+        {
+            "messages": [{"role": "user", "content": "a"}],
+            "output_config": {"format": {"type": "json_schema", "schema": BAD}},
+        },
+        "output_config.format",
+    ),
+    "structured_outputs": (
+        "/v1/responses",
+        {"input": "a", "structured_outputs": {"json": BAD}},
+        "structured_outputs.json",
+    ),
+}
+
+
+@pytest.mark.parametrize(("path", "fields", "name"), NAMED.values(), ids=NAMED.keys())
+def test_errors_name_what_the_client_wrote(
+    server: RunningServer, model: str, path: str, fields: dict[str, Any], name: str
+) -> None:
+    body = {"model": model, "max_tokens": 4, **fields}
+    if "input" in fields:
+        body["max_output_tokens"] = body.pop("max_tokens")
+    reply = server.request("POST", path, body)
+    assert reply.status == 400, reply.body
+    error = reply.json["error"]
+    assert error["message"].startswith(f"{name} is refused") and "uniqueItems" in error["message"]
+    assert error.get("param", name.partition(".")[0]) == name.partition(".")[0]

@@ -52,6 +52,10 @@ class CountBody(MessageBody):
         return {"type": "json_schema", "json_schema": form}
 
     @property
+    def output_format_field(self) -> str:
+        return "output_config.format"
+
+    @property
     def continues(self) -> bool:
         """Whether the reply goes on from the last message instead of following it."""
         return bool(self.messages) and self.messages[-1].get("role") == "assistant"

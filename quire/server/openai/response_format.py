@@ -41,6 +41,13 @@ def requested_form(body: GenerationBody) -> StructuredOutputs | None:
     return next(iter(given.values()), None)
 
 
+def form_field(body: GenerationBody) -> str | None:
+    """Where a body has its form, if that is not `structured_outputs`."""
+    has_other = any(getattr(body, name) is not None for name in ("structured_outputs", *GUIDED))
+    has_form = body.output_format().get("type", "text") != "text"
+    return body.output_format_field if has_form and not has_other else None
+
+
 def _from_response_format(form: dict[str, Any]) -> StructuredOutputs | None:
     kind = form.get("type", "text")
     if kind == "text":

@@ -77,6 +77,10 @@ class ResponseBody(MessageBody):
         return {**self.text_format, "json_schema": self.text_format}
 
     @property
+    def output_format_field(self) -> str:
+        return "text.format"
+
+    @property
     def text_format(self) -> Any:
         return (self.text or {}).get("format") or {"type": "text"}
 
