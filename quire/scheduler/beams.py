@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.protocol.output import Beam
+from quire.protocol.output import Beam, FinishedSequence
 from quire.protocol.plan import Float32Array, Int32Array, LogprobArrays
 from quire.scheduler.request import Request, Status
 
@@ -113,7 +113,7 @@ class BeamGroup:
         length = self.leader.num_prompt + len(tokens) - by_eos
         return Beam(tokens, logprob, logprob / length**self.length_penalty, by_eos)
 
-    def end(self, scheduler: Scheduler, reason: str, error: str = "") -> None:
+    def end(self, scheduler: Scheduler, reason: str, error: str = "") -> FinishedSequence:
         """Give the group its one terminal output and free all members."""
         for member, logprob in self.members.items():
             tokens = member.token_ids[self.leader.num_prompt :].tolist()
@@ -122,7 +122,9 @@ class BeamGroup:
         self.members = {}
         best = sorted(self._ended, key=lambda beam: -beam.score)[: self.width]
         tokens = np.array(best[0].token_ids if best else [], np.int32)
-        scheduler.finish(self.leader, tokens, reason, error=error).beams = best
+        ended = scheduler.finish(self.leader, tokens, reason, error=error)
+        ended.beams = best
+        return ended
 
 
 def report_candidates(

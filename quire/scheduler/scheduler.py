@@ -339,22 +339,23 @@ class Scheduler:
             self._release_row(request)
         request.status = Status.FINISHED
 
-    def end(self, request: Request, reason: str, now: float = 0.0, error: str = "") -> None:
+    def end(
+        self, request: Request, reason: str, now: float = 0.0, error: str = ""
+    ) -> FinishedSequence:
         """Free everything a sequence has and give it its one terminal output."""
         if request.group is not None:
-            request.group.end(self, reason, error)
-            return
+            return request.group.end(self, reason, error)
         row = request.row
         if row >= 0:
             self._release_row(request)
         tokens = request.held_token_ids[request.num_prompt :]
         if request.new.pooling is None:
-            self.finish(request, tokens, reason, now=now, error=error)
-            return
+            return self.finish(request, tokens, reason, now=now, error=error)
         # The token that was sampled after the prompt only says that the prompt is complete.
         reason = "stop" if reason == "length" else reason
         ended = self.finish(request, tokens[:0], reason, now=now, error=error)
         ended.embedding = self._pooled.pop(row, None)
+        return ended
 
     def finish(
         self,

@@ -173,8 +173,8 @@ class Grammars:
                     complete[batch.lines[i]] = True
                 self._sampled.append((request, matcher))
             if matcher.failure is not None:
-                self._scheduler.end(request, "error", now, error=matcher.failure)
-                self._scheduler.ended[-1].is_own_fault = True
+                ended = self._scheduler.end(request, "error", now, error=matcher.failure)
+                ended.is_own_fault = True
         return complete
 
     def _may_stop(self, request: Request) -> bool:
