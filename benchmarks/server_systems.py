@@ -76,15 +76,21 @@ class System:
         self._signal(signal.SIGKILL)
         self.process.wait()
 
+    def children(self) -> dict[str, Path]:
+        """The folders in /proc of the processes of `quire serve`, by module."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        folders = [Path("/proc") / child for child in children.split()]
+        words = [(folder / "cmdline").read_bytes().decode().split("\0") for folder in folders]
+        modules = [line[line.index("-m") + 1] if "-m" in line else line[0] for line in words]
+        return dict(zip(modules, folders, strict=True))
+
     def api_cpu_s(self) -> float:
         """CPU time that the process which speaks HTTP has taken, of `quire serve`; else 0."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        taken = 0.0
-        for child in map(Path("/proc").joinpath, children.split()):
-            if b"quire.server.api_process" in (child / "cmdline").read_bytes():
-                fields = (child / "stat").read_text().rpartition(")")[2].split()
-                taken += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        return taken
+        folder = self.children().get("quire.server.api_process")
+        if folder is None:
+            return 0.0
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def last_words(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
@@ -133,6 +139,14 @@ def start_quire(
         paths.insert(0, str(_hide_uvloop(folder / "hidden")))
     system = _spawn(name, [sys.executable, *words], folder, {"PYTHONPATH": os.pathsep.join(paths)})
     return _wait_for(system, port)
+
+
+def start_embedded(folder: Path, flags: Sequence[str]) -> System:
+    """`quire serve` with the embedded model and its real weights."""
+    port = _free_port()
+    command = [sys.executable, "-m", "quire", "serve", "--port", str(port), *flags]
+    root = str(Path(quire.__file__).parents[1])
+    return _wait_for(_spawn("quire", command, folder, {"PYTHONPATH": root}), port)
 
 
 def _hide_uvloop(folder: Path) -> Path:

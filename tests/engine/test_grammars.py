@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.config.structured import GrammarSettings
+from quire.engine.grammar import compiler as compiler_module
 from quire.engine.grammar.batch import Batch
 from quire.engine.grammar.bits import MaskSettings
 from quire.engine.grammar.build import Vocabulary
@@ -87,6 +90,28 @@ def test_whatever_fails_is_a_refusal() -> None:
     compiler.set_vocabulary(read)
     with pytest.raises(RequestError, match=r"structured_outputs\.regex.*the file is gone"):
         compiler.compile(StructuredOutputs(regex="a")).result()
+
+
+def test_grammars_beyond_the_cache_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, not at the garbage collector's next full pass: their memory lies outside Python,
+    which sees no reason for one."""
+    monkeypatch.setattr(compiler_module, "MAX_CACHED", 4)
+    compiler = GrammarCompiler(GrammarSettings())
+    compiler.set_vocabulary(lambda: Vocabulary(ascii_tokenizer().to_str(), VOCAB, (END_ID,)))
+    gc.disable()
+    try:
+        made = []
+        for count in range(1, 13):
+            compilation = compiler.compile(StructuredOutputs(regex=f"[a-f]{{{count}}}"))
+            made.append(weakref.ref(compilation.result()))
+            del compilation
+        # A thread may still hold the last one that it made.
+        alive = [grammar for grammar in made if grammar() is not None]
+        assert len(alive) <= 5
+        assert made[-1]() is not None, "the last ones are kept"
+    finally:
+        gc.enable()
+        compiler.shutdown()
 
 
 @pytest.mark.parametrize(("num_sequences", "num_threads"), [(4, 8), (50, 1)])

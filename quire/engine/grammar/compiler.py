@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 import time
 from collections import OrderedDict
@@ -42,11 +41,12 @@ class Compilation:
 
     def __init__(self, future: Future[Grammar]) -> None:
         self._future = future
-        self._ended = math.inf
-        future.add_done_callback(self._end)
-
-    def _end(self, future: Future[Grammar]) -> None:
-        self._ended = time.monotonic()
+        self._ended: list[float] = []
+        """When, once it has."""
+        # A future keeps its callbacks: one that held this object would close a cycle, and the
+        # grammar, 0.1 MB or more outside Python, would wait for a full garbage collection.
+        ended = self._ended
+        future.add_done_callback(lambda future: ended.append(time.monotonic()))
 
     @property
     def is_over(self) -> bool:
@@ -59,7 +59,7 @@ class Compilation:
         if self._future.cancelled():
             return True
         failed = self._future.done() and self._future.exception() is not None
-        return failed and time.monotonic() - self._ended > FORGET_S
+        return failed and bool(self._ended) and time.monotonic() - self._ended[0] > FORGET_S
 
     def cancel(self) -> None:
         """Call it off unless it has begun; for whoever alone waits for it."""
