@@ -73,9 +73,9 @@ class Batch:
         llm._core.on_plan = self._note
         llm.enqueue(prompts, params)
         while not self._all_decode():
-            llm._step()
+            llm._loop.step()
         for _ in range(WARM_UP_STEPS):
-            llm._step()
+            llm._loop.step()
 
     def _note(self, plan: StepPlan) -> None:
         self._last = plan
@@ -86,12 +86,12 @@ class Batch:
 
     def run(self, phases: Phases) -> dict[str, float]:
         """Milliseconds per step of each phase, and of the whole."""
-        all_phases = {**phases, "step": (self.llm, "_step")}
+        all_phases = {**phases, "step": (self.llm._loop, "step")}
         seconds = dict.fromkeys(all_phases, 0.0)
-        self.llm._step()
+        self.llm._loop.step()
         with timed(all_phases, seconds):
             for _ in range(STEPS):
-                self.llm._step()
+                self.llm._loop.step()
         assert self._all_decode(), "a request ended"
         return {name: 1e3 * value / STEPS for name, value in seconds.items()}
 

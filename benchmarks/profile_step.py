@@ -52,7 +52,7 @@ class Batch:
         llm.enqueue(prompts, params)
         llm._core.on_plan = self._note
         while not self._all_decode():
-            llm._step()
+            llm._loop.step()
         self.run(WARM_UP_STEPS)
 
     def _note(self, plan: StepPlan) -> None:
@@ -69,7 +69,7 @@ class Batch:
         torch.cuda.synchronize()
         started = time.perf_counter()
         for _ in range(steps):
-            self.llm._step()
+            self.llm._loop.step()
             assert self._all_decode(), "a request ended: raise MAX_OUTPUT_TOKENS"
         torch.cuda.synchronize()
         return (time.perf_counter() - started) / steps
@@ -115,7 +115,7 @@ def host_phases(batch: Batch) -> dict[str, float]:
         "launch sampling": (core.executor, "sample"),
         "wait for the device": (PendingStep, "result"),
         "apply": (core.scheduler, "apply"),
-        "outputs": (batch.llm._collector, "process"),
+        "outputs": (batch.llm._loop, "take_in"),
     }
     seconds = dict.fromkeys(phases, 0.0)
     with timed(phases, seconds):

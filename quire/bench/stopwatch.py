@@ -105,7 +105,7 @@ class Stopwatch:
         self._time(core.scheduler, "schedule", "schedule")
         self._time(core.executor, "execute", "plan")
         self._time(core.scheduler, "apply", "apply")
-        self._time(llm, "_take_in", "outputs")
+        self._time(llm._loop, "take_in", "outputs")
         self._core_step = core.step
         core.step = self._step  # type: ignore[method-assign]
 

@@ -189,7 +189,7 @@ class EngineCore:
                 self._books_due = self.clock() + BOOKS_INTERVAL_S
         except Exception as error:
             # Planning or applying broke off half-way: the books can no longer be trusted.
-            self._die(f"the engine's bookkeeping failed: {error!r}", error)
+            self.die(f"the engine's bookkeeping failed: {error!r}", error)
         output.finished.extend(self.scheduler.take_ended())
         self.grammars.forget(output.finished)
         return output
@@ -277,9 +277,9 @@ class EngineCore:
         logger.error("step %d failed: %s", plan.step, error, exc_info=error)
         if self._num_failures >= MAX_CONSECUTIVE_FAILURES:
             count = self._num_failures
-            self._die(f"{count} steps in a row failed, the last with: {error}", error)
+            self.die(f"{count} steps in a row failed, the last with: {error}", error)
 
-    def _die(self, reason: str, error: BaseException) -> None:
+    def die(self, reason: str, error: BaseException) -> None:
         """Stop for good: everything that is open ends with an error."""
         if self.death is None:
             logger.error("the engine stops: %s", reason, exc_info=error)

@@ -8,6 +8,8 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
+from threading import Lock
 from types import NoneType
 from typing import Any
 
@@ -15,13 +17,14 @@ from quire.frontend.collector import OpenRequest
 from quire.frontend.embedding import PoolingParams, checked_params, embedding_of
 from quire.frontend.engine_client import EngineClient, ThreadEngineClient
 from quire.frontend.inputs import Prompt, TokenizationOptions, parse_prompts
+from quire.frontend.loop_requests import LoopRequests
 from quire.frontend.outputs import EmbeddingRequestOutput, RequestOutput
 from quire.frontend.session import Session, request_failure, start_session
 from quire.frontend.tokenizer import Tokenizer
 from quire.metrics.instruments import Metric, Readings
 from quire.protocol.errors import EngineDeadError, RequestError, RequestTimeoutError
 from quire.protocol.messages import ID_SEPARATOR
-from quire.protocol.output import RequestProgress, StepOutput
+from quire.protocol.output import RequestProgress
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.protocol.snapshot import EngineSnapshot
@@ -40,8 +43,15 @@ class RequestTerms:
 class OutputStream:
     """What comes of requests that were made together. Closing it aborts what is unfinished."""
 
-    def __init__(self, llm: AsyncLLM, requests: list[OpenRequest], news: asyncio.Event) -> None:
-        self._llm = llm
+    def __init__(
+        self,
+        client: EngineClient,
+        owner: LoopRequests,
+        requests: list[OpenRequest],
+        news: asyncio.Event,
+    ) -> None:
+        self._client = client
+        self._owner = owner
         self.requests = requests
         self._news = news
         self._unfinished = list(range(len(requests)))
@@ -63,7 +73,7 @@ class OutputStream:
         for index in self._unfinished:
             request = self.requests[index]
             if request.error is not None:
-                death = self._llm.client.death
+                death = self._client.death
                 raise request_failure(request.error, death, request.is_own_fault)
             if request.progress is not None:
                 news.append((index, request.progress))
@@ -79,16 +89,17 @@ class OutputStream:
         """The vectors of pooling requests, once they are all there."""
         while await self.read():
             pass
-        death = self._llm.client.death
+        death = self._client.death
         return [embedding_of(request, params, death) for request in self.requests]
 
     def close(self) -> None:
         for request in self.requests:
-            self._llm.forget(request)
+            self._owner.forget(request)
 
 
 class AsyncLLM:
-    """A model that answers many callers of one event loop at once. Arguments are `LLM`'s."""
+    """A model that answers many callers at once, of one event loop or of several in their own
+    threads. Arguments are `LLM`'s."""
 
     def __init__(self, model: str | None = None, **arguments: Any) -> None:
         session, core = start_session({"model": model, **arguments})
@@ -106,14 +117,13 @@ class AsyncLLM:
         self.client = client
         self.options = session.options
         self.model_config = session.model_config
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._open: dict[str, tuple[OpenRequest, asyncio.Event]] = {}
-        """By the request's name in the engine; the event tells its reader of news."""
+        self._loops: dict[asyncio.AbstractEventLoop, LoopRequests] = {}
+        self._loops_lock = Lock()
 
     @property
     def num_open(self) -> int:
         """Requests between their arrival and their last output."""
-        return len(self._open)
+        return sum(len(loop.open) for loop in list(self._loops.values()))
 
     async def generate(
         self,
@@ -165,7 +175,7 @@ class AsyncLLM:
         terms: RequestTerms | None = None,
     ) -> OutputStream:
         """Hand prompts that are tokenised already to the engine: all of them or none."""
-        self._bind_loop()
+        here = self._requests_here()
         terms = terms or RequestTerms()
         task: dict[str, Any] = {}
         if isinstance(params, PoolingParams):
@@ -175,14 +185,15 @@ class AsyncLLM:
         params = params or self.session.default_params
         news, requests = asyncio.Event(), list[OpenRequest]()
         prepared = self.session.inputs.prepare_params(params)
-        made = [self._new_request(prompt, prepared, name, terms, task) for prompt in prompts]
+        made = [
+            self._new_request(here.first_key, prompt, prepared, name, terms, task)
+            for prompt in prompts
+        ]
         try:
             for new, prompt in zip(made, prompts, strict=True):
                 known_as = name or f"quire-{new.key}"
-                request = self.session.collector.open(
-                    new, prompt.text, params.output_kind, known_as
-                )
-                self._open[new.request_id] = request, news
+                request = here.collector.open(new, prompt.text, params.output_kind, known_as)
+                here.open[new.request_id] = request, news
                 requests.append(request)
             adds = [self.client.add(new) for new in made]
             if len(adds) == 1:
@@ -191,9 +202,9 @@ class AsyncLLM:
                 await asyncio.gather(*adds)
         except BaseException:
             for request in requests:
-                self.forget(request)
+                here.forget(request)
             raise
-        return OutputStream(self, requests, news)
+        return OutputStream(self.client, here, requests, news)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator yields a last output with finish_reason "abort"."""
@@ -252,17 +263,23 @@ class AsyncLLM:
         return prompts
 
     def _named(self, name: str) -> list[OpenRequest]:
-        return [request for request, _ in self._open.values() if request.request_id == name]
+        return [
+            request
+            for loop in list(self._loops.values())
+            for request, _ in list(loop.open.values())
+            if request.request_id == name
+        ]
 
     def _new_request(
         self,
+        first_key: int,
         prompt: Prompt,
         params: SamplingParams,
         name: str | None,
         terms: RequestTerms,
         task: Mapping[str, Any],
     ) -> NewRequest:
-        key, now = self.session.take_keys(params.n), time.monotonic()
+        key, now = first_key + self.session.take_keys(params.n), time.monotonic()
         return self.session.inputs.new_request(
             key,
             str(key) if name is None else f"{name}{ID_SEPARATOR}{key}",
@@ -277,38 +294,22 @@ class AsyncLLM:
             **task,
         )
 
-    def _bind_loop(self) -> None:
-        """Outputs go to the event loop of the callers; there can be one at a time."""
-        loop, previous = asyncio.get_running_loop(), self._loop
-        if previous is loop:
-            return
-        if previous is not None and not previous.is_closed() and self._open:
-            raise RequestError(
-                "AsyncLLM serves one event loop at a time, and another one has open requests; "
-                "use one loop, or an AsyncLLM for each."
-            )
-        self._loop = loop
-        self.client.listen(self, loop)
+    def _requests_here(self) -> LoopRequests:
+        """Those of the event loop that this runs on, which the engine reports to from now on."""
+        loop = asyncio.get_running_loop()
+        found = self._loops.get(loop)
+        if found is None:
+            with self._loops_lock:
+                self._drop_closed_loops()
+                taken = {other.index for other in self._loops.values()}
+                index = next(index for index in count() if index not in taken)
+                found = LoopRequests(self.client, self.session.inputs.tokenizer, index)
+                self.client.listen(found, loop, index)
+                self._loops[loop] = found
+        return found
 
-    def engine_died(self, reason: str) -> None:
-        for request, news in self._open.values():
-            request.error = reason
-            news.set()
-
-    def receive(self, output: StepOutput) -> None:
-        changed, stopped = self.session.collector.process(output)
-        for sequence in stopped:
-            reason = sequence.finish_reason or "stop"
-            self.client.abort(sequence.request.engine_id, reason, sequence.key)
-        for request in changed:
-            entry = self._open.get(request.engine_id)
-            if entry is not None:
-                entry[1].set()
-
-    def forget(self, request: OpenRequest) -> None:
-        """Nobody reads a request any more; it is aborted if it goes on."""
-        if self._open.pop(request.engine_id, None) is None:
-            return
-        if not request.finished:
-            self.client.abort(request.engine_id)
-        self.session.collector.close(request)
+    def _drop_closed_loops(self) -> None:
+        for loop, requests in list(self._loops.items()):
+            if loop.is_closed():
+                requests.abandon()
+                del self._loops[loop]

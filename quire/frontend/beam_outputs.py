@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from quire.frontend.outputs import BeamSearchOutput, BeamSearchSequence
 from quire.frontend.tokenizer import Tokenizer
-from quire.protocol.output import Beam, FinishedSequence
-from quire.protocol.request import NewRequest
+from quire.protocol.output import Beam
 from quire.protocol.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.frontend.collector import OpenRequest
 
 
 def beam_tokens(beam: Beam, params: SamplingParams) -> list[int]:
@@ -15,20 +19,18 @@ def beam_tokens(beam: Beam, params: SamplingParams) -> list[int]:
     return beam.token_ids[:-1] if drops_eos else beam.token_ids
 
 
-def beam_output(
-    ended: FinishedSequence, new: NewRequest, tokenizer: Tokenizer | None
-) -> BeamSearchOutput:
-    assert ended.beams is not None
-    prompt = new.prompt_token_ids.tolist()
+def beam_output(request: OpenRequest, tokenizer: Tokenizer | None) -> BeamSearchOutput:
+    """Of a search that has ended."""
     sequences = []
-    for beam in ended.beams:
-        tokens = prompt + beam_tokens(beam, new.params)
+    for beam in request.sequences:
+        assert beam.cumulative_logprob is not None
+        tokens = request.prompt_token_ids + beam.token_ids
         sequences.append(
             BeamSearchSequence(
                 tokens=tokens,
                 cum_logprob=beam.cumulative_logprob,
                 text=tokenizer.decode(tokens) if tokenizer else None,
-                finish_reason="stop" if beam.finished_by_eos else "length",
+                finish_reason="stop" if beam.finish_reason == "stop" else "length",
             )
         )
     return BeamSearchOutput(sequences)

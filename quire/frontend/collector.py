@@ -217,6 +217,18 @@ class Collector:
         for sequence in request.sequences:
             self._by_key.pop(sequence.key, None)
 
+    def fail_all(self, reason: str) -> list[OpenRequest]:
+        """End every open request with an error: the engine's reports may not reach them any more.
+        Returns those requests."""
+        open_sequences, self._by_key = self._by_key, {}
+        failed: dict[int, OpenRequest] = {}
+        for sequence in open_sequences.values():
+            sequence.ended = True
+            sequence.finish_reason, sequence.stop_reason = "error", reason
+            sequence.request.error = sequence.request.error or reason
+            failed[id(sequence.request)] = sequence.request
+        return list(failed.values())
+
     def process(self, output: StepOutput) -> tuple[list[OpenRequest], list[OpenSequence]]:
         """Take a step's report in. Returns requests that changed and sequences to stop."""
         touched: dict[int, OpenRequest] = {}

@@ -88,25 +88,12 @@ def embed(
     options = TokenizationOptions.from_kwargs(tokenization_kwargs)
     session, core, sampling = llm._session, llm._core, [params.sampling()] * len(parsed)
     session.inputs.encode_texts(parsed, options)
-    news = list(
+    news = llm._all_checked(
         checked_requests(session, core, parsed, sampling, priority, options, pooling=params.pooling)
     )
     with ProgressBar(len(news), use_tqdm) as bar:
-        ended = llm._run_apart(news, bar)
-    outputs = []
-    for new in news:
-        sequence = ended[new.key]
-        if sequence.embedding is None:
-            raise no_vector(sequence.error, sequence.finish_reason, core.death)
-        outputs.append(
-            EmbeddingRequestOutput(
-                request_id=new.request_id,
-                outputs=EmbeddingOutput(params.finish(sequence.embedding).tolist()),
-                prompt_token_ids=new.prompt_token_ids.tolist(),
-                num_cached_tokens=sequence.num_cached_tokens,
-            )
-        )
-    return outputs
+        requests = llm._run_apart(news, parsed, bar)
+    return [embedding_of(request, params, core.death) for request in requests]
 
 
 def no_vector(error: str | None, finish_reason: str | None, death: str | None) -> QuireError:
@@ -117,7 +104,7 @@ def no_vector(error: str | None, finish_reason: str | None, death: str | None) -
 def embedding_of(
     request: OpenRequest, params: PoolingParams, death: str | None
 ) -> EmbeddingRequestOutput:
-    """What an ended request of the asyncio API came to."""
+    """What an ended request came to."""
     (sequence,) = request.sequences
     if sequence.embedding is None:
         raise no_vector(request.error, sequence.finish_reason, death)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 from collections import deque
@@ -11,8 +10,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-from quire.engine.commands import run_command
+from quire.engine.commands import abort_client, run_command
 from quire.engine.core import EngineCore
+from quire.engine.routing import split_by_client
 from quire.protocol.errors import EngineDeadError
 from quire.protocol.output import StepOutput
 from quire.protocol.request import NewRequest
@@ -31,14 +31,17 @@ class EngineListener(Protocol):
 
 
 class EngineClient(Protocol):
-    """An engine as its one listener sees it."""
+    """An engine as the event loops that use it see it."""
 
     @property
     def death(self) -> str | None:
         """Why the engine serves nothing, if so."""
 
-    def listen(self, listener: EngineListener, loop: asyncio.AbstractEventLoop) -> None:
-        """From now on reports go to this listener on this loop."""
+    def listen(
+        self, listener: EngineListener, loop: asyncio.AbstractEventLoop, index: int = 0
+    ) -> None:
+        """From now on reports go to this listener on this loop: those about sequences whose keys
+        begin with the index (`key >> KEY_BITS`), if there are several loops."""
 
     async def add(self, request: NewRequest) -> None:
         """Hand a request over; raises if the engine refuses it."""
@@ -60,8 +63,8 @@ class ThreadEngineClient:
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
-        self._listener: EngineListener | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._listeners: dict[int, tuple[EngineListener, asyncio.AbstractEventLoop]] = {}
+        """By index. Replaced, never changed, since the thread reads it at any time."""
         self._calls: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -72,8 +75,11 @@ class ThreadEngineClient:
     def death(self) -> str | None:
         return self.core.death
 
-    def listen(self, listener: EngineListener, loop: asyncio.AbstractEventLoop) -> None:
-        self._listener, self._loop = listener, loop
+    def listen(
+        self, listener: EngineListener, loop: asyncio.AbstractEventLoop, index: int = 0
+    ) -> None:
+        with self._wake:
+            self._listeners = {**self._listeners, index: (listener, loop)}
 
     async def add(self, request: NewRequest) -> None:
         accepted = await asyncio.wrap_future(self._call(lambda: self.core.add(request)))
@@ -131,22 +137,30 @@ class ThreadEngineClient:
                 if stopping:
                     self.core.shutdown()
                 output = self.core.take_ended() if stopping else self.core.step()
-                if not output.empty and self._listener is not None:
-                    self._tell(self._listener.receive, output)
+                if not output.empty:
+                    self._report(output)
             except Exception as error:
                 logger.exception("the engine loop failed")
                 self.core.death = f"the engine loop failed: {error}"
-                if self._listener is not None:
-                    self._tell(self._listener.engine_died, self.core.death)
+                for listener, loop in self._listeners.values():
+                    _tell(loop, listener.engine_died, self.core.death)
                 self._refuse_calls()
                 return
             if stopping:
                 return
 
-    def _tell(self, function: Callable[[T], None], argument: T) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(function, argument)
+    def _report(self, output: StepOutput) -> None:
+        """To each loop what is about its sequences; those of a closed loop are ended."""
+        for index, part in split_by_client(output).items():
+            listener, loop = self._listeners.get(index, (None, None))
+            if listener is None or loop is None:
+                continue  # it was closed, and its requests are being ended
+            if not _tell(loop, listener.receive, part):
+                abort_client(self.core, index)
+                with self._wake:
+                    if self._listeners.get(index) == (listener, loop):
+                        others = self._listeners.items()
+                        self._listeners = {key: item for key, item in others if key != index}
 
     def shutdown(self) -> None:
         """End all requests, free the engine and wait for the thread."""
@@ -155,3 +169,12 @@ class ThreadEngineClient:
             self._wake.notify()
         self._thread.join()
         self.core.executor.shutdown()  # for a loop that failed
+
+
+def _tell(loop: asyncio.AbstractEventLoop, function: Callable[[T], None], argument: T) -> bool:
+    """Call a function on its loop; False if the loop is closed."""
+    try:
+        loop.call_soon_threadsafe(function, argument)
+    except RuntimeError:
+        return False
+    return True

@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from quire.engine.grammar.compiler import Compilation
 from quire.frontend.beam_outputs import beam_output
-from quire.frontend.collector import OpenRequest
+from quire.frontend.collector import Collector, OpenRequest
 from quire.frontend.embedding import embed
 from quire.frontend.garbage import no_full_collections
 from quire.frontend.inputs import (
     Params,
     Prompt,
     TokenizationOptions,
-    naming_index,
     params_per_prompt,
     parse_prompts,
 )
-from quire.frontend.interrupts import deferred_interrupts
 from quire.frontend.outputs import BeamSearchOutput, RequestOutput
 from quire.frontend.progress import ProgressBar
-from quire.frontend.requests import checked_requests, compiled
+from quire.frontend.requests import beam_requests, checked_requests, compiled
 from quire.frontend.session import request_failure, start_session
+from quire.frontend.step_loop import StepLoop
 from quire.frontend.tokenizer import Tokenizer
 from quire.metrics.engine import EngineStatistics
 from quire.metrics.instruments import Metric
 from quire.protocol.errors import QuireError, RequestError
-from quire.protocol.output import FinishedSequence, StepOutput
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 
 TOKENS_TO_START_WITH = 2048
 """Prompt tokens that keep a GPU busy while further requests are taken in."""
+TAKEN_AT_ONCE = 128
+"""Requests that are checked or added before other threads' steps get a turn."""
 
 
 def _refused(name: str, reason: str) -> Any:
@@ -47,12 +47,15 @@ def _refused(name: str, reason: str) -> Any:
 
 
 class LLM:
-    """A model ready to generate. Arguments are vLLM's; without a model the embedded one is used."""
+    """A model ready to generate. Arguments are vLLM's; without a model the embedded one is used.
+
+    Threads may call it at the same time: their requests run in the same batches.
+    """
 
     def __init__(self, model: str | None = None, **arguments: Any) -> None:
         self._session, self._core = start_session({"model": model, **arguments})
         self._inputs = self._session.inputs
-        self._collector = self._session.collector
+        self._loop = StepLoop(self._core, Collector(self._inputs.tokenizer))
         self.options = self._session.options
         self.model_config = self._session.model_config
         self._enqueued: list[OpenRequest] = []
@@ -153,7 +156,7 @@ class LLM:
         return [request.request_id for request in requests]
 
     def wait_for_completion(self, *, use_tqdm: bool = True) -> list[RequestOutput]:
-        """Outputs of everything enqueued, in order."""
+        """Outputs of everything enqueued, by any thread, in order."""
         requests, self._enqueued = self._enqueued, []
         with no_full_collections():
             return self._finish(requests, use_tqdm)
@@ -174,20 +177,15 @@ class LLM:
             raise RequestError(f"params must be BeamSearchParams, got {params!r}.")
         parsed = parse_prompts(prompts)
         self._inputs.tokenize(parsed, TokenizationOptions())
-        news = []
-        for i, prompt in enumerate(parsed):
-            with naming_index(i):
-                key, now = self._session.take_keys(1), self._core.clock()
-                new = self._inputs.new_request(
-                    key, str(key), prompt, params.sampling(), arrival_time=now, beams=params
-                )
-                self._core.check(new)
-            news.append(new)
+        news = self._all_checked(beam_requests(self._session, self._core, parsed, params))
         size = concurrency_limit or max(len(news), 1)
         outputs: list[BeamSearchOutput] = []
         with ProgressBar(len(news), use_tqdm) as bar:
             for start in range(0, len(news), size):
-                outputs.extend(self._search_beams(news[start : start + size], bar))
+                part = slice(start, start + size)
+                requests = self._run_apart(news[part], parsed[part], bar)
+                self._raise_failure(requests)
+                outputs += [beam_output(request, self._inputs.tokenizer) for request in requests]
         return outputs
 
     # --- asking -----------------------------------------------------------------------------------
@@ -200,22 +198,26 @@ class LLM:
         return self._session.default_params.clone()
 
     def get_metrics(self) -> list[Metric]:
-        return self._core.read_metrics()
+        with self._loop.engine() as core:
+            return core.read_metrics()
 
     def statistics(self) -> EngineStatistics:
         """A short summary of the engine's life so far."""
-        return self._core.statistics()
+        with self._loop.engine() as core:
+            return core.statistics()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes."""
-        self._core.scheduler.reset_prefix_cache()
+        with self._loop.engine() as core:
+            core.scheduler.reset_prefix_cache()
         return True
 
     # --- ending -----------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Free weights and KV cache. The object cannot be used afterwards."""
-        self._core.shutdown()
+        """Free weights and KV cache. The object cannot be used afterwards; calls that other
+        threads wait in end with `EngineDeadError`."""
+        self._loop.shutdown()
         gc.collect()
 
     def __enter__(self) -> LLM:
@@ -256,48 +258,84 @@ class LLM:
         )
         forms: list[Compilation | None] = [None] * len(prompts)
         if any(one.structured_outputs is not None for one in params):
-            news = list(news)
+            news = self._all_checked(news)
             forms = compiled(self._core, news)
         elif priority is not None or not self._core.can_start_ahead:
-            news = list(news)
+            news = self._all_checked(news)
+        return self._add(zip(news, forms, prompts, strict=True), kind, starts=priority is None)
+
+    def _all_checked(self, news: Iterable[NewRequest]) -> list[NewRequest]:
+        made, left = list[NewRequest](), iter(news)
+        more = True
+        while more:
+            with self._loop.engine():
+                group = list(islice(left, TAKEN_AT_ONCE))
+            made += group
+            more = len(group) == TAKEN_AT_ONCE
+        return made
+
+    def _add(
+        self,
+        triples: Iterator[tuple[NewRequest, Compilation | None, Prompt]],
+        kind: RequestOutputKind,
+        starts: bool = False,
+    ) -> list[OpenRequest]:
+        """All of them or none. Where the engine is free, steps are begun once that `starts`."""
         requests: list[OpenRequest] = []
         num_tokens = 0
+        more = True
         try:
-            for new, form, prompt in zip(news, forms, prompts, strict=True):
-                with deferred_interrupts():
-                    self._core.add(new, form)
-                    requests.append(self._collector.open(new, prompt.text, kind))
-                num_tokens += len(new.prompt_token_ids)
-                starts = num_tokens >= TOKENS_TO_START_WITH and priority is None
-                if starts and self._core.can_start_ahead:
-                    self._step()
+            while more:
+                with self._loop.engine() as core:
+                    before = len(requests)
+                    for new, form, prompt in islice(triples, TAKEN_AT_ONCE):
+                        core.add(new, form)
+                        requests.append(self._loop.open(new, prompt.text, kind))
+                        num_tokens += len(new.prompt_token_ids)
+                        if starts and num_tokens >= TOKENS_TO_START_WITH and core.can_start_ahead:
+                            self._loop.step_held()
+                    more = len(requests) - before == TAKEN_AT_ONCE
         except BaseException:
-            self._forget(requests)
+            self._loop.forget(requests)
             raise
         return requests
 
+    def _wait(self, requests: Sequence[OpenRequest], bar: ProgressBar) -> None:
+        """Until the given requests have ended; they are gone afterwards, ended or not."""
+        try:
+            call = self._loop.follow(requests)
+            num_left = len(requests)
+            while num_left:
+                for request in self._loop.next_changes(call):
+                    num_left -= 1
+                    bar.add(request)
+        finally:
+            self._loop.forget(requests)
+
     def _finish(self, requests: list[OpenRequest], use_tqdm: bool) -> list[RequestOutput]:
         """Step until the given requests have ended."""
-        left = {id(request) for request in requests if not request.finished}
-        try:
-            with ProgressBar(len(requests), use_tqdm) as bar:
-                for request in requests:
-                    if request.finished:
-                        bar.add(request)
-                while left:
-                    for request in self._step():
-                        if request.finished and id(request) in left:
-                            left.remove(id(request))
-                            bar.add(request)
-        finally:
-            self._forget(requests)
+        with ProgressBar(len(requests), use_tqdm) as bar:
+            self._wait(requests, bar)
         # Where the engine lives on, one request's failure must not cost the others their outputs:
         # its own says finish_reason="error".
         if self._core.death is not None:
-            for request in requests:
-                if request.error is not None:
-                    raise request_failure(request.error, self._core.death)
+            self._raise_failure(requests)
         return [request.read() for request in requests]
+
+    def _raise_failure(self, requests: Iterable[OpenRequest]) -> None:
+        for request in requests:
+            if request.error is not None:
+                raise request_failure(request.error, self._core.death, request.is_own_fault)
+
+    def _run_apart(
+        self, news: list[NewRequest], prompts: list[Prompt], bar: ProgressBar
+    ) -> list[OpenRequest]:
+        """Run requests whose outputs are no texts; returns them ended."""
+        forms = [None] * len(news)
+        kind = RequestOutputKind.FINAL_ONLY
+        requests = self._add(zip(news, forms, prompts, strict=True), kind)
+        self._wait(requests, bar)
+        return requests
 
     def _stream(
         self, prompts: list[Prompt], params: SamplingParams | None, options: TokenizationOptions
@@ -305,78 +343,23 @@ class LLM:
         if len(prompts) != 1:
             raise RequestError(f"stream takes one prompt, got {len(prompts)}.")
         kind = RequestOutputKind.DELTA if params is None else params.output_kind
-        (request,) = self._submit(prompts, params, None, options, kind)
+        requests = self._submit(prompts, params, None, options, kind)
 
         def outputs() -> Iterator[RequestOutput]:
             try:
+                call = self._loop.follow(requests)
                 done = False
                 while not done:
-                    # Other calls may have taken the request on, or to its end.
-                    if not request.has_news:
-                        self._step()
-                    if request.error is not None:
-                        death = self._core.death
-                        raise request_failure(request.error, death, request.is_own_fault)
-                    if request.has_news:
-                        done = request.finished
-                        yield request.read()
+                    self._loop.next_changes(call)
+                    self._raise_failure(requests)
+                    output = self._loop.read(requests[0])
+                    if output is not None:
+                        done = output.finished
+                        yield output
             finally:
-                self._forget([request])
+                self._loop.forget(requests)
 
         return outputs()
-
-    def _step(self) -> list[OpenRequest]:
-        """One engine step; returns the requests it changed."""
-        with deferred_interrupts():
-            output = self._core.step()
-            started = time.perf_counter()
-            changed = self._take_in(output)
-            self._core.add_host_time(time.perf_counter() - started)
-            return changed
-
-    def _take_in(self, output: StepOutput) -> list[OpenRequest]:
-        """Pass a step's output on to open requests; returns those it changed."""
-        changed, stopped = self._collector.process(output)
-        for sequence in stopped:
-            reason = sequence.finish_reason or "stop"
-            self._core.abort(sequence.request.engine_id, reason, sequence.key)
-        if stopped:
-            changed += self._collector.process(self._core.take_ended())[0]
-        return changed
-
-    def _forget(self, requests: list[OpenRequest]) -> None:
-        """Abort what an exception or a closed iterator left unfinished."""
-        for request in requests:
-            if not request.finished:
-                self._core.abort(request.engine_id)
-            self._collector.close(request)
-
-    def _search_beams(self, news: list[NewRequest], bar: ProgressBar) -> Iterator[BeamSearchOutput]:
-        ended = self._run_apart(news, bar)
-        for new in news:
-            if (error := ended[new.key].error) is not None:
-                raise request_failure(error, self._core.death)
-            yield beam_output(ended[new.key], new, self._inputs.tokenizer)
-
-    def _run_apart(self, news: list[NewRequest], bar: ProgressBar) -> dict[int, FinishedSequence]:
-        """Run requests whose outputs are no texts; returns their ends by key."""
-        ended: dict[int, FinishedSequence] = {}
-        open_ids = {new.key: new.request_id for new in news}
-        try:
-            for new in news:
-                self._core.add(new)
-            while open_ids:
-                with deferred_interrupts():
-                    output = self._core.step()
-                    self._take_in(output)
-                for sequence in output.finished:
-                    if open_ids.pop(sequence.key, None) is not None:
-                        ended[sequence.key] = sequence
-                        bar.update(1)
-        finally:
-            for request_id in open_ids.values():
-                self._core.abort(request_id)
-        return ended
 
 
 def _refuse_extras(**extras: Any) -> None:

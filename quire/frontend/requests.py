@@ -10,7 +10,7 @@ from quire.frontend.inputs import Prompt, TokenizationOptions, naming_index
 from quire.frontend.session import Session
 from quire.protocol.errors import RequestError
 from quire.protocol.request import NewRequest
-from quire.protocol.sampling import SamplingParams
+from quire.protocol.sampling import BeamSearchParams, SamplingParams
 
 COMPILED_AHEAD = 64
 
@@ -49,6 +49,20 @@ def checked_requests(
                 priority=priority[i] if priority is not None else 0,
                 streams=streams,
                 pooling=pooling,
+            )
+            core.check(new)
+        yield new
+
+
+def beam_requests(
+    session: Session, core: EngineCore, prompts: Sequence[Prompt], params: BeamSearchParams
+) -> Iterator[NewRequest]:
+    """One search for each prompt, whose text is tokenised already."""
+    for i, prompt in enumerate(prompts):
+        with naming_index(i):
+            key, now = session.take_keys(1), core.clock()
+            new = session.inputs.new_request(
+                key, str(key), prompt, params.sampling(), arrival_time=now, beams=params
             )
             core.check(new)
         yield new

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
@@ -14,7 +15,6 @@ from quire.engine.core import EngineCore
 from quire.engine.grammar.build import Vocabulary
 from quire.engine.startup import find_model, start_engine
 from quire.frontend.chat_inputs import parse_conversations, render_conversations
-from quire.frontend.collector import Collector
 from quire.frontend.garbage import no_full_collections
 from quire.frontend.generation_defaults import generation_defaults
 from quire.frontend.inputs import InputProcessor, Prompt
@@ -41,8 +41,8 @@ class Session:
             options.model.generation_config, model.generation
         )
         self.inputs = InputProcessor(self._tokenizer, model, options)
-        self.collector = Collector(self._tokenizer)
         self._next_key = client_index << KEY_BITS
+        self._key_lock = Lock()
 
     @property
     def has_tokenizer(self) -> bool:
@@ -68,8 +68,9 @@ class Session:
 
     def take_keys(self, count: int) -> int:
         """The first of `count` consecutive sequence keys."""
-        first = self._next_key
-        self._next_key += count
+        with self._key_lock:
+            first = self._next_key
+            self._next_key += count
         return first
 
     def render(self, messages: Any, **options: Any) -> list[Prompt]:

@@ -46,7 +46,10 @@ class SocketEngineClient:
     def death(self) -> str | None:
         return self._death
 
-    def listen(self, listener: EngineListener, loop: asyncio.AbstractEventLoop) -> None:
+    def listen(
+        self, listener: EngineListener, loop: asyncio.AbstractEventLoop, index: int = 0
+    ) -> None:
+        assert index == 0, "a client of another process has one event loop"
         self._listener = listener
 
     def connect(self, address: str) -> None:

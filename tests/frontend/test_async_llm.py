@@ -59,7 +59,7 @@ async def settled(llm: AsyncLLM) -> None:
             break
     else:
         raise AssertionError("the engine does not come to rest")
-    assert not llm._open
+    assert not llm.num_open
 
 
 async def steps(llm: AsyncLLM) -> int:

@@ -125,7 +125,10 @@ class GrammarCompiler:
             if len(self._cache) >= MAX_CACHED:
                 self._make_room()
             self._begin_tokenizer()
-            future = self._askers.submit(self._run, wanted, time.monotonic())
+            try:
+                future = self._askers.submit(self._run, wanted, time.monotonic())
+            except RuntimeError:  # another thread has shut the engine down
+                raise EngineDeadError(SHUT_DOWN) from None
             made = self._cache[key] = Compilation(future)
             self._cache.move_to_end(key)
         return made

@@ -1,0 +1,236 @@
+"""`StepLoop`: the engine of an `LLM`, shared by all threads that call it.
+
+One thread at a time drives: it steps the engine until its own call has news, and the requests of
+all calls are in these steps. The other threads sleep until there is news for them. A driver that
+leaves, by whatever way, wakes one of them to drive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from threading import Lock, RLock
+
+from quire.engine.core import EngineCore
+from quire.frontend.collector import Collector, OpenRequest
+from quire.frontend.interrupts import deferred_interrupts
+from quire.frontend.outputs import RequestOutput
+from quire.protocol.errors import EngineDeadError
+from quire.protocol.output import StepOutput
+from quire.protocol.request import NewRequest
+from quire.protocol.sampling import RequestOutputKind
+
+
+class FairLock:
+    """A lock that goes from thread to thread in the order in which they ask for it. A driver, which
+    takes it again for each step, keeps no other thread out."""
+
+    def __init__(self) -> None:
+        self._state = Lock()
+        self._is_held = False
+        self._queue: deque[Lock] = deque()
+
+    def acquire(self) -> None:
+        turn = Lock()
+        turn.acquire()
+        with self._state:
+            if not self._is_held:
+                self._is_held = True
+                return
+            self._queue.append(turn)
+        turn.acquire()
+
+    def try_acquire(self) -> bool:
+        """Never waits, and so is safe in code that runs at any moment, such as a finaliser."""
+        if not self._state.acquire(blocking=False):
+            return False
+        try:
+            taken, self._is_held = not self._is_held, True
+            return taken
+        finally:
+            self._state.release()
+
+    def release(self) -> None:
+        with self._state:
+            if self._queue:
+                self._queue.popleft().release()
+            else:
+                self._is_held = False
+
+
+class Call:
+    """One call of the API, which waits for its requests on one thread."""
+
+    def __init__(self) -> None:
+        self.changed: dict[str, OpenRequest] = {}
+        """Requests with news that the call has not taken yet, by their names in the engine."""
+        self._bell = Lock()
+        self._bell.acquire()
+
+    def wake(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it was woken before
+            self._bell.release()
+
+    def sleep(self) -> None:
+        """Until the next `wake`, or not at all if one came since the last `sleep`."""
+        self._bell.acquire()
+
+
+class StepLoop:
+    def __init__(self, core: EngineCore, collector: Collector) -> None:
+        self.core = core
+        self._collector = collector
+        self._engine = FairLock()
+        """Guards the engine. Who holds it may take `_outputs` too, never the other way round."""
+        self._outputs = RLock()
+        """Guards open requests and the fields below, and is held for no longer than it takes to
+        pass on what a step brought."""
+        self._calls: dict[str, Call] = {}
+        """Who waits for a request, by its name in the engine."""
+        self._driver: Call | None = None
+        self._sleeping: dict[Call, None] = {}
+        """In the order in which they fell asleep. If any, there is a driver, or one was woken."""
+        self._abandoned: deque[OpenRequest] = deque()
+        """Requests to end, by the thread that uses the engine or the next one that does."""
+
+    # --- the engine -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def engine(self) -> Iterator[EngineCore]:
+        """The engine for this thread alone, between two steps."""
+        with deferred_interrupts(), self._held():
+            yield self.core
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        self._engine.acquire()
+        try:
+            yield
+        finally:
+            self._engine.release()
+            if self._abandoned:
+                self._end_abandoned()
+
+    def step(self) -> None:
+        """One step of the engine; its news go to the calls that wait for them."""
+        with self.engine():
+            self.step_held()
+
+    def step_held(self) -> None:
+        """A step for a thread that holds the engine."""
+        try:
+            output = self.core.step()
+            started = time.perf_counter()
+            self.take_in(output)
+            self.core.add_host_time(time.perf_counter() - started)
+        except Exception as error:
+            # What the step brought may be lost for any call, so none may go on waiting for it.
+            self.core.die(f"its outputs could not be passed on: {error!r}", error)
+            with self._outputs:
+                self._tell(self._collector.fail_all(str(self.core.death)))
+            raise EngineDeadError(f"the engine has stopped: {self.core.death}") from error
+
+    def take_in(self, output: StepOutput) -> None:
+        """Pass on what a step brought. The engine must be held."""
+        with self._outputs:
+            changed, stopped = self._collector.process(output)
+            for sequence in stopped:
+                reason = sequence.finish_reason or "stop"
+                self.core.abort(sequence.request.engine_id, reason, sequence.key)
+            if stopped:
+                changed += self._collector.process(self.core.take_ended())[0]
+            self._tell(changed)
+
+    def shutdown(self) -> None:
+        """Free the engine; calls that wait get an error."""
+        with self.engine() as core:
+            core.shutdown()
+            with self._outputs:
+                self._tell(self._collector.fail_all(str(core.death)))
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def open(self, new: NewRequest, prompt: str | None, kind: RequestOutputKind) -> OpenRequest:
+        """Listen for a request that was added to the engine, which must still be held."""
+        with self._outputs:
+            return self._collector.open(new, prompt, kind)
+
+    def follow(self, requests: Iterable[OpenRequest]) -> Call:
+        """A call that waits for these requests."""
+        call = Call()
+        with self._outputs:
+            for request in requests:
+                self._calls[request.engine_id] = call
+                if request.has_news:
+                    call.changed[request.engine_id] = request
+        return call
+
+    def next_changes(self, call: Call) -> list[OpenRequest]:
+        """Wait until requests of a call have news, and return these; nothing after an interrupt
+        whose handler does not raise. This thread steps the engine unless another one does."""
+        with deferred_interrupts(notify=call.wake) as interrupts:
+            try:
+                while not interrupts:
+                    with self._outputs:
+                        self._sleeping.pop(call, None)
+                        if call.changed:
+                            changed, call.changed = call.changed, {}
+                            return list(changed.values())
+                        self._driver = self._driver or call
+                        drives = self._driver is call
+                        if not drives:
+                            self._sleeping[call] = None
+                    if drives:
+                        with self._held():
+                            if not call.changed:
+                                self.step_held()
+                    else:
+                        call.sleep()
+                return []
+            finally:
+                self._leave(call)
+
+    def read(self, request: OpenRequest) -> RequestOutput | None:
+        """What is new of a request that may still grow, if anything."""
+        with self._outputs:
+            return request.read() if request.has_news else None
+
+    def forget(self, requests: Iterable[OpenRequest]) -> None:
+        """Listen no longer, and end what is unfinished. It may be called at any moment (a stream
+        is closed when it is collected), and so waits for no lock."""
+        with deferred_interrupts():
+            self._abandoned.extend(requests)
+            self._end_abandoned()
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _leave(self, call: Call) -> None:
+        with self._outputs:
+            self._sleeping.pop(call, None)
+            if self._driver is call:
+                self._driver = None
+            if self._driver is None and self._sleeping:
+                next(iter(self._sleeping)).wake()
+
+    def _tell(self, changed: Iterable[OpenRequest]) -> None:
+        for request in changed:
+            call = self._calls.get(request.engine_id)
+            if call is not None and request.has_news:
+                call.changed[request.engine_id] = request
+                call.wake()
+
+    def _end_abandoned(self) -> None:
+        # If another thread holds the engine, it comes here once it has released it.
+        while self._abandoned and self._engine.try_acquire():
+            try:
+                while self._abandoned:
+                    request = self._abandoned.popleft()
+                    if not request.finished:
+                        self.core.abort(request.engine_id)
+                    with self._outputs:
+                        self._collector.close(request)
+                        self._calls.pop(request.engine_id, None)
+            finally:
+                self._engine.release()
