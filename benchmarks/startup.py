@@ -7,7 +7,7 @@
 Each run is a process of its own; precisions take turns. *First token*: seconds from the start of
 the process until one token is there. *Memory*: what the process then holds beyond one that has only
 imported torch (of the KV cache, only what few tokens touch), and the most it held. *Idle*: CPU time
-of the next three seconds. *Size*: the files of quire-llm[server] and all that it needs, without
+of the next three seconds. *Size*: the files of quire-llm and all that it needs, without
 torch and what torch needs, without triton and the embedded model.
 """
 
@@ -144,7 +144,7 @@ def installed_bytes(name: str) -> int:
 
 def measure_size() -> dict[str, int]:
     """Bytes of each distribution that counts, the largest first."""
-    counted = requirements("quire-llm", ["server"]) - requirements("torch") - {*NOT_COUNTED}
+    counted = requirements("quire-llm", []) - requirements("torch") - {*NOT_COUNTED}
     sizes = {name: installed_bytes(name) for name in counted}
     return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 

@@ -266,8 +266,8 @@ def _serve(arguments: Arguments) -> int:
         from quire.server.supervisor import serve
     except ImportError as error:
         raise OptionError(
-            f"the server needs the package {error.name!r}; install it with "
-            "pip install 'quire-llm[server]'."
+            f"the server needs the package {error.name!r}, which is not installed; in a clone of "
+            "Quire `pip install .` installs all that it needs."
         ) from None
     return serve(options.flat(), served)
 

@@ -138,8 +138,9 @@ async def _engine_poster(arguments: Arguments) -> AsyncIterator[Post]:
         from quire.server.state import ServerState
     except ImportError as error:
         raise OptionError(
-            f"run-batch needs the package {error.name!r}; install it with "
-            "pip install 'quire-llm[server]', or give the --url of a running server."
+            f"run-batch needs the package {error.name!r}, which is not installed; in a clone of "
+            "Quire `pip install .` installs all that it needs. Or give the --url of a running "
+            "server."
         ) from None
     from quire import AsyncLLM
     from quire.client.asgi import post_asgi

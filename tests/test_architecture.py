@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from quire.config.options import option_groups
+from tests.tiny import save_tiny
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "quire"
@@ -227,6 +228,35 @@ def test_host_packages_do_not_load_torch_indirectly() -> None:
         module_of(path) for path in source_files() if package_of(module_of(path)) in TORCH_FREE
     ]
     assert not loaded_after("import " + ", ".join(modules)) & set(HEAVY)
+
+
+SERVERS_PACKAGES = ("fastapi", "starlette", "uvicorn", "httptools", "pydantic", "zmq")
+NOT_FOR_THE_ENGINE = (
+    *SERVERS_PACKAGES,
+    "prometheus_client",
+    "huggingface_hub",
+    "llguidance",
+    "tqdm",
+)
+WITHOUT_THEM = """
+import sys
+sys.modules.update(dict.fromkeys(sys.argv[2].split(), None))  # importing them fails
+from quire import LLM, SamplingParams
+with LLM(sys.argv[1], num_threads=1, kv_cache_memory_bytes="32MiB") as llm:
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    (output,) = llm.generate(["a prompt"], params)
+    assert len(output.outputs[0].token_ids) == 4
+    assert llm.get_metrics()
+"""
+
+
+def test_engine_runs_without_the_servers_packages(tmp_path: Path) -> None:
+    """A GPU host runs the engine and the offline API with torch, triton, safetensors, tokenizers,
+    numpy and msgspec alone."""
+    save_tiny(tmp_path)
+    words = [sys.executable, "-c", WITHOUT_THEM, str(tmp_path), " ".join(NOT_FOR_THE_ENGINE)]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def test_names() -> None:

@@ -17,6 +17,18 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+def test_nothing_names_a_package_that_no_index_has() -> None:
+    """Quire is installed from a clone: `pip install '.[otel]'`."""
+    sources = [
+        path
+        for folder in ("quire", "examples", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    wrong = re.compile(r"pip install[^\n`]*quire-llm")
+    found = [path for path in [*PAGES, *sources] if wrong.search(path.read_text(encoding="utf-8"))]
+    assert not found
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     """To a file of the repository, and to a heading that it has."""

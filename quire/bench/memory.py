@@ -134,7 +134,7 @@ def _wants_transformers(arguments: Arguments) -> bool:
     if arguments.no_transformers:
         return False
     if importlib.util.find_spec("transformers") is None:
-        say("transformers is not installed (pip install 'quire-llm[bench]'): left out")
+        say("transformers is not installed (pip install transformers): left out")
         return False
     return True
 

@@ -58,7 +58,7 @@ def check_outputs(arguments: Arguments) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise OptionError(
             f"--plot {arguments.plot!r} needs matplotlib, which is not installed. Run "
-            "`pip install 'quire-llm[bench]'`, or leave --plot out."
+            "`pip install matplotlib`, or leave --plot out."
         )
     formats = (".png", ".svg", ".pdf")
     if Path(arguments.plot).suffix.lower() not in formats:

@@ -17,7 +17,7 @@ try:
     import httptools
 except ImportError:
     raise OptionError(
-        "httptools is not installed; run `pip install 'quire-llm[server]'` (or [bench])."
+        "httptools is not installed, and requests to a server need it; run `pip install httptools`."
     ) from None
 
 Receiver = Callable[[bytes], None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -9,16 +10,17 @@ from quire.frontend.collector import OpenRequest
 
 
 class ProgressBar:
-    """tqdm over prompts; silent where it is not wanted."""
+    """tqdm over prompts; silent where it is not wanted, or tqdm is not installed."""
 
     def __init__(self, total: int, enabled: bool) -> None:
         self._bar: Any = None
         self._started = time.perf_counter()
         self._num_in = self._num_out = 0
         if enabled:
-            from tqdm import tqdm
+            with contextlib.suppress(ImportError):
+                from tqdm import tqdm
 
-            self._bar = tqdm(total=total, desc="Processed prompts", dynamic_ncols=True)
+                self._bar = tqdm(total=total, desc="Processed prompts", dynamic_ncols=True)
 
     def add(self, request: OpenRequest) -> None:
         """Count a finished request."""

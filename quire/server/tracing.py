@@ -1,6 +1,6 @@
 """Spans for OpenTelemetry, one for each request to the engine. Names are vLLM's.
 
-Only servers with `otlp_traces_endpoint` need the packages: `pip install 'quire-llm[otel]'`.
+Only servers with `otlp_traces_endpoint` need the packages: `pip install '.[otel]'` in a clone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check_tracing(endpoint: str) -> str:
     except ImportError as error:
         raise OptionError(
             f"otlp_traces_endpoint needs the package {error.name!r}; install it with "
-            "pip install 'quire-llm[otel]', or leave the option out."
+            "`pip install '.[otel]'` in a clone of Quire, or leave the option out."
         ) from None
     return endpoint if address.path.strip("/") else f"{endpoint.rstrip('/')}{TRACES_PATH}"
 

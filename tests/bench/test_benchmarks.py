@@ -248,7 +248,7 @@ def test_without_matplotlib_the_remedy_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["bench", "latency", "--plot", "x.png"]) == 2
-    assert "pip install 'quire-llm[bench]'" in capsys.readouterr().err
+    assert "pip install matplotlib" in capsys.readouterr().err
 
 
 def test_bad_request_files_are_refused(

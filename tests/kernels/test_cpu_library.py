@@ -10,11 +10,12 @@ import runpy
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
-from quire import SamplingParams
+from quire import SamplingParams, __version__
 from quire.kernels.cpu import library
 from tests.tiny import save_tiny, tiny_llm
 
@@ -67,6 +68,7 @@ def test_builds_from_the_sources_alone(tree: Path, native: None) -> None:
     assert loaded is not None and description.startswith("native library")
     if platform.machine() == "x86_64" and shutil.which("objdump") and shutil.which("nm"):
         check_objects(next((tree / "objects").rglob("library.o")).parent)
+        check_wheel_tag(built)
 
 
 def check_objects(folder: Path) -> None:
@@ -81,6 +83,87 @@ def check_objects(folder: Path) -> None:
         symbols = output("nm", "--defined-only", "-C", folder / name.replace(".cpp", ".o"))
         shared = [line for line in symbols.splitlines() if line.split()[1] in "WVu"]
         assert not shared, f"{name} shares {shared[0]}"
+
+
+def check_wheel_tag(built: Path) -> None:
+    """A wheel's tag promises no older glibc than the library's functions need, and the library
+    runs wherever torch's own wheels (glibc 2.28) do."""
+    found = re.findall(r"\(GLIBC_2\.(\d+)[.\d]*\)", output("objdump", "-T", built))
+    needed = max(int(minor) for minor in found)
+    assert needed <= 28, f"something needs glibc 2.{needed}: see src/glibc_base.h"
+    tag = runpy.run_path(str(ROOT / "setup.py"))["wheel_platform"]("linux_x86_64", built)
+    promised = re.fullmatch(r"manylinux_2_(\d+)_x86_64", tag)
+    assert promised is not None and int(promised[1]) >= needed
+
+
+@pytest.mark.parametrize(
+    ("names", "tag"),
+    [
+        ("GLIBC_2.2.5 GLIBC_2.34 GLIBC_2.14 CXXABI_1.3", "manylinux_2_34_x86_64"),
+        ("GLIBC_2.2.5", "manylinux_2_17_x86_64"),
+        ("GLIBC_2.17 GLIBCXX_3.4.30", "linux_x86_64"),  # a newer libstdc++ than glibc says
+        ("CXXABI_1.3", "linux_x86_64"),  # musl
+    ],
+)
+def test_wheel_tag_follows_the_names_in_the_library(names: str, tag: str, tmp_path: Path) -> None:
+    pytest.importorskip("setuptools.command.bdist_wheel")
+    made = tmp_path / "made.so"
+    made.write_bytes(b"ELF\0" + b"\0".join(name.encode() for name in names.split()) + b"\0")
+    wheel_platform = runpy.run_path(str(ROOT / "setup.py"))["wheel_platform"]
+    assert wheel_platform("linux_x86_64", made) == tag
+    assert wheel_platform("linux_x86_64", tmp_path / "none.so") == "linux_x86_64"
+
+
+@pytest.mark.slow
+def test_wheel_has_the_tag_and_serves(tmp_path: Path, native: None) -> None:
+    """What `make wheel` makes holds the library and asks for what serving needs."""
+    pytest.importorskip("setuptools.command.bdist_wheel")
+    tree = tmp_path / "tree"
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "quire", tree / "quire", ignore=ignored)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+        shutil.copy(ROOT / name, tree)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--wheel-dir", str(tmp_path), str(tree)], check=True, timeout=280)
+    (wheel,) = tmp_path.glob("*.whl")
+    machine = platform.machine()
+    assert re.fullmatch(rf"quire_llm-[\d.]+-py3-none-manylinux_2_\d+_{machine}\.whl", wheel.name)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extract("quire/kernels/cpu/libquire_cpu.so", tmp_path)
+        (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        about = archive.read(metadata).decode()
+    check_wheel_tag(tmp_path / "quire/kernels/cpu/libquire_cpu.so")
+    plain = [line for line in about.splitlines() if "extra ==" not in line]
+    for package in ("fastapi", "uvicorn", "httptools", "pydantic", "pyzmq", "prometheus_client"):
+        assert any(line.startswith(f"Requires-Dist: {package}") for line in plain)
+    assert "Provides-Extra: server" in plain
+    assert any(line.startswith("Project-URL: Repository, https://") for line in plain)
+
+
+def test_a_clone_takes_the_library_of_an_installation(tmp_path: Path, native: None) -> None:
+    """`pip install .` builds it in the installed copy; Python started in the clone imports the
+    clone's package, which has none."""
+    clone, site = tmp_path / "clone", tmp_path / "site"
+    unbuilt = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "quire", clone / "quire", ignore=unbuilt)
+    about = site / f"quire_llm-{__version__}.dist-info/METADATA"
+    about.parent.mkdir(parents=True)
+    about.write_text(f"Metadata-Version: 2.1\nName: quire-llm\nVersion: {__version__}\n")
+    installed = site / "quire/kernels/cpu/libquire_cpu.so"
+    installed.parent.mkdir(parents=True)
+    shutil.copy(library.LIBRARY, installed)
+    code = "import quire; from quire.kernels.cpu import library; print(library.LIBRARY)"
+    result = subprocess.run(
+        [sys.executable, "-c", f"{code}; print(library.available()[0], quire.__file__)"],
+        cwd=clone,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found, _, source = result.stdout.partition("\n")
+    assert Path(found) == installed
+    assert source.strip() == f"True {clone / 'quire/__init__.py'}"
 
 
 def output(*command: str | Path) -> str:

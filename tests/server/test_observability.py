@@ -164,7 +164,7 @@ def test_endpoints_and_packages_that_will_not_do(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(OptionError, match=r"otlp_traces_endpoint.*4318"):
             check_tracing(endpoint)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(OptionError, match=r"opentelemetry\.sdk\.trace.*quire-llm\[otel\]"):
+    with pytest.raises(OptionError, match=r"opentelemetry\.sdk\.trace.*pip install '\.\[otel\]'"):
         check_tracing("http://collector:4318")
 
 

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-LIBRARY = Path(__file__).with_name("libquire_cpu.so")
+LIBRARY_NAME = "libquire_cpu.so"
 ISAS = ("generic", "avx2", "avx512")
 ABI = 10
+
+
+def _find_library() -> Path:
+    """The library beside this file; in a clone where it was not built, that of an installation.
+    Python takes the package from the folder it was started in, and so from the clone even where
+    `pip install .` has put another copy elsewhere. `load` refuses one of another ABI."""
+    beside = Path(__file__).with_name(LIBRARY_NAME)
+    if beside.exists():
+        return beside
+    for installed in importlib.metadata.distributions(name="quire-llm"):
+        elsewhere = Path(str(installed.locate_file(f"quire/kernels/cpu/{LIBRARY_NAME}")))
+        if elsewhere.exists():
+            return elsewhere
+    return beside
+
+
+LIBRARY = _find_library()
 
 
 class AttentionCall(ctypes.Structure):
@@ -284,7 +302,8 @@ def load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     """The library at `path` and a description of it, or None and the reason."""
     if not path.exists():
         return None, (
-            "the native library was not built; install a C++ compiler, then install quire again"
+            f"the native library {path} was not built; install a C++ compiler, then install quire "
+            "again (in a clone: `pip install -e .`)"
         )
     try:
         library = ctypes.CDLL(str(path))
