@@ -58,6 +58,7 @@ class InstantExecutor:
         local: Any = llm._core.executor
         self.num_blocks: int = local.num_blocks
         self.groups_prefixes: bool = local.groups_prefixes
+        self.graph_tokens: int = local.graph_tokens
         self._local = local
         vocab_size, max_rows = llm.model_config.vocab_size, llm._core.scheduler.limits.max_num_seqs
         self._tokens = np.random.default_rng(0).integers(0, vocab_size, max_rows, np.int32)

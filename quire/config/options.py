@@ -209,6 +209,13 @@ class SchedulerOptions(CheckedOptions):
     long_prefill_token_threshold: int = option(
         0, "Most prompt tokens that one request may compute in a step; 0: no limit.", minimum=0
     )
+    target_itl_ms: float | None = option(
+        None,
+        "Gap between two tokens of a running stream, in milliseconds, that prompts of others may "
+        "cause: they are taken in chunks that keep to it. 0: any gap, for throughput alone.",
+        default_text="automatic: 36, or twice the time of a decode step where that is more",
+        minimum=0,
+    )
     max_num_queued_reqs: int | None = option(
         None,
         "Most requests that may wait; more are refused with an OverloadedError. 0: no limit.",

@@ -53,7 +53,9 @@ def start_engine(options: EngineOptions, model: ModelConfig) -> Engine:
     final = resolved.options.replace(max_model_len=executor.max_model_len)
     core = EngineCore(
         executor,
-        scheduler_limits(final, model, executor.num_blocks, executor.groups_prefixes),
+        scheduler_limits(
+            final, model, executor.num_blocks, executor.groups_prefixes, executor.graph_tokens
+        ),
         max_steps_in_flight=final.scheduler.max_steps_in_flight or 1,
         grammar_settings=GrammarSettings.from_config(final.decoding.structured_outputs_config),
         num_threads=_mask_threads(final),
@@ -72,7 +74,11 @@ def _mask_threads(options: EngineOptions) -> int:
 
 
 def scheduler_limits(
-    options: EngineOptions, model: ModelConfig, num_blocks: int, groups_prefixes: bool = False
+    options: EngineOptions,
+    model: ModelConfig,
+    num_blocks: int,
+    groups_prefixes: bool = False,
+    graph_tokens: int = 0,
 ) -> SchedulerLimits:
     """What the scheduler needs of fully resolved options."""
     wanted = options.scheduler
@@ -96,10 +102,12 @@ def scheduler_limits(
         enable_prefix_caching=options.cache.enable_prefix_caching,
         enable_chunked_prefill=wanted.enable_chunked_prefill,
         long_prefill_token_threshold=wanted.long_prefill_token_threshold,
+        target_itl_s=None if wanted.target_itl_ms is None else wanted.target_itl_ms / 1000,
         max_num_queued_reqs=wanted.max_num_queued_reqs or 0,
         max_num_queued_tokens=wanted.max_num_queued_tokens or 0,
         reserves_max_length=wanted.reservation == "max_length",
         groups_prefixes=groups_prefixes,
+        graph_tokens=graph_tokens,
         seed=options.model.seed,
         cache_identity=identity,
     )

@@ -358,6 +358,7 @@ class InputProcessor:
             priority=self.check_priority(priority),
             cache_salt=prompt.cache_salt,
             streams=streams or watches_tokens(params),
+            interactive=streams,
             tenant=tenant,
             deadline=deadline,
             wants_progress=wants_progress,

@@ -33,7 +33,9 @@ class NewRequest:
     adapter: str | None = None
     """Digest of the adapter's content; prefix blocks are shared only between equal ones."""
     streams: bool = False
-    """Whether the client reads tokens as they come; otherwise they arrive with the end."""
+    """Whether tokens are sent as they come; otherwise they arrive with the end."""
+    interactive: bool = False
+    """Whether a client shows tokens as they come, so that the gap between two of them matters."""
     wants_progress: bool = False
     """Whether the client hears how its prompt gets on until the first token."""
     pooling: str | None = None

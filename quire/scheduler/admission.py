@@ -20,7 +20,7 @@ def admit_waiting(scheduler: Scheduler, draft: PlanDraft, now: float) -> None:
     if draft.preempted or not waiting or not free_rows:
         return
     limits, promised = scheduler.limits, kv.num_promised(scheduler.ranked_rows())
-    while draft.budget > 0 and free_rows and waiting:
+    while draft.room > 0 and free_rows and waiting:
         request = waiting.first_begun() if scheduler.pause is Pause.DRAIN else waiting.first()
         if request is None:
             return
@@ -32,10 +32,10 @@ def admit_waiting(scheduler: Scheduler, draft: PlanDraft, now: float) -> None:
             if not kv.room_for(match, num_known, promised):
                 return
         want = num_known - match.num_tokens
-        if want > draft.budget and not _may_divide_prompts(scheduler):
+        if want > draft.room and not _may_divide_prompts(scheduler):
             return
         waiting.remove(request)
-        grant = min(want, draft.budget, limits.long_prefill_token_threshold or want)
+        grant = min(want, draft.room, limits.long_prefill_token_threshold or want)
         if request.num_cached < 0:
             _begin(scheduler, request, match.num_tokens, now)
         promised += _admit(scheduler, request, match, fork_of, grant, draft)

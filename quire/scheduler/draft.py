@@ -16,6 +16,8 @@ class PlanDraft:
         self.step = step
         self.budget = budget
         """Tokens that may still be computed in this step."""
+        self.prompt_budget = budget
+        """How many of them by rows that compute more than one."""
         self.added_rows: list[AddedRow] = []
         self.preempted = False
         self.held_blocks: list[int] = []
@@ -41,12 +43,19 @@ class PlanDraft:
         self._counts.append(counts)
         self._samples.append(samples)
         self.budget -= int(counts.sum())
+        self.prompt_budget -= int(counts[counts > 1].sum())
+
+    @property
+    def room(self) -> int:
+        """Tokens that a waiting request may still compute."""
+        return min(self.budget, self.prompt_budget)
 
     def admit(self, added: AddedRow, count: int, samples: bool) -> None:
         """A new row, which computes `count` tokens at once."""
         self.added_rows.append(added)
         self._admitted.append((added.row, count, samples))
         self.budget -= count
+        self.prompt_budget -= count
 
     def write_blocks(self, rows: Int32Array, indices: Int32Array, ids: Int32Array) -> None:
         self._block_rows.append(rows)

@@ -22,6 +22,11 @@ class SchedulerLimits:
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
     """Most tokens of one prompt per step; 0 leaves it to the budget."""
+    target_itl_s: float | None = None
+    """Gap between two tokens that prompts may stretch those of running streams to; None: chosen
+    from step times, 0: any."""
+    graph_tokens: int = 0
+    """Most tokens of a step with prompts that runs as one CUDA graph; 0 without graphs."""
     reserves_max_length: bool = False
     """Reserve `max_model_len` tokens on admission, as engines without paging do (benchmarks)."""
     max_num_queued_reqs: int = 0

@@ -75,6 +75,7 @@ class Columns:
         """The host decides on the next token (beam search), not the sampler."""
         self.has_followers = flags()
         self.streams = flags()
+        self.interactive = flags()
         self.tenant = ints()
         self.keys: Int64Array = np.zeros(max_rows, np.int64)
         self.last_token_time = np.zeros(max_rows, np.float64)
@@ -106,6 +107,7 @@ class Columns:
         self.host_chooses[row] = by_host
         self.has_followers[row] = bool(request.followers)
         self.streams[row] = request.new.streams and not by_host
+        self.interactive[row] = request.new.interactive
         self.keys[row] = request.key
         self.tenant[row] = tenant
         if request.last_token_time:

@@ -27,6 +27,7 @@ from quire.scheduler.overload import check_room_in_queue
 from quire.scheduler.pace import Pace
 from quire.scheduler.pause import Pause
 from quire.scheduler.policy import rank_function
+from quire.scheduler.prefill_budget import PrefillBudget
 from quire.scheduler.prefix_cache import chain_root
 from quire.scheduler.prefix_groups import PrefixGroups
 from quire.scheduler.progress import ProgressReports
@@ -48,6 +49,7 @@ class Scheduler:
             PrefixGroups(self.columns, limits.block_size) if limits.groups_prefixes else None
         )
         self.pace = Pace()
+        self.prefill_budget = PrefillBudget(limits.target_itl_s, limits.graph_tokens)
         self.deadlines = Deadlines()
         self.progress = ProgressReports()
         self.pause = Pause.NONE
@@ -174,6 +176,8 @@ class Scheduler:
         self._next_step += 1
         self.num_steps_in_flight += 1
         self.pace.planned(now, self.max_step_tokens - draft.budget)
+        num_prompt_tokens = int(plan.num_new_tokens[plan.num_new_tokens > 1].sum())
+        self.prefill_budget.planned(plan.step, now, num_prompt_tokens)
         c = self.columns
         self.metrics.planned(plan, self.kv.pool.num_used, c.num_blocks, c.num_computed, now)
         return plan
@@ -189,6 +193,7 @@ class Scheduler:
             want[c.awaits_tokens(rows, self.num_steps_in_flight)] = 0
             if self.limits.long_prefill_token_threshold:
                 np.minimum(want, self.limits.long_prefill_token_threshold, out=want)
+            self._limit_prompts(draft, rows, want)
             grant = np.clip(draft.budget - (np.cumsum(want) - want), 0, want).astype(np.int32)
             need = self.kv.shortfall(rows, c.num_computed[rows] + grant)
             if int(need.sum()) <= self.kv.pool.num_free:
@@ -198,6 +203,21 @@ class Scheduler:
         longest = np.argsort(-c.num_tokens[rows], kind="stable")  # first, so that all end together
         if len(computing := longest[grant[longest] > 0]):
             self._compute(draft, rows[computing], grant[computing])
+
+    def _limit_prompts(self, draft: PlanDraft, rows: Int32Array, want: Int32Array) -> None:
+        """Beside streams that clients read along, compute no more prompt tokens than fit the
+        target for the gap between two tokens, and leave none of the streams out."""
+        c, limits = self.columns, self.limits
+        reads = c.interactive[rows] & (c.num_tokens[rows] > c.num_prompt[rows])
+        if limits.target_itl_s == 0 or not limits.enable_chunked_prefill or not reads.any():
+            return
+        is_prompt = want > 1
+        num_decoding = int(np.count_nonzero(want == 1))
+        tokens = min(self.prefill_budget.tokens(num_decoding), draft.budget - num_decoding)
+        draft.prompt_budget = max(tokens, 0)
+        prompts = want[is_prompt]
+        before = np.cumsum(prompts) - prompts
+        want[is_prompt] = np.clip(draft.prompt_budget - before, 0, prompts)
 
     def ranked_rows(self) -> Int32Array:
         """Running rows in the policy's order, kept until somebody joins or leaves."""
@@ -244,6 +264,7 @@ class Scheduler:
         `complete` says of each sample whether no token can follow it."""
         c = self.columns
         self.num_steps_in_flight -= 1
+        self.prefill_budget.applied(plan.step, now)
         live = c.epoch[plan.rows] == plan.epochs
         c.in_flight[plan.rows[live]] -= 1
         output = collect_output(c, plan, result, live)

@@ -51,6 +51,11 @@ class StepGraphs:
         keys += [GraphKey(size, None) for size in self._mixed.sizes]
         return sorted(keys, key=lambda key: key.num_tokens, reverse=True)
 
+    @property
+    def max_mixed_tokens(self) -> int:
+        """Most tokens of a step with prompts that is one replay."""
+        return max(self._mixed.sizes, default=1) - 1
+
     def compile(self) -> None:
         """Go through one graph of each kind, so that its kernels are compiled."""
         kinds = {(key.decode is None, key.decode and key.decode[1]): key for key in self.keys}

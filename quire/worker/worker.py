@@ -100,6 +100,7 @@ class Worker:
         prefill = self.runner.attention.prefill_name
         if prefill is not None:
             logger.info("attention of prompts: %s", prefill)
+        self.graph_tokens = 0
         if self._has_graphs:
             remedy = f"Lower {lower} or max_num_seqs, or set enforce_eager=True."
             with explaining("capturing CUDA graphs", remedy, device):
@@ -159,6 +160,7 @@ class Worker:
             (used_bytes() - before) / MIB,
         )
         runner.graphs = graphs
+        self.graph_tokens = graphs.max_mixed_tokens
 
     def _size_cache(
         self, model: CausalLM, spec: KVSpec, device: DeviceInfo, fits_max_model_len: bool

@@ -52,6 +52,7 @@ ENGINE_FLAGS: dict[str, tuple[str, Any]] = {
     "enable_chunked_prefill": ("--no-enable-chunked-prefill", False),
     "max_steps_in_flight": ("--max-steps-in-flight=2", 2),
     "long_prefill_token_threshold": ("--long-prefill-token-threshold=128", 128),
+    "target_itl_ms": ("--target-itl-ms=40", 40.0),
     "max_num_queued_reqs": ("--max-num-queued-reqs=64", 64),
     "max_num_queued_tokens": ("--max-num-queued-tokens=4096", 4096),
     "reservation": ("--reservation=max_length", "max_length"),

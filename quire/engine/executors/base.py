@@ -32,6 +32,8 @@ class Executor(Protocol):
     """KV blocks the workers have room for."""
     groups_prefixes: bool
     """Whether plans should say which rows share leading blocks."""
+    graph_tokens: int
+    """Most tokens of a step with prompts that runs as one CUDA graph; 0 without graphs."""
 
     def execute(self, plan: StepPlan) -> None:
         """Start the forward pass of a step."""

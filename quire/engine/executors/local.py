@@ -38,6 +38,7 @@ class LocalExecutor:
         self.num_blocks = self._worker.num_blocks
         self.max_model_len = self._worker.max_model_len
         self.groups_prefixes = self._worker.groups_prefixes
+        self.graph_tokens = self._worker.graph_tokens
 
     @staticmethod
     def device(options: EngineOptions) -> DeviceInfo:
