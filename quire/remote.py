@@ -24,11 +24,12 @@ from quire.protocol.sampling import RepetitionDetectionParams, SamplingParams
 from quire.terminal import prompt_from_input, run_chat, standard_input, write
 
 if TYPE_CHECKING:
-    from quire.client.batch import Post
+    from quire.client.batch import BatchAnswer, Post
     from quire.client.terminal_client import TerminalClient
 
 MAX_TOKENS = 128
 BATCH_CONCURRENCY = 256
+RETRY_FOR_S = 300.0
 
 
 def add_chat_arguments(parser: CommandParser) -> None:
@@ -72,7 +73,11 @@ def add_batch_arguments(parser: CommandParser) -> None:
         "--output-file",
         metavar="FILE",
         required=True,
-        help="Gets one result per line, in the order in which they are done.",
+        help="Gets one result per line, in the order in which they are done. Requests that have "
+        "one there already are not run again.",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="Run all requests, whatever the output file holds."
     )
     parser.add_argument(
         "--url", help="Use a running server, such as http://127.0.0.1:8000. (default: an engine)"
@@ -84,6 +89,14 @@ def add_batch_arguments(parser: CommandParser) -> None:
         type=int,
         default=BATCH_CONCURRENCY,
         help=f"Most requests at a time. (default: {BATCH_CONCURRENCY})",
+    )
+    parser.add_argument(
+        "--retry-for",
+        metavar="SECONDS",
+        type=float,
+        default=RETRY_FOR_S,
+        help="How long to try again once the server cannot be reached, restarts or takes no more "
+        f"requests. (default: {RETRY_FOR_S:g})",
     )
     add_engine_arguments(parser, exclude=("skip_tokenizer_init",))
 
@@ -124,9 +137,8 @@ def run_batch(arguments: Arguments) -> int:
     else:
         _refuse_engine_flags(arguments)
         poster = partial(run_batch.server_poster, arguments.url, arguments.api_key)
-    return run_batch.run_file(
-        arguments.input_file, arguments.output_file, poster, arguments.concurrency
-    )
+    files = run_batch.BatchFiles(arguments.input_file, arguments.output_file, arguments.overwrite)
+    return run_batch.run_file(files, poster, arguments.concurrency, arguments.retry_for)
 
 
 @contextlib.asynccontextmanager
@@ -146,8 +158,16 @@ async def _engine_poster(arguments: Arguments) -> AsyncIterator[Post]:
     from quire.client.asgi import post_asgi
 
     llm = AsyncLLM(**engine_arguments(arguments))
+    app = build_app(ServerState.of(llm, ServerOptions()))
+
+    async def post(path: str, body: bytes) -> BatchAnswer:
+        answer = await post_asgi(app, path, body)
+        if answer.status != 200:
+            await llm.check_health()  # unlike a server's, this engine does not come back
+        return answer
+
     try:
-        yield partial(post_asgi, build_app(ServerState.of(llm, ServerOptions())))
+        yield post
     finally:
         llm.shutdown()
 

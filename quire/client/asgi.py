@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from quire.client.batch import BatchAnswer
 
-async def post_asgi(app: Any, path: str, body: bytes) -> tuple[int, bytes, str | None]:
-    """Status, body and request id of the answer."""
+
+async def post_asgi(app: Any, path: str, body: bytes) -> BatchAnswer:
     length = str(len(body)).encode()
     scope = {
         "type": "http",
@@ -45,4 +46,5 @@ async def post_asgi(app: Any, path: str, body: bytes) -> tuple[int, bytes, str |
 
     await app(scope, receive, send)
     request_id = headers.get(b"x-request-id")
-    return status, b"".join(pieces), None if request_id is None else request_id.decode("latin-1")
+    name = None if request_id is None else request_id.decode("latin-1")
+    return BatchAnswer(status, b"".join(pieces), name)

@@ -4,47 +4,63 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import sys
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from quire.client.address import Address
-from quire.client.batch import BatchCounts, Post, run_batch
+from quire.client.batch import BatchAnswer, BatchCounts, Post, run_batch
+from quire.client.batch_results import ResultFile
 from quire.client.errors import no_answer, refused
 from quire.protocol.errors import OptionError, RequestError
 
 Poster = Callable[[], contextlib.AbstractAsyncContextManager[Post]]
 
 
-def run_file(input_file: str, output_file: str, poster: Poster, concurrency: int) -> int:
+@dataclass(frozen=True)
+class BatchFiles:
+    input_file: str
+    output_file: str
+    overwrite: bool = False
+    """Start over, instead of going on from the results that are there."""
+
+
+def run_file(files: BatchFiles, poster: Poster, concurrency: int, retry_for_s: float) -> int:
     """Run the batch; what could not be done is counted, and told in the output file."""
-    source, target = Path(input_file), Path(output_file)
+    source, target = Path(files.input_file), Path(files.output_file)
     if concurrency < 1:
         raise OptionError(f"--concurrency must be at least 1, got {concurrency}.")
+    if not retry_for_s >= 0:
+        raise OptionError(f"--retry-for must be at least 0 seconds, got {retry_for_s:g}.")
     if not source.is_file():
         raise RequestError(f"--input-file {str(source)!r} does not exist, or is no file.")
     if target.exists() and target.samefile(source):
         raise OptionError("--output-file must not be the --input-file, which it would overwrite.")
-    counts = asyncio.run(_run(source, target, poster, concurrency))
-    print(f"quire run-batch: {counts}; see {target}", file=sys.stderr)
-    return 0
+    counts = asyncio.run(_run(source, target, files.overwrite, poster, concurrency, retry_for_s))
+    advice = ""
+    if counts.has_failures:
+        advice = "; the same command again keeps what is done and tries the rest"
+    print(f"quire run-batch: {counts}; see {target}{advice}", file=sys.stderr)
+    return 1 if counts.has_failures else 0
 
 
-async def _run(source: Path, target: Path, poster: Poster, concurrency: int) -> BatchCounts:
-    # Half a character, which JSON may hold and UTF-8 may not, stays the escape that it was.
-    with (
-        source.open("rb") as lines,
-        target.open("w", encoding="utf-8", errors="backslashreplace") as results,
-    ):
-
-        def write(result: dict[str, Any]) -> None:
-            results.write(json.dumps(result, ensure_ascii=False) + "\n")
-            results.flush()
-
-        async with poster() as post:
-            return await run_batch(lines, post, write, concurrency)
+async def _run(
+    source: Path,
+    target: Path,
+    overwrite: bool,
+    poster: Poster,
+    concurrency: int,
+    retry_for_s: float,
+) -> BatchCounts:
+    with source.open("rb") as lines:
+        async with ResultFile(target, overwrite) as results, poster() as post:
+            if results.finished:
+                known = len(results.finished)
+                print(f"quire run-batch: {target} holds {known} results already", file=sys.stderr)
+            return await run_batch(
+                lines, post, results.append, concurrency, retry_for_s, results.finished
+            )
 
 
 @contextlib.asynccontextmanager
@@ -54,9 +70,14 @@ async def server_poster(url: str, api_key: str | None) -> AsyncIterator[Post]:
 
     client = HttpClient(Address.parse(url), api_key)
 
-    async def post(path: str, body: bytes) -> tuple[int, bytes, str | None]:
+    async def post(path: str, body: bytes) -> BatchAnswer:
         answer = await client.post(path, body)
-        return answer.status, answer.body, answer.headers.get("x-request-id")
+        return BatchAnswer(
+            answer.status,
+            answer.body,
+            answer.headers.get("x-request-id"),
+            _seconds(answer.headers.get("retry-after", "0")),
+        )
 
     with contextlib.closing(client):
         try:
@@ -66,3 +87,8 @@ async def server_poster(url: str, api_key: str | None) -> AsyncIterator[Post]:
         if answer.status != 200:
             raise refused(client.address, answer.status, answer.body)
         yield post
+
+
+def _seconds(text: str) -> float:
+    """Of a Retry-After header; one that names a date says nothing here."""
+    return float(text) if text.isdecimal() else 0.0

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from quire.cli import main
+from quire.client import batch
 from tests.protocol_server import ProtocolServer, protocol_server
 
 Run = Callable[..., dict[str | None, dict[str, Any]]]
+SERIAL = ("--concurrency", "1")
 
 
 @pytest.fixture
@@ -25,12 +27,14 @@ def server() -> Iterator[ProtocolServer]:
 def run(server: ProtocolServer, tmp_path: Path) -> Run:
     """Runs lines as a batch; returns the results by custom id."""
 
-    def run_lines(*lines: Any, words: tuple[str, ...] = ()) -> dict[str | None, dict[str, Any]]:
+    def run_lines(
+        *lines: Any, words: tuple[str, ...] = (), status: int = 0
+    ) -> dict[str | None, dict[str, Any]]:
         source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
         texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
         source.write_text("\n".join(texts) + "\n")
         flags = ["-i", str(source), "-o", str(target), "--url", server.url]
-        assert main(["run-batch", *flags, *words]) == 0
+        assert main(["run-batch", *flags, *words]) == status
         results = [json.loads(line) for line in target.read_text().splitlines()]
         assert all(result.keys() == {"id", "custom_id", "response", "error"} for result in results)
         assert len({result["id"] for result in results}) == len(results)
@@ -77,6 +81,7 @@ def test_a_refused_request_has_the_servers_answer(run: Run, server: ProtocolServ
         line("lost", prompt="x"),
         line("good", prompt="x"),
         words=("--concurrency", "1"),
+        status=1,
     )
     response = results["refused"]["response"]
     assert response["status_code"] == 400 and results["refused"]["error"] is None
@@ -108,7 +113,7 @@ def test_bad_lines_do_not_end_the_batch(
     server: ProtocolServer,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    results = run(line("first", prompt="x"), bad, "", line("last", prompt="x"))
+    results = run(line("first", prompt="x"), bad, "", line("last", prompt="x"), status=1)
     assert results[custom_id]["response"] is None
     assert results[custom_id]["error"]["code"] == "invalid_line"
     assert message in results[custom_id]["error"]["message"]
@@ -126,11 +131,110 @@ def test_half_a_character_comes_back_as_it_was(run: Run) -> None:
 
 def test_a_custom_id_may_come_once(run: Run, server: ProtocolServer, tmp_path: Path) -> None:
     """Whoever reads the results finds them by it."""
-    run(line("a", prompt="x"), line("a", prompt="y"))
+    run(line("a", prompt="x"), line("a", prompt="y"), status=1)
     results = [json.loads(text) for text in (tmp_path / "out.jsonl").read_text().splitlines()]
     (wrong,) = [result for result in results if result["error"]]
     assert "line 2: custom_id 'a' was used before" in wrong["error"]["message"]
     assert [body["prompt"] for body in server.bodies] == ["x"]
+
+
+def output_lines(tmp_path: Path) -> list[str]:
+    return (tmp_path / "out.jsonl").read_text().splitlines()
+
+
+@pytest.mark.parametrize("trouble", ["429", "500", "503", "drop"])
+def test_what_is_the_servers_trouble_is_tried_again(
+    trouble: str, run: Run, server: ProtocolServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch, "FIRST_WAIT_S", 0.001)
+    server.behaviours += [trouble] * 5
+    results = run(*(line(f"{i}", prompt="x") for i in range(8)))
+    assert len(results) == 8 and len(server.seen) >= 8 + 5
+    assert all(result["response"]["status_code"] == 200 for result in results.values())
+
+
+@pytest.mark.parametrize("trouble", ["503", "drop"])
+def test_trying_again_has_a_bound(
+    trouble: str,
+    run: Run,
+    server: ProtocolServer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The exit status and the counts say what is missing; a rerun does that alone."""
+    lines = [line(f"{i}", prompt="x") for i in range(3)]
+    words = ("--concurrency", "1", "--retry-for", "0")
+    run(lines[0])
+    # A request on an idle connection that was closed is sent once more by the connection's owner.
+    server.behaviours += [trouble] * (3 if trouble == "drop" else 2)
+    results = run(*lines, words=words, status=1)
+    assert results["0"]["response"]["status_code"] == 200
+    assert "0 completed, 2 failed, 1 done before; see " in capsys.readouterr().err
+    kept = output_lines(tmp_path)[0]
+    server.seen.clear()
+    results = run(*lines)
+    assert len(server.seen) == 2 and len(results) == 3
+    assert output_lines(tmp_path)[0] == kept, "what was done is not touched"
+    assert all(result["response"]["status_code"] == 200 for result in results.values())
+    assert "2 completed, 0 failed, 1 done before" in capsys.readouterr().err
+    server.seen.clear()
+    run(*lines)
+    assert not server.seen
+
+
+def test_one_request_is_not_tried_for_ever(
+    run: Run, server: ProtocolServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be what makes the server fail."""
+    monkeypatch.setattr(batch, "FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(batch, "LONGEST_WAIT_S", 0.0)
+    server.behaviours += ["500"] * batch.MAX_TRIES
+    results = run(line("bad", prompt="x"), line("good", prompt="x"), status=1, words=SERIAL)
+    assert results["bad"]["response"]["status_code"] == 500
+    assert results["good"]["response"]["status_code"] == 200
+    assert len(server.seen) == batch.MAX_TRIES + 1
+
+
+def test_a_result_cut_off_is_made_again(run: Run, server: ProtocolServer, tmp_path: Path) -> None:
+    """At whatever byte a crash left the file; the results before it stay as they are."""
+    lines = [line(f"{i}", prompt="é") for i in range(3)]
+    run(*lines, words=SERIAL)
+    target = tmp_path / "out.jsonl"
+    whole = target.read_bytes()
+    first = whole.index(b"\n", whole.index(b"\n") + 1) + 1
+    for cut in (first, first + 1, first + 40, len(whole) - 1):
+        target.write_bytes(whole[:cut])
+        server.seen.clear()
+        results = run(*lines)
+        assert results.keys() == {"0", "1", "2"} and len(server.seen) == 1
+        assert target.read_bytes()[:first] == whole[:first]
+    target.write_bytes(whole + bytes(100))  # what a file system may leave after a power cut
+    assert run(*lines).keys() == {"0", "1", "2"} and len(server.seen) == 1
+
+
+def test_a_request_that_changed_is_run_again(run: Run, server: ProtocolServer) -> None:
+    run(line("a", prompt="x"), line("b", prompt="x"))
+    server.seen.clear()
+    run(line("a", prompt="x"), line("b", prompt="y"), line("c", prompt="x"))
+    assert sorted(body["prompt"] for body in server.bodies) == ["x", "y"]
+    server.seen.clear()
+    run(line("a", prompt="x"), words=("--overwrite",))
+    assert len(server.seen) == 1
+
+
+@pytest.mark.parametrize("text", ["my notes\nof yesterday\n", "my notes", "{}", '{"id": 1}\n'])
+def test_a_file_of_another_kind_is_not_touched(
+    text: str, tmp_path: Path, server: ProtocolServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "out.jsonl"
+    target.write_text(text)
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps(line("a", prompt="x")))
+    words = ["run-batch", "-i", str(source), "-o", str(target), "--url", server.url]
+    assert main(words) == 2
+    assert "line 1 is no result of a batch" in capsys.readouterr().err
+    assert target.read_text() == text and not server.seen
+    assert not list(tmp_path.glob("*.part"))
 
 
 @pytest.mark.parametrize(
@@ -139,6 +243,7 @@ def test_a_custom_id_may_come_once(run: Run, server: ProtocolServer, tmp_path: P
         (["-i", "no-such-file", "-o", "out"], "--input-file 'no-such-file' does not exist"),
         (["-i", "in", "-o", "in"], "--output-file must not be the --input-file"),
         (["-i", "in", "-o", "out", "--concurrency", "0"], "--concurrency must be at least 1"),
+        (["-i", "in", "-o", "out", "--retry-for", "-1"], "--retry-for must be at least 0"),
         (["-i", "in", "-o", "out"], "no server listens at http://127.0.0.1:9"),
         (["-i", "in", "-o", "out", "--block-size", "16"], "--block-size is of no use with --url"),
     ],

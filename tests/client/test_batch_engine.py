@@ -41,7 +41,7 @@ def test_answers_are_those_of_the_model(tmp_path: Path, capsys: pytest.CaptureFi
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(lines))
     flags = ["--model", str(tmp_path / "model"), "--kv-cache-memory-bytes", "8MiB"]
-    assert main(["run-batch", "-i", str(source), "-o", str(target), *flags]) == 0
+    assert main(["run-batch", "-i", str(source), "-o", str(target), *flags]) == 1
     results = {
         result["custom_id"]: result["response"]
         for result in map(json.loads, target.read_text().splitlines())
