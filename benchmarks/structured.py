@@ -7,7 +7,9 @@
 QUIRE_TEST_DATA names) token by token through the engine's masks, and through llguidance called
 directly. A schema passes if it compiles, its valid instances are accepted and its invalid ones are
 not. `documents` lets the embedded model write a document for some of the schemas, at temperature 1,
-and checks each that it finishes with `jsonschema`. `speed` measures, with the embedded model: the
+and checks each that it finishes with `jsonschema`. `calls` forces a call of 200 random tools
+(`structured_calls.py`), at temperature 1, and counts those that end within 400 tokens, with the
+default layout and with any amount of white space. `speed` measures, with the embedded model: the
 time per token of 32 requests under a fixed-length expression against the same without one; what a
 schema that was never seen adds to a request; and tokens/s of a key-heavy schema with and without
 jump-ahead. `memory` sends 10,000 different schemas to a server and prints how the memory of its
@@ -43,6 +45,7 @@ from quire.engine.grammar.compiler import GrammarCompiler
 from quire.engine.grammar.grammar import Grammar
 from quire.engine.grammar.matcher import Matcher
 from quire.frontend.tokenizer import Tokenizer, load_tokenizer
+from structured_calls import measure_calls
 from structured_memory import measure_memory
 
 FILE = "schemas/maskbench_dev.jsonl.gz"
@@ -52,7 +55,7 @@ MAX_NEW_SCHEMA_S = 0.050
 MIN_JUMP_AHEAD = 1.5
 NUM_NEW_SCHEMAS = 25
 DOCUMENT_TOKENS = 300
-PARTS = ("schemas", "documents", "speed", "memory")
+PARTS = ("schemas", "documents", "calls", "speed", "memory")
 
 KEYS = ("customer_identifier", "shipping_address_line", "billing_address_line", "order_reference")
 KEY_HEAVY = {
@@ -305,6 +308,7 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--schemas", type=int, help="walk the first N only")
     parser.add_argument("--documents", type=int, default=80, help="write so many")
+    parser.add_argument("--calls", type=int, default=200, help="force so many")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--tokens", type=int, default=48, help="per request, for the added time")
     parser.add_argument("--rounds", type=int, default=12)
@@ -318,6 +322,8 @@ def main() -> int:
         found["schemas"] = measure_schemas(given.schemas)
     if "documents" in parts:
         found["documents"] = measure_documents(engine, given.documents)
+    if "calls" in parts:
+        found["calls"] = measure_calls(engine, given.calls)
     if "speed" in parts:
         with LLM(**engine) as llm:
             found["added_time"] = measure_added_time(llm, given.tokens, given.rounds)

@@ -270,8 +270,8 @@ class DecodingOptions(CheckedOptions):
 
     structured_outputs_config: dict[str, Any] | None = option(
         None,
-        "Settings of structured output (JSON): jump_ahead, disable_any_whitespace, "
-        "disable_additional_properties.",
+        "Settings of structured output (JSON): jump_ahead, disable_any_whitespace (true: none, "
+        "false: any), whitespace_pattern, disable_additional_properties.",
         default_text='{"jump_ahead": true}',
         accepts=lambda value: GrammarSettings.from_config(value) is not None,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.protocol.errors import OptionError
+from quire.protocol.structured import JsonSettings
 
 OF_OTHER_ENGINES = ("backend", "disable_fallback", "reasoning_parser", "enable_in_reasoning")
 """Keys of vLLM's setting that choose between its backends, or are options of their own here."""
@@ -18,8 +19,9 @@ class GrammarSettings:
 
     jump_ahead: bool = True
     """Append all tokens at once that a grammar leaves no choice about."""
-    disable_any_whitespace: bool = False
+    disable_any_whitespace: bool | None = None
     disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
 
     @classmethod
     def from_config(cls, config: dict[str, Any] | None) -> GrammarSettings:
@@ -30,8 +32,19 @@ class GrammarSettings:
                 raise OptionError(
                     f"structured_outputs_config[{name!r}] is unknown; use {', '.join(known)}."
                 )
-            if not isinstance(value, bool):
+            is_text = name == "whitespace_pattern"
+            if value is not None and not isinstance(value, str if is_text else bool):
+                wanted = "a regular expression" if is_text else "true or false"
                 raise OptionError(
-                    f"structured_outputs_config[{name!r}] must be true or false, got {value!r}."
+                    f"structured_outputs_config[{name!r}] must be {wanted}, got {value!r}."
                 )
-        return cls(**values)
+        return cls(**{name: value for name, value in values.items() if value is not None})
+
+    def for_json(self, own: JsonSettings) -> JsonSettings:
+        """The settings of one request: its own layout if it asks for one, or the engine's."""
+        layout: JsonSettings | GrammarSettings = own if own.has_layout else self
+        return JsonSettings(
+            layout.disable_any_whitespace,
+            own.disable_additional_properties or self.disable_additional_properties,
+            layout.whitespace_pattern,
+        )

@@ -15,6 +15,42 @@ MAX_TEXT_BYTES = 1 << 20
 """Longest schema, expression or grammar. What is longer takes more than a second to compile."""
 
 ANY_OBJECT = '{"type":"object"}'
+WHITESPACE = r"[ ]{1,2}|[ ]?\n{1,2}[ \t]{0,32}"
+"""Between the parts of JSON unless a request or the engine says otherwise: what models write, a
+space or a line break and its indentation, but not without end. Some would go on until
+`max_tokens`."""
+
+
+@dataclass(frozen=True)
+class JsonSettings:
+    """What `StructuredOutputs` says about JSON beside its schema."""
+
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+    @property
+    def has_layout(self) -> bool:
+        return self.disable_any_whitespace is not None or self.whitespace_pattern is not None
+
+    def guidance(self) -> dict[str, Any]:
+        """The layout as llguidance's options."""
+        if self.disable_any_whitespace:
+            return {"whitespace_flexible": False}
+        if self.whitespace_pattern is not None:
+            return {"whitespace_pattern": self.whitespace_pattern}
+        if self.disable_any_whitespace is None:
+            return {"whitespace_pattern": WHITESPACE}
+        return {"whitespace_flexible": True}
+
+    def embedded(self, schema: Any) -> Any:
+        """A schema as a grammar can hold it, with these settings in it. Its own `x-guidance` could
+        turn keywords off, and is dropped."""
+        if self.disable_additional_properties:
+            schema = closed(schema)
+        if schema is True:
+            schema = {}
+        return {**schema, "x-guidance": self.guidance()} if isinstance(schema, dict) else schema
 
 
 @dataclass
@@ -33,8 +69,9 @@ class StructuredOutputs:
     """Any JSON object."""
     structural_tag: Any = None
     """Free text in which tags begin parts of a given schema: JSON text or a dictionary."""
-    disable_any_whitespace: bool = False
-    """JSON without spaces and line breaks between its parts."""
+    disable_any_whitespace: bool | None = None
+    """True: JSON without white space between its parts; False: with any amount of it; None: with a
+    space, or a line break and its indentation."""
     disable_additional_properties: bool = False
     """Objects have no keys but those their schema names."""
     whitespace_pattern: str | None = None
@@ -60,7 +97,17 @@ class StructuredOutputs:
                 raise RequestError(
                     f"structured_outputs.{name} must be a string that is not empty, got {value!r}."
                 )
+        self._check_switches()
         self._check_texts()
+
+    def _check_switches(self) -> None:
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise RequestError(
+                    f"structured_outputs.{name} must be true or false, got "
+                    f"{getattr(self, name)!r:.80}."
+                )
+        self.disable_additional_properties = bool(self.disable_additional_properties)
 
     def _check_choice(self) -> None:
         if self.choice is None:
@@ -95,6 +142,12 @@ class StructuredOutputs:
     @property
     def kind(self) -> str:
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
+
+    @property
+    def json_settings(self) -> JsonSettings:
+        return JsonSettings(
+            self.disable_any_whitespace, self.disable_additional_properties, self.whitespace_pattern
+        )
 
     @property
     def text(self) -> str:
@@ -138,7 +191,7 @@ def as_structured_outputs(value: Any) -> StructuredOutputs | None:
 def closed(schema: Any) -> Any:
     """`schema` with `additionalProperties: false` in every object that says nothing about it."""
     schema = json.loads(json.dumps(schema))
-    for part in _parts(schema):
+    for part in subschemas(schema):
         is_object = part.get("type") == "object" or "properties" in part
         if is_object and "additionalProperties" not in part and "patternProperties" not in part:
             part["additionalProperties"] = False
@@ -151,14 +204,7 @@ def choice_terminal(name: str, wanted: StructuredOutputs) -> str:
     return f"{name}: {' | '.join(texts)}\n"
 
 
-def plain(schema: Any) -> Any:
-    """`schema` without settings of llguidance, which could turn keywords off."""
-    if not isinstance(schema, dict):
-        return schema
-    return {key: value for key, value in schema.items() if key != "x-guidance"}
-
-
-def _parts(schema: Any) -> Iterator[dict[str, Any]]:
+def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
     """All schemas in a schema. What only looks like one (in `enum`, say) is not visited."""
     pending = [schema]
     while pending:

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from quire.frontend.outputs import RequestOutput
 from quire.server.bodies import GenerationBody, RequestBody
 from quire.server.event_stream import CLIENT_LEFT, EventStream
+from quire.server.form_fields import FormFields
 from quire.server.generation import Generation, state_of
 from quire.server.openai.response_format import form_field
 from quire.server.state import ServerState
@@ -34,7 +35,7 @@ def check_body(body: RequestBody, request: Request) -> tuple[ServerState, str]:
     body.note_unknown_fields()
     body.refuse_unsupported()
     if isinstance(body, GenerationBody):
-        request.state.form_field = form_field(body)  # for errors
+        request.state.form_fields = FormFields(form_field(body))  # for errors
     return state, model
 
 

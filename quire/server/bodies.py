@@ -124,6 +124,10 @@ class GenerationBody(RequestBody):
         return {}
 
     @property
+    def declares_tools(self) -> bool:
+        return bool(getattr(self, "tools", None))
+
+    @property
     def output_format_field(self) -> str:
         """Where this protocol's clients write it."""
         return "response_format"

@@ -22,6 +22,7 @@ from quire.protocol.errors import (
     RequestTimeoutError,
 )
 from quire.server.dialect import OPENAI, Dialect
+from quire.server.form_fields import FormFields
 
 logger = logging.getLogger(__name__)
 
@@ -85,12 +86,11 @@ def status_of(error: QuireError) -> int:
 
 
 def quire_error_response(
-    error: QuireError, dialect: Dialect, form_field: str | None = None
+    error: QuireError, dialect: Dialect, form_fields: FormFields | None = None
 ) -> Response:
-    """`form_field` is where the client wrote what the engine calls `structured_outputs`."""
     status, text = status_of(error), str(error)
-    if form_field is not None:
-        text = re.sub(r"^structured_outputs(\.[a-z_]+)?", form_field, text)
+    if form_fields is not None:
+        text = form_fields.named(text)
     retry = RETRY_AFTER_S if isinstance(error, EngineDeadError) else None
     if isinstance(error, OverloadedError):
         retry = error.retry_after_s
@@ -101,7 +101,8 @@ def quire_error_response(
 def field_of(message: str) -> str | None:
     """The field that a message is about: messages begin with its name."""
     match = re.match(
-        r"(?:prompts\[\d+\]: )?([a-z][a-z_]*)(?:\[[^\]]*\]|\.[a-z_]+)*(?:=| must| holds| is| has)",
+        r"(?:prompts\[\d+\]: )?([a-z][a-z_]*)(?:\[[^\]]*\]|\.[a-z_]+)*"
+        r"(?:=| (?:must|holds|is|has|takes|names|needs|cannot)\b)",
         message,
     )
     return match[1] if match else None
@@ -110,8 +111,8 @@ def field_of(message: str) -> str | None:
 def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(QuireError)
     async def on_quire_error(request: Request, error: QuireError) -> Response:
-        form_field = getattr(request.state, "form_field", None)
-        return quire_error_response(error, request.state.dialect, form_field)
+        form_fields = getattr(request.state, "form_fields", None)
+        return quire_error_response(error, request.state.dialect, form_fields)
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid_body(request: Request, error: RequestValidationError) -> Response:

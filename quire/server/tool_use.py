@@ -5,17 +5,22 @@ from __future__ import annotations
 import dataclasses
 import logging
 
+from fastapi import Request
+
 from quire.config.structured import GrammarSettings
 from quire.frontend.chat_template import select_template
 from quire.frontend.inputs import Prompt
 from quire.frontend.tools.declared import ToolUse
-from quire.frontend.tools.enforcement import answer_after_reasoning, calls_grammar
+from quire.frontend.tools.enforcement import reply_grammar
 from quire.frontend.tools.formats import JSON, ToolFormat, find_format
 from quire.frontend.tools.message_stream import MessageForm
 from quire.frontend.tools.reasoning import find_tags
-from quire.protocol.errors import RequestError
 from quire.protocol.sampling import SamplingParams
 from quire.protocol.structured import StructuredOutputs
+from quire.server.bodies import ConversationBody
+from quire.server.form_fields import FormFields
+from quire.server.generation import state_of
+from quire.server.openai.response_format import json_settings
 from quire.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -63,26 +68,29 @@ def message_form(
 
 
 def with_form(
-    state: ServerState, params: SamplingParams, form: MessageForm, use: ToolUse
+    request: Request,
+    body: ConversationBody,
+    params: SamplingParams,
+    form: MessageForm,
+    use: ToolUse,
 ) -> SamplingParams:
-    """Parameters under which the replies have this form: calls that are required are enforced,
-    and markers that are special tokens are shown to the parser."""
-    tokenizer = state.llm.session.tokenizer
+    """Parameters under which the replies have this form: calls that are required are enforced, a
+    form of the answer leaves calls possible, and markers that are special tokens are shown to the
+    parser."""
+    session = state_of(request).llm.session
+    tokenizer, config = session.tokenizer, session.options.decoding.structured_outputs_config
+    settings = GrammarSettings.from_config(config).for_json(json_settings(body))
+    places: FormFields = request.state.form_fields
     changes: dict[str, object] = {}
-    if use.mode == "required":
-        if params.structured_outputs is not None:
-            raise RequestError(
-                "tool_choice forces a call, so response_format and structured_outputs must not be "
-                "set; leave one of them out."
-            )
-        grammar = calls_grammar(form, use, tokenizer.special_ids.get)
-        changes["structured_outputs"] = StructuredOutputs(grammar=grammar)
-    elif params.structured_outputs is not None and form.tags is not None:
-        engine = state.llm.session.options.decoding
-        settings = GrammarSettings.from_config(engine.structured_outputs_config)
-        changes["structured_outputs"] = answer_after_reasoning(
-            form, params.structured_outputs, tokenizer.special_ids.get, settings
-        )
+    wanted = params.structured_outputs
+    answer_field = places.whole or f"structured_outputs.{wanted.kind if wanted else ''}"
+    grammar = reply_grammar(form, use, wanted, tokenizer.special_ids.get, settings, answer_field)
+    if grammar is not None:
+        changes["structured_outputs"] = StructuredOutputs(grammar=grammar.text)
+        if use.mode == "required":
+            names = list(grammar.fields.values())
+            answer_field = names[0] if len(names) == 1 else "tools"
+        request.state.form_fields = FormFields(answer_field, grammar.fields)
     if not tokenizer.special_ids.keys().isdisjoint(form.markers):
         changes["skip_special_tokens"] = False
     return dataclasses.replace(params, **changes) if changes else params  # type: ignore[arg-type]

@@ -155,7 +155,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools[0] must be"),
     ({"tools": [{"type": "function", "function": {"name": ""}}]}, "name must be"),
     ({"tools": [*TOOLS, TOOLS[0]]}, "'get_weather' twice"),
-    ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "leave one"),
+    (
+        {
+            "tools": [
+                {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
+            ]
+        },
+        "tools[0].function.parameters.type must be 'object'",
+    ),
 ]
 
 
@@ -165,12 +172,142 @@ def test_refusals(server: RunningServer, model: str, changes: dict[str, Any], me
     assert reply.status == 400 and message in reply.error["message"]
 
 
-def test_a_schema_that_cannot_be_enforced_is_refused(server: RunningServer, model: str) -> None:
-    parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    body = settings(model, tools=[tool], tool_choice="required")
-    reply = server.request("POST", "/v1/chat/completions", body)
-    assert reply.status == 400 and "uniqueItems" in reply.error["message"]
+BAD = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+DEAR = {"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 99999989}}}
+ANY_OBJECT = {"type": "json_object"}
+UNENFORCED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "chat": (
+        "/v1/chat/completions",
+        {
+            **settings("", tool_choice="required"),
+            "tools": [*TOOLS, {"type": "function", "function": {"name": "f", "parameters": BAD}}],
+        },
+        "tools[2].function.parameters is refused: the keywords",
+    ),
+    "chat with a schema": (
+        "/v1/chat/completions",
+        {
+            **settings("", response_format=ANY_OBJECT),
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": BAD}}],
+        },
+        "tools[0].function.parameters is refused: the keywords",
+    ),
+    "schema beside tools": (
+        "/v1/chat/completions",
+        settings("", response_format={"type": "json_schema", "json_schema": {"schema": BAD}}),
+        "response_format is refused: the keywords",
+    ),
+    "takes too long": (
+        "/v1/chat/completions",
+        {
+            **settings("", tool_choice="required"),
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": DEAR}}],
+        },
+        "tools[0].function.parameters takes more than",
+    ),
+    "responses": (
+        "/v1/responses",
+        {
+            "input": "a",
+            "tools": [{"type": "function", "name": "f", "parameters": BAD}],
+            "tool_choice": "required",
+        },
+        "tools[0].parameters is refused: the keywords",
+    ),
+    "messages": (
+        "/v1/messages",
+        {
+            "messages": QUESTION,
+            "max_tokens": 9,
+            "tools": [{"name": "f", "input_schema": BAD}],
+            "tool_choice": {"type": "any"},
+        },
+        "tools[0].input_schema is refused: the keywords",
+    ),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body", "message"), UNENFORCED.values(), ids=UNENFORCED)
+def test_a_schema_that_cannot_be_enforced_is_named(
+    server: RunningServer, model: str, path: str, body: Any, message: str, stream: bool
+) -> None:
+    reply = server.request("POST", path, {**body, "model": model, "stream": stream})
+    error = reply.json["error"]
+    assert reply.status == 400 and error["message"].startswith(message), reply.body
+    assert "takes" in message or "uniqueItems" in error["message"]
+    assert error.get("param", "tools") == ("response_format" if message[0] == "r" else "tools")
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": TOOLS[1]["function"]}]
+)
+def test_a_forced_call_beside_a_form_of_the_text(
+    client: openai.OpenAI, model: str, choice: Any
+) -> None:
+    """The form is that of text, and there is none."""
+    reply = client.chat.completions.create(
+        **settings(model, tool_choice=choice, response_format=ANY_OBJECT, temperature=0),
+        parallel_tool_calls=False,
+    )
+    assert reply.choices[0].finish_reason == "tool_calls" and not reply.choices[0].message.content
+    (call,) = reply.choices[0].message.tool_calls or ()
+    assert call.type == "function"
+    jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+
+
+@pytest.mark.parametrize("favoured", ["call", "answer"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_or_an_answer_of_a_schema(
+    client: openai.OpenAI, model: str, favoured: str, stream: bool
+) -> None:
+    """`auto` leaves the choice to the model; a bias of its first words stands in for one that
+    knows what it wants."""
+    answer = {"type": "object", "properties": {"mood": {"enum": ["glad", "sad"]}}}
+    answer |= {"required": ["mood"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "m", "schema": answer}}
+    words = {"call": '{"name": "square", "arguments": {"a": 1}}', "answer": '{"mood": "sad"}'}
+    told: Any = [*QUESTION, {"role": "assistant", "content": words[favoured]}, *QUESTION]
+    arguments = settings(model, messages=told, response_format=form, temperature=0)
+    biases = {"call": "name", "answer": "mood"}
+    tokens = [t for word in biases.values() for t in _ids(client, word)]
+    bias = {str(t): 100 if t in _ids(client, biases[favoured]) else -100 for t in tokens}
+    reply: Any = client.chat.completions.create(**arguments, logit_bias=bias, stream=stream)
+    if stream:
+        content, calls, reason = joined_calls(reply)
+        made = [(name, text) for _, name, text in calls]
+    else:
+        (choice,) = reply.choices
+        content, reason = choice.message.content or "", choice.finish_reason
+        made = [(c.function.name, c.function.arguments) for c in choice.message.tool_calls or ()]
+    if favoured == "call":
+        assert made and not content and reason == "tool_calls", content
+        for name, text in made:
+            jsonschema.validate(json.loads(text), SCHEMAS[name])
+    else:
+        assert not made and reason == "stop"
+        jsonschema.validate(json.loads(content), answer)
+
+
+def _ids(client: openai.OpenAI, text: str) -> list[int]:
+    reply = client.post("/../tokenize", cast_to=object, body={"prompt": text})
+    return list(reply["tokens"])  # type: ignore[index]
+
+
+def test_settings_of_json_reach_tools_and_forms(client: openai.OpenAI, model: str) -> None:
+    """`structured_outputs` may have settings alone, for what asks for JSON elsewhere."""
+    tight: Any = {"structured_outputs": {"disable_any_whitespace": True}}
+    arguments = settings(model, temperature=0, parallel_tool_calls=False)
+    forced = client.chat.completions.create(**arguments, tool_choice="required", extra_body=tight)
+    (call,) = forced.choices[0].message.tool_calls or ()
+    assert call.type == "function"
+    text = call.function.arguments
+    assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False)
+    form: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": NUMBERS}}
+    plain = client.chat.completions.create(
+        model=model, messages=QUESTION, response_format=form, max_tokens=60, extra_body=tight
+    )
+    assert " " not in (plain.choices[0].message.content or " ")
 
 
 def test_responses(client: openai.OpenAI, model: str) -> None:

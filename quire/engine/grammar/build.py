@@ -32,6 +32,12 @@ ANYTHING = r"(.|\n){1,100}"
 """The largest such set; tokens are hardly ever longer."""
 
 
+_SOURCE = re.compile(r"^ *\d+ \| .*$|^ +\^$", re.MULTILINE)
+"""Lines of a grammar that an error of llguidance shows, and the mark below the last one."""
+_PLACE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?")
+"""How such an error begins."""
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """What a grammar must know of the tokenizer."""
@@ -98,7 +104,10 @@ def _reason(error: str) -> str:
     """llguidance's message, cut to what a client can use."""
     if error.startswith(DEAD_END):
         return "no text has this form."
-    text = " ".join(error.split())
+    text = " ".join(_SOURCE.sub("", error).split())
+    place = _PLACE.match(text)
+    if place is not None:
+        return f"line {place[1]}: {_reason(text[place.end() :])}"
     keywords = re.fullmatch(r"Unimplemented keys: \[(.*)\]", text)
     if keywords is not None:
         return f"the keywords {keywords[1]} cannot be enforced; leave them out."

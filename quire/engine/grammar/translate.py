@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config.structured import GrammarSettings
 from quire.protocol.errors import RequestError
-from quire.protocol.structured import StructuredOutputs, choice_terminal, closed, plain
+from quire.protocol.structured import JsonSettings, StructuredOutputs, choice_terminal, closed
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -26,12 +26,13 @@ def grammar_text(wanted: StructuredOutputs, settings: GrammarSettings) -> str:
         return LLMatcher.grammar_from_lark(f"start: CHOICE\n{choice_terminal('CHOICE', wanted)}")
     if wanted.grammar is not None:
         return LLMatcher.grammar_from_lark(_as_lark(wanted.grammar))
+    of_json = settings.for_json(wanted.json_settings)
     if wanted.structural_tag is not None:
-        return LLMatcher.grammar_from_lark(_tags(json.loads(wanted.structural_tag)))
-    return _schema(wanted, settings)
+        return LLMatcher.grammar_from_lark(_tags(json.loads(wanted.structural_tag), of_json))
+    return _schema(wanted, of_json)
 
 
-def _schema(wanted: StructuredOutputs, settings: GrammarSettings) -> str:
+def _schema(wanted: StructuredOutputs, settings: JsonSettings) -> str:
     from llguidance import LLMatcher
 
     schema = json.loads(wanted.text)
@@ -39,14 +40,13 @@ def _schema(wanted: StructuredOutputs, settings: GrammarSettings) -> str:
         raise RequestError(
             f"structured_outputs.json must be a JSON schema, got {str(schema)[:200]!r}."
         )
-    if wanted.disable_additional_properties or settings.disable_additional_properties:
+    if schema is True:
+        schema = {}
+    if settings.disable_additional_properties:
         schema = closed(schema)
     # Overrides, not defaults: a schema's own "x-guidance" must not turn keywords off.
     overrides: JsonCompileOptions = {"lenient": False, "coerce_one_of": False}
-    if wanted.disable_any_whitespace or settings.disable_any_whitespace:
-        overrides["whitespace_flexible"] = False
-    elif wanted.whitespace_pattern is not None:
-        overrides["whitespace_pattern"] = wanted.whitespace_pattern
+    overrides.update(settings.guidance())  # type: ignore[typeddict-item]
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
 
 
@@ -63,7 +63,7 @@ def _as_lark(grammar: str) -> str:
         ) from None
 
 
-def _tags(tag: Any) -> str:
+def _tags(tag: Any, settings: JsonSettings) -> str:
     """Free text with tagged parts. Both of vLLM's forms are read: `structures` and `triggers`, and
     `format` of type "triggered_tags"."""
     parts, triggers = _tag_parts(tag)
@@ -85,7 +85,10 @@ def _tags(tag: Any) -> str:
                 f"structured_outputs.structural_tag: no trigger begins {begin!r}; got {triggers!r}."
             )
         words = [json.dumps(begin[len(trigger) :])] if begin != trigger else []
-        words += [f"%json {json.dumps(plain(schema))}", *([json.dumps(end)] if end else [])]
+        words += [
+            f"%json {json.dumps(settings.embedded(schema))}",
+            *([json.dumps(end)] if end else []),
+        ]
         lines.append(f"tag_{i}_trigger[lazy]: TAG_TEXT {json.dumps(trigger)}")
         lines.append(f"tag_{i}: tag_{i}_trigger {' '.join(words)}")
     return "\n".join(lines) + "\n"

@@ -19,6 +19,8 @@ class Tool:
     """The JSON schema of its arguments."""
     declaration: dict[str, Any]
     """As chat templates read it."""
+    field: str = "tools"
+    """Where the request has the schema."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,14 @@ def _read_tool(function: dict[str, Any], schema: str, where: str) -> Tool:
         parameters = {"type": "object", "properties": {}}
     if not isinstance(parameters, dict):
         raise RequestError(f"{where}.{schema} must be a JSON schema, got {parameters!r:.80}.")
+    kinds = parameters.get("type", "object")
+    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+        raise RequestError(
+            f"{where}.{schema}.type must be 'object', got {kinds!r:.80}; put a value that is no "
+            "object into a property of one."
+        )
     declared = {"name": name, "parameters": parameters}
     if function.get("description") is not None:
         declared = {"name": name, "description": function["description"], **declared}
-    return Tool(name, parameters, {"type": "function", "function": declared})
+    declaration = {"type": "function", "function": declared}
+    return Tool(name, parameters, declaration, f"{where}.{schema}")

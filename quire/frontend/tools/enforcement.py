@@ -1,16 +1,17 @@
-"""Grammars that leave a model nothing but valid calls, in the format it was trained on."""
+"""Grammars of replies: valid calls in the format that the model was trained on, or answers."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from quire.config.structured import GrammarSettings
 from quire.frontend.tools.declared import Tool, ToolUse
+from quire.frontend.tools.formats import ToolFormat
 from quire.frontend.tools.message_stream import MessageForm
-from quire.protocol.structured import StructuredOutputs, choice_terminal, closed, plain
+from quire.protocol.structured import JsonSettings, StructuredOutputs, choice_terminal, subschemas
 
 SpecialTokens = Callable[[str], int | None]
 """The id of a marker that is a special token, which a grammar cannot spell out."""
@@ -18,8 +19,72 @@ COMBINED = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties", "if", "not")
 """Keywords beside which `additionalProperties: false` would mean something else."""
 
 
-def calls_grammar(form: MessageForm, use: ToolUse, special: SpecialTokens) -> str:
-    """In Lark's notation: reasoning if the model reasons, then one call or more."""
+@dataclass
+class ReplyGrammar:
+    """A grammar in Lark's notation, made rule by rule."""
+
+    lines: list[str] = field(default_factory=list)
+    fields: dict[int, str] = field(default_factory=dict)
+    """By the number of a line, from 1: the field of the request that it comes from, for errors."""
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines) + "\n"
+
+    def add(self, *lines: str) -> None:
+        self.lines += lines
+
+    def add_schema(self, rule: str, schema: Any, settings: JsonSettings, name: str) -> None:
+        self.lines.append(f"{rule}: %json {json.dumps(settings.embedded(schema))}")
+        self.fields[len(self.lines)] = name
+
+
+def reply_grammar(
+    form: MessageForm,
+    use: ToolUse,
+    wanted: StructuredOutputs | None,
+    special: SpecialTokens,
+    settings: JsonSettings,
+    answer_field: str = "structured_outputs",
+) -> ReplyGrammar | None:
+    """What a reply may be: calls where they are required; calls or JSON of the `wanted` schema
+    where they are possible; after reasoning if the model reasons. None if `wanted`, as it is, says
+    all there is to say. `answer_field` is where the client wrote it."""
+    is_json = wanted is not None and wanted.kind in ("json", "json_object")
+    has_calls = use.mode == "required" or (use.mode == "auto" and is_json)
+    has_answer = use.mode != "required" and _is_part(wanted)
+    if not has_calls and not (has_answer and form.tags is not None):
+        return None
+    grammar = ReplyGrammar()
+    prefix = _add_reasoning(grammar, form, special)
+    parts = ["calls"] * has_calls + ["answer"] * has_answer
+    grammar.add(f"start: {prefix}({' | '.join(parts)})")
+    if has_calls:
+        _add_calls(grammar, form, use, special, settings, beside_json=has_answer)
+    if has_answer:
+        assert wanted is not None
+        if wanted.choice is not None:
+            grammar.add("answer: CHOICE", choice_terminal("CHOICE", wanted).rstrip("\n"))
+        else:
+            grammar.add_schema("answer", json.loads(wanted.text), settings, answer_field)
+    return grammar
+
+
+def _is_part(wanted: StructuredOutputs | None) -> bool:
+    """Whether a form is that of the answer alone. Grammars and regular expressions speak of the
+    whole text: they can have the tags of reasoning themselves."""
+    return wanted is not None and wanted.kind in ("json", "json_object", "choice")
+
+
+def _add_calls(
+    grammar: ReplyGrammar,
+    form: MessageForm,
+    use: ToolUse,
+    special: SpecialTokens,
+    settings: JsonSettings,
+    beside_json: bool,
+) -> None:
+    """`beside_json`: the text may be other JSON instead."""
     assert form.format is not None
     style = form.format
     allowed = set(use.allowed)
@@ -30,74 +95,69 @@ def calls_grammar(form: MessageForm, use: ToolUse, special: SpecialTokens) -> st
 
     between = "" if use.max_calls == 1 else f" ({literal(style.between)} call)*"
     words = [literal(style.before), f"call{between}", literal(style.after)]
-    lines, prefix = _reasoning(form, special)
-    lines.append(f"start: {prefix}{' '.join(filter(None, words))}")
-    lines.append(f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}")
+    grammar.add(f"calls: {' '.join(filter(None, words))}")
+    grammar.add(f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}")
     for i, tool in enumerate(tools):
+        if style.is_bare and beside_json:
+            # The lexer reads '{"name": ' as one word where it is spelled out, and would not go
+            # back when another key follows.
+            grammar.add_schema(f"call_{i}", _call_schema(tool, style), settings, tool.field)
+            continue
         name = json.dumps(tool.name) if style.quotes_names else tool.name
         head = literal(f"{style.call_start}{name}{style.call_middle}")
-        lines.append(f"call_{i}: {head} arguments_{i} {literal(style.call_end)}")
-        lines.append(f"arguments_{i}: %json {json.dumps(_arguments_schema(tool))}")
-    return "\n".join(lines) + "\n"
+        grammar.add(f"call_{i}: {head} arguments_{i} {literal(style.call_end)}")
+        grammar.add_schema(f"arguments_{i}", arguments_schema(tool), settings, tool.field)
 
 
-def answer_after_reasoning(
-    form: MessageForm,
-    wanted: StructuredOutputs,
-    special: SpecialTokens,
-    settings: GrammarSettings,
-) -> StructuredOutputs:
-    """The same form for the answer alone, after what the model may think first. Grammars and
-    regular expressions speak of the whole text: they can have the tags themselves."""
-    if wanted.choice is not None:
-        answer = f"CHOICE\n{choice_terminal('CHOICE', wanted)}"
-    elif wanted.json is not None or wanted.json_object:
-        answer = f"%json {json.dumps(_answer_schema(wanted, settings))}"
-    else:
-        return wanted
-    lines, prefix = _reasoning(form, special)
-    lines += [f"start: {prefix}answer", f"answer: {answer}"]
-    return StructuredOutputs(grammar="\n".join(lines) + "\n")
+def _call_schema(tool: Tool, style: ToolFormat) -> dict[str, Any]:
+    """A call as one object."""
+    key, arguments = style.arguments_key, arguments_schema(tool)
+    for part in subschemas(arguments):
+        if isinstance(part.get("$ref"), str) and part["$ref"].startswith("#"):
+            part["$ref"] = f"#/properties/{key}{part['$ref'][1:]}"
+    return {
+        "type": "object",
+        "properties": {"name": {"const": tool.name}, key: arguments},
+        "required": ["name", key],
+        "additionalProperties": False,
+    }
 
 
-def _answer_schema(wanted: StructuredOutputs, settings: GrammarSettings) -> Any:
-    """A schema with the request's and the engine's settings, which grammars have no other place
-    for."""
-    schema = plain(json.loads(wanted.text))
-    if wanted.disable_additional_properties or settings.disable_additional_properties:
-        schema = closed(schema)
-    written: dict[str, Any] = {}
-    if wanted.disable_any_whitespace or settings.disable_any_whitespace:
-        written["whitespace_flexible"] = False
-    elif wanted.whitespace_pattern is not None:
-        written["whitespace_pattern"] = wanted.whitespace_pattern
-    return {**schema, "x-guidance": written} if written and isinstance(schema, dict) else schema
-
-
-def _arguments_schema(tool: Tool) -> dict[str, Any]:
-    """A function takes the arguments it names: others are left out unless its schema has them."""
-    schema: dict[str, Any] = plain(tool.parameters)
+def arguments_schema(tool: Tool) -> dict[str, Any]:
+    """Of an object. A function takes the arguments it names: others, also of the objects in it, are
+    left out unless its schema has them."""
+    schema: dict[str, Any] = json.loads(json.dumps(tool.parameters))
+    schema["type"] = "object"  # checked when it was read: no schema excludes it
     if not any(key in schema for key in COMBINED):
-        schema.setdefault("type", "object")
         schema.setdefault("additionalProperties", False)
+    parts = list(subschemas(schema))
+    # A part of several would exclude what the others have.
+    if not any(_is_combination(part) for part in parts):
+        for part in parts:
+            if part.get("properties") and not any(key in part for key in COMBINED):
+                part.setdefault("additionalProperties", False)
     return schema
 
 
-def _reasoning(form: MessageForm, special: SpecialTokens) -> tuple[list[str], str]:
-    """Rules for what the model thinks first, and what to put before what must follow."""
+def _is_combination(part: dict[str, Any]) -> bool:
+    return isinstance(part.get("allOf"), list) and len(part["allOf"]) > 1
+
+
+def _add_reasoning(grammar: ReplyGrammar, form: MessageForm, special: SpecialTokens) -> str:
+    """Rules for what the model thinks first; returns what to put before what must follow."""
     tags = form.tags
     if tags is None:
-        return [], ""
-    lines = ["ANY: /(.|\\n)*/", "SPACE: /[ \\n]{0,4}/"]
+        return ""
+    grammar.add("ANY: /(.|\\n)*/", "SPACE: /[ \\n]{0,4}/")
     end = special(tags.end)
     if end is None:
-        lines.append(f"thoughts[lazy]: ANY {json.dumps(tags.end)}")
+        grammar.add(f"thoughts[lazy]: ANY {json.dumps(tags.end)}")
     else:
-        lines.append(f"thoughts: ANY <[{end}]>")
+        grammar.add(f"thoughts: ANY <[{end}]>")
     if form.starts_in_reasoning:
-        return lines, "thoughts SPACE "
-    lines.append(f"reasoning: {_literal(tags.start, [tags.start], special)} thoughts SPACE")
-    return lines, "reasoning? "
+        return "thoughts SPACE "
+    grammar.add(f"reasoning: {_literal(tags.start, [tags.start], special)} thoughts SPACE")
+    return "reasoning? "
 
 
 def _literal(text: str, markers: Sequence[str], special: SpecialTokens) -> str:

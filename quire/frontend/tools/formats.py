@@ -31,6 +31,7 @@ class ToolFormat:
     end; and what stands before, between and after calls."""
     quotes_names: bool = True
     call_middle: str = ', "arguments": '
+    arguments_key: str = "arguments"
     call_end: str = "}"
     before: str = ""
     between: str = "\n"
@@ -56,6 +57,7 @@ LLAMA3_JSON = ToolFormat(
     is_bare=True,
     separators=";,",
     call_middle=', "parameters": ',
+    arguments_key="parameters",
     between="; ",
 )
 MISTRAL = ToolFormat(

@@ -42,7 +42,7 @@ async def create_message(body: MessagesBody, request: Request) -> Response:
             f"thinking={body.thinking!r:.200} is refused: the chat template of model {model!r} "
             "shows no reasoning; leave it out, or set the server's --reasoning-parser."
         )
-    params = with_form(state, _params(state, body, prompt), form, use)
+    params = with_form(request, body, _params(state, body, prompt), form, use)
     reply = MessageReply(f"msg_{body.request_id or request.state.request_id}", model, form)
     terms = body.terms(request.state.tenant)
     generation = await Generation.start(request, [prompt], params, reply.id, terms)

@@ -19,7 +19,7 @@ from quire.protocol.output import RequestProgress
 from quire.protocol.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.server.answering import answer, check_body
 from quire.server.conversation import conversation_prompt
-from quire.server.generation import Generation, check_max_tokens
+from quire.server.generation import Generation, check_max_tokens, state_of
 from quire.server.openai.beam_search import beam_search_params
 from quire.server.openai.chat_messages import delta_record, finish_reason, whole_message
 from quire.server.openai.logprobs import chat_logprobs
@@ -38,7 +38,7 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     use = ToolUse.read(chat_tools(body.tools), body.tool_choice, body.parallel_tool_calls)
     prompt = await _render(state, body, use)
     form = message_form(state, body.chat_template, prompt, use)
-    params = _params(state, body, prompt, form, use)
+    params = _params(request, body, prompt, form, use)
     reply = ChatReply(body, f"chatcmpl-{body.request_id or request.state.request_id}", model, form)
     terms = body.terms(request.state.tenant, body.wants_progress)
     generation = await Generation.start(request, [prompt], params, reply.id, terms)
@@ -66,8 +66,9 @@ async def _render(state: ServerState, body: ChatBody, use: ToolUse) -> Prompt:
 
 
 def _params(
-    state: ServerState, body: ChatBody, prompt: Prompt, form: MessageForm, use: ToolUse
+    request: Request, body: ChatBody, prompt: Prompt, form: MessageForm, use: ToolUse
 ) -> SamplingParams | BeamSearchParams:
+    state = state_of(request)
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = getattr(body, name)
     check_max_tokens(state, [prompt], max_tokens, name)
@@ -77,7 +78,7 @@ def _params(
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
     )
-    params = with_form(state, params, form, use)
+    params = with_form(request, body, params, form, use)
     if body.use_beam_search:
         return beam_search_params(state, body, params, [prompt])
     return params

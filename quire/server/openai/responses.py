@@ -43,7 +43,7 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
     use = body.tool_use
     prompt = await _render(state, body, use)
     form = message_form(state, body.chat_template, prompt, use)
-    params = with_form(state, _params(state, body, prompt), form, use)
+    params = with_form(request, body, _params(state, body, prompt), form, use)
     reply = ResponseReply(body, body.request_id or request.state.request_id, model, params, form)
     terms = body.terms(request.state.tenant)
     generation = await Generation.start(request, [prompt], params, reply.id, terms)
