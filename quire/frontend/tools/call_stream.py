@@ -13,9 +13,13 @@ from quire.frontend.tools.formats import ToolFormat
 from quire.frontend.tools.json_scanner import WHITESPACE
 from quire.frontend.tools.markers import overlap
 
-_BARE_START = re.compile(r"(?:\A|\n)[ \t]*([{\[])")
+_LINE_START = re.compile(r"\n[ \t]*([{\[])")
 _NAMED_CALL = re.compile(r"([\w.:-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]\s*)?(?={)")
-_MAYBE_NAMED_CALL = re.compile(r"[\w.:\-\[\]\s]{0,300}")
+MAX_NAMED = 300
+"""Characters before the arguments of a call that is its name and then its arguments."""
+_MAYBE_NAMED_CALL = re.compile(rf"[\w.:\-\[\]\s]{{0,{MAX_NAMED}}}")
+PIECE = 4096
+"""Longer text is read in pieces of so many characters: a search goes through all that is left."""
 
 
 class CallStream:
@@ -56,8 +60,11 @@ class CallStream:
         return self.num_calls > 0 or self._is_begun
 
     def feed(self, text: str) -> list[Delta]:
-        self._text += text
-        return self._run(final=False)
+        deltas: list[Delta] = []
+        for start in range(0, len(text), PIECE):
+            self._text += text[start : start + PIECE]
+            deltas += self._run(final=False)
+        return deltas
 
     def finish(self) -> list[Delta]:
         """No more text will come: all that was held back is decided on."""
@@ -111,7 +118,7 @@ class CallStream:
             possible = _MAYBE_NAMED_CALL.fullmatch(self._text, self._at)
             return False if possible and not final else self._give_up()
         match = _NAMED_CALL.match(self._text, self._at)
-        if match is None:
+        if match is None or match.end() - self._at > MAX_NAMED:
             return self._give_up()
         self._at = match.end()
         self._begin_call(CallScanner.of_arguments(match[1]))
@@ -188,12 +195,21 @@ class CallStream:
         found = [
             (at, at + len(one)) for one in self._format.openers if (at := self._text.find(one)) >= 0
         ]
-        if self._format.is_bare:
-            for match in _BARE_START.finditer(self._text):
-                if match.start() > 0 or self._text[0] == "\n" or self._at_start:
-                    found.append((match.start(1), match.start(1)))
-                    break
+        if self._format.is_bare and (at := self._find_bare_start()) >= 0:
+            found.append((at, at))
         return min(found, default=(-1, -1))
+
+    def _find_bare_start(self) -> int:
+        """The first bracket that begins a line. White space that was held back is not searched
+        again: models that get stuck write much of it."""
+        text = self._text
+        blank = len(text) - len(text.lstrip())
+        line = text.rfind("\n", 0, blank)
+        begins_line = (line >= 0 or self._at_start) and text.startswith(("{", "["), blank)
+        if begins_line and not text[line + 1 : blank].strip(" \t"):
+            return blank
+        match = _LINE_START.search(text, blank)
+        return match.start(1) if match else -1
 
     def _skip_whitespace(self) -> None:
         """Between calls it belongs to nobody, and is dropped where nothing is held back."""

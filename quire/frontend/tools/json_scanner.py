@@ -10,9 +10,21 @@ WHITESPACE = " \t\r\n"
 
 _PLAIN_STRING = re.compile(r'[^"\\\x00-\x1f]+')
 _SCALAR = re.compile(r"[-+.\w]+")
-_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
-_NUMBER_START = re.compile(r"-?((0|[1-9][0-9]*)((\.[0-9]*)|(\.[0-9]+)?[eE][-+]?[0-9]*)?)?")
 _LITERALS = ("true", "false", "null")
+# Part of a number -> the part that each kind of character leads to; 0 and 1 stand for digits.
+_NUMBER_PARTS = {
+    "": {"-": "minus", "0": "zero", "1": "whole"},
+    "minus": {"0": "zero", "1": "whole"},
+    "zero": {".": "point", "e": "exponent"},
+    "whole": {"0": "whole", "1": "whole", ".": "point", "e": "exponent"},
+    "point": {"0": "fraction", "1": "fraction"},
+    "fraction": {"0": "fraction", "1": "fraction", "e": "exponent"},
+    "exponent": {"-": "sign", "+": "sign", "0": "power", "1": "power"},
+    "sign": {"0": "power", "1": "power"},
+    "power": {"0": "power", "1": "power"},
+}
+_NUMBER_ENDS = ("zero", "whole", "fraction", "power")
+_CHARACTER_KINDS = {"E": "e", **dict.fromkeys("23456789", "1")}
 
 
 class JsonScanner:
@@ -29,6 +41,7 @@ class JsonScanner:
         self._in_string = False
         self._escape = ""
         self._scalar = ""
+        """The literal that has begun, or the part of the number that is being read."""
 
     def feed(self, text: str, at: int) -> int:
         """Read on from `at`; returns where the value ended or broke, or the end of the text."""
@@ -116,20 +129,27 @@ class JsonScanner:
     def _read_scalar(self, text: str, at: int) -> int:
         more = _SCALAR.match(text, at)
         if more is None:
-            whole = self._scalar in _LITERALS or _NUMBER.fullmatch(self._scalar) is not None
+            whole = self._scalar in _LITERALS or self._scalar in _NUMBER_ENDS
             self._scalar = ""
             self.broken = not whole
             self._end_value()
             self.complete = self.complete and whole
             return at
         for end in range(at, more.end()):
-            longer = self._scalar + text[end]
-            if not (
-                any(literal.startswith(longer) for literal in _LITERALS)
-                or _NUMBER_START.fullmatch(longer)
-            ):
+            longer = self._longer_scalar(text[end])
+            if longer is None:
                 self.broken = True
                 return end
             self._scalar = longer
             self.pieces.append(text[end])
         return more.end()
+
+    def _longer_scalar(self, char: str) -> str | None:
+        """The scalar with one more character: a literal as far as it goes, or the part of a number;
+        None if there is no such scalar."""
+        if self._scalar in _NUMBER_PARTS:
+            kind = _CHARACTER_KINDS.get(char, char)
+            if part := _NUMBER_PARTS[self._scalar].get(kind):
+                return part
+        longer = self._scalar + char
+        return longer if any(one.startswith(longer) for one in _LITERALS) else None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from itertools import pairwise
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -126,3 +128,30 @@ def test_a_special_token_at_the_end_is_hidden() -> None:
         TextDelta("<|eot|> is the end")
     ]
     assert form.parse('{"name": "f", "parameters": {}}<|eom|>').content == ""
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "piece"),
+    [
+        ("json", "Well." + "\n" * 24_000, 1),
+        ("llama3_json", "Well.\n" + " " * 24_000, 1),
+        ("json", "```json\n" * 12_000, 96_000),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": ' + "1" * 100_000, 100_100),
+    ],
+)
+def test_models_that_are_stuck_cost_little(format: str, text: str, piece: int) -> None:
+    """Each of these took 7 s or more where the time grew with the square of the length."""
+    stream, started = MessageForm(FORMATS[format], NAMES).open(), time.process_time()
+    for at in range(0, len(text), piece):
+        stream.feed(text[at : at + piece])
+    stream.finish()
+    assert time.process_time() - started < 4
+
+
+@pytest.mark.parametrize("length", [300, 301])
+def test_long_names_in_pieces(length: int) -> None:
+    form = MessageForm(FORMATS["mistral"], NAMES)
+    text = f"[TOOL_CALLS]{'a' * length}{{}}"
+    message, _ = streamed(form, list(text))
+    assert without_ids(message) == without_ids(form.parse(text))
+    assert bool(message.calls) == (length <= 300)
