@@ -9,6 +9,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE, Unigram
 
@@ -80,7 +81,31 @@ def read_sentencepiece(data: bytes) -> SentencePieceModel:
         )
     if not 0 <= model.unk_id < len(model.pieces):
         raise NotSentencePieceError(f"unk_id is {model.unk_id} of {len(model.pieces)} pieces")
+    _check_charsmap(model.charsmap)
     return model
+
+
+def _check_charsmap(charsmap: bytes) -> None:
+    """The length of a trie, the trie and the replacements it points to. `tokenizers` follows them
+    unchecked: it ends the process over a length, and panics at a text over a place outside."""
+    if not charsmap:
+        return
+    size = int.from_bytes(charsmap[:4], "little")
+    if len(charsmap) < 4 or size % 4 or not 0 < size <= len(charsmap) - 4:
+        raise NotSentencePieceError(
+            f"its character replacements announce {size} bytes but have {len(charsmap)}"
+        )
+    units = np.frombuffer(charsmap, "<u4", size // 4, 4).astype(np.int64)
+    texts = np.frombuffer(charsmap, np.uint8, offset=4 + size)
+    is_leaf = units >> 31 == 1
+    children = np.arange(len(units)) ^ (units >> 10 << ((units & 0x200) >> 6))
+    leads_outside = ~is_leaf & (children | 0xFF >= len(units))
+    places = units[is_leaf] & 0x7FFFFFFF
+    if leads_outside.any() or (places >= len(texts)).any():
+        raise NotSentencePieceError("its character replacements lead outside of the file")
+    begins_inside = texts[places] & 0xC0 == 0x80
+    if begins_inside.any() or (len(places) and texts[-1] != 0):
+        raise NotSentencePieceError("its character replacements are no texts")
 
 
 def _piece(message: memoryview) -> Piece:
@@ -185,12 +210,20 @@ def build_unigram(model: SentencePieceModel) -> Tokenizer:
     tokenizer = Tokenizer(Unigram(vocab, unk_id=model.unk_id, byte_fallback=model.byte_fallback))
     steps: list[normalizers.Normalizer] = []
     if model.charsmap:
-        steps.append(normalizers.Precompiled(model.charsmap))
+        steps.append(_replacements(model.charsmap))
     if model.remove_extra_whitespaces:
         steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
     tokenizer.normalizer = normalizers.Sequence(steps + space_steps(model.add_dummy_prefix))
     tokenizer.decoder = piece_decoder(strip_first_space=model.add_dummy_prefix)
     return tokenizer
+
+
+def _replacements(charsmap: bytes) -> normalizers.Normalizer:
+    try:
+        return normalizers.Precompiled(charsmap)
+    # `tokenizers` raises plain Exception for what it cannot read.
+    except Exception as error:
+        raise NotSentencePieceError(str(error)) from error
 
 
 def space_steps(prefix_space: bool) -> list[normalizers.Normalizer]:

@@ -27,6 +27,8 @@ def _array(kind: type, value: Any) -> Any:
     if getattr(kind, "__origin__", kind) is not np.ndarray:
         raise TypeError(f"{kind} cannot be received from another process")
     code, shape, data = value
+    if code not in range(len(DTYPES)):
+        raise ValueError(f"an array has the unknown type {code!r:.20}")
     # A copy: what is received may be kept and changed, the message may not.
     return np.frombuffer(data, DTYPES[code]).reshape(shape).copy()
 
@@ -51,5 +53,8 @@ class Decoder(Generic[T]):
         self._decoder = msgspec.msgpack.Decoder(kind, dec_hook=_array)
 
     def decode(self, data: bytes | memoryview) -> T:
-        message: T = self._decoder.decode(data)
+        try:
+            message: T = self._decoder.decode(data)
+        except UnicodeDecodeError as error:
+            raise msgspec.DecodeError(f"a text is not UTF-8: {error}") from None
         return message
