@@ -95,6 +95,17 @@ class AccessOptions(CheckedOptions):
         default_text="none, there are no such routes",
         secret=True,
     )
+    trust_tenant_header: bool = option(
+        False,
+        "Let the header X-Tenant say for which tenant a request is made; for servers that only a "
+        "gateway can reach, which sets it.",
+    )
+    share_prefix_cache: bool = option(
+        False,
+        "Let tenants use prefixes that others computed. Replies then count no cached tokens, but "
+        "their timing tells whether somebody has sent the same text; /metrics and the page want "
+        "the admin key.",
+    )
 
 
 @dataclass(frozen=True)

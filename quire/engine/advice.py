@@ -60,7 +60,7 @@ class Advisor:
         self._scheduler = scheduler
         self._interval_s = interval_s
         self._repeat_s = repeat_s
-        self._heads: OrderedDict[tuple[int, str | None, int], None] = OrderedDict()
+        self._heads: OrderedDict[tuple[int, tuple[str, ...], int], None] = OrderedDict()
         self._num_arrived = self._num_repeated = 0
         self._next_look: float | None = None
         self._said: dict[str, float] = {}
@@ -74,7 +74,7 @@ class Advisor:
         for length in HEAD_LENGTHS:
             if len(new.prompt_token_ids) <= length:
                 continue
-            key = (hash(new.prompt_token_ids[:length].tobytes()), new.cache_salt, length)
+            key = (hash(new.prompt_token_ids[:length].tobytes()), new.cache_scope, length)
             if key in self._heads:
                 found = found or length
                 self._heads.move_to_end(key)

@@ -115,7 +115,7 @@ class EngineCore:
         grammar is compiled."""
         self.check(request)
         compilation = compilation or self.grammars.compile(request)
-        self.scheduler.add(request, is_ready=compilation is None)
+        self.scheduler.add(request, is_ready=compilation is None, now=self.clock())
         if self.advisor is not None:
             self.advisor.arrived(request)
         return None if compilation is None else self.grammars.add(request, compilation)

@@ -22,12 +22,19 @@ from quire.frontend.outputs import EmbeddingRequestOutput, RequestOutput
 from quire.frontend.session import Session, request_failure, start_session
 from quire.frontend.tokenizer import Tokenizer
 from quire.metrics.instruments import Metric, Readings
-from quire.protocol.errors import EngineDeadError, RequestError, RequestTimeoutError
+from quire.protocol.errors import (
+    EngineDeadError,
+    OverloadedError,
+    RequestError,
+    RequestTimeoutError,
+)
 from quire.protocol.messages import ID_SEPARATOR
 from quire.protocol.output import RequestProgress
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.protocol.snapshot import EngineSnapshot
+
+DISPLACED_RETRY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,7 @@ class RequestTerms:
 
     priority: int = 0
     tenant: str = ""
+    shares_prefixes: bool = False
     timeout_s: float | None = None
     wants_progress: bool = False
 
@@ -70,6 +78,12 @@ class OutputStream:
         done = False
         if all(request.timed_out for request in self.requests):
             raise RequestTimeoutError("timeout_s is over and the first token is not there yet.")
+        if any(request.was_displaced for request in self.requests):
+            raise OverloadedError(
+                "the engine is overloaded: requests of tenants that were there before take the "
+                "place of this one in the queue. Try again later.",
+                retry_after_s=DISPLACED_RETRY_S,
+            )
         for index in self._unfinished:
             request = self.requests[index]
             if request.error is not None:
@@ -289,6 +303,7 @@ class AsyncLLM:
             priority=terms.priority,
             streams=params.output_kind is not RequestOutputKind.FINAL_ONLY,
             tenant=terms.tenant,
+            shares_prefixes=terms.shares_prefixes,
             deadline=None if terms.timeout_s is None else now + terms.timeout_s,
             wants_progress=terms.wants_progress,
             **task,

@@ -101,8 +101,9 @@ class OpenSequence:
 
     @property
     def _reason_shown(self) -> str | None:
-        """A prompt that waited until its time was over, beside others that did not, was aborted."""
-        return "abort" if self.finish_reason == "timeout" else self.finish_reason
+        """A prompt that never began, beside others that did, was aborted."""
+        never_began = self.finish_reason in ("timeout", "overloaded")
+        return "abort" if never_began else self.finish_reason
 
 
 @dataclass(slots=True, eq=False)
@@ -121,6 +122,8 @@ class OpenRequest:
     prompt_logprobs: dict[int, dict[int, Logprob]] | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     num_cached_tokens: int | None = None
+    hides_cached_tokens: bool = False
+    """Whether its caller must not learn how many there were."""
     error: str | None = None
     is_own_fault: bool = False
     """Whether the error lies in what was asked for."""
@@ -135,6 +138,11 @@ class OpenRequest:
     def timed_out(self) -> bool:
         """Whether its time was over before the first token."""
         return all(sequence.finish_reason == "timeout" for sequence in self.sequences)
+
+    @property
+    def was_displaced(self) -> bool:
+        """Whether it had to leave the queue."""
+        return any(sequence.finish_reason == "overloaded" for sequence in self.sequences)
 
     @property
     def has_news(self) -> bool:
@@ -158,8 +166,12 @@ class OpenRequest:
             outputs=[sequence.read(delta) for sequence in news],
             finished=self.finished,
             metrics=self.metrics,
-            num_cached_tokens=self.num_cached_tokens,
+            num_cached_tokens=self.num_cached_tokens_shown,
         )
+
+    @property
+    def num_cached_tokens_shown(self) -> int | None:
+        return 0 if self.hides_cached_tokens else self.num_cached_tokens
 
     def _read_prompt_logprobs(self) -> PromptLogprobs | None:
         """One entry per prompt token, None for the first, which nothing predicts."""
@@ -193,6 +205,7 @@ class Collector:
         ids = new.prompt_token_ids.tolist()
         request = OpenRequest(new.request_id, name or new.request_id, prompt, ids, params, kind)
         request.metrics.arrival_time = new.arrival_time
+        request.hides_cached_tokens = new.shares_prefixes
         if params.wants_prompt_logprobs:
             request.prompt_logprobs = {}
         for index in range(params.n):

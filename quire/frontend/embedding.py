@@ -112,5 +112,5 @@ def embedding_of(
         request_id=request.request_id,
         outputs=EmbeddingOutput(params.finish(sequence.embedding).tolist()),
         prompt_token_ids=request.prompt_token_ids,
-        num_cached_tokens=request.num_cached_tokens or 0,
+        num_cached_tokens=request.num_cached_tokens_shown or 0,
     )

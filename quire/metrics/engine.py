@@ -19,7 +19,7 @@ SECONDS = (
 )
 STEP_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-FINISH_REASONS = ("stop", "length", "abort", "timeout", "error", "repetition")
+FINISH_REASONS = ("stop", "length", "abort", "timeout", "overloaded", "error", "repetition")
 MEMORY_KINDS = ("weights", "kv_used", "kv_cached", "kv_free", "other")
 
 

@@ -17,7 +17,7 @@ class FinishedSequence:
     token_ids: Int32Array
     """All generated tokens."""
     finish_reason: str
-    """stop, length, abort, timeout, error or repetition."""
+    """stop, length, abort, timeout, overloaded, error or repetition."""
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     error: str | None = None

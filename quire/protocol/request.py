@@ -26,10 +26,14 @@ class NewRequest:
     """Lower runs first; used by the priority policy only."""
     tenant: str = ""
     """On whose behalf; tenants share the engine fairly, whoever queues how many requests."""
+    shares_prefixes: bool = False
+    """Whether its prefix may come from the cache of other tenants that share theirs. Its reply does
+    not say how much did."""
     deadline: float | None = None
     """When it ends by itself, on the engine's clock (CLOCK_MONOTONIC, the same in all processes of
     a host): with finish_reason "timeout" before its first token, else with "abort"."""
     cache_salt: str | None = None
+    """Prefixes are shared only between equal ones (and within one tenant)."""
     adapter: str | None = None
     """Digest of the adapter's content; prefix blocks are shared only between equal ones."""
     streams: bool = False
@@ -43,3 +47,12 @@ class NewRequest:
     beam_width: int = 0
     """Above 0: beam search, driven by `params.max_tokens` and `length_penalty`."""
     length_penalty: float = 1.0
+
+    @property
+    def cache_scope(self) -> tuple[str, str, str]:
+        """Whose prefixes it may use: those of requests with the same one."""
+        return (
+            self.adapter or "",
+            self.cache_salt or "",
+            "" if self.shares_prefixes else self.tenant,
+        )

@@ -78,7 +78,7 @@ def _admit(
     scheduler.by_row[row] = request
     request.row, request.status = row, Status.RUNNING
     tenant = scheduler.tenants.slot(request.new.tenant)
-    scheduler.tenants.admitted(tenant, grant)
+    scheduler.tenants.admitted(request.new.tenant, grant)
     num_tokens = scheduler.columns.fill(request, draft.step, match.num_tokens, grant, tenant)
     num_blocks = scheduler.kv.admit(request, match, fork_of, grant, draft)
     scheduler.forget_order()

@@ -10,7 +10,6 @@ compared token by token from there on, so only blocks at which sequences part ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice
 from typing import NamedTuple
@@ -24,7 +23,6 @@ HASH_BYTES = 16
 MAX_PARTIAL_CANDIDATES = 16  # newest runs compared when a prompt diverges inside a block
 
 
-@lru_cache(maxsize=1024)
 def chain_root(*parts: str) -> bytes:
     """Root of a hash chain. Every part that changes the KV of equal tokens belongs here."""
     digest = blake2b(digest_size=HASH_BYTES)

@@ -40,12 +40,12 @@ class WaitingQueue:
         self._order: LazyHeap[Lane] = LazyHeap()
         self._lane_of: dict[Request, Lane] = {}
         self._numbers = count()
-        self._held_back: dict[Request, int] = {}
-        """Slots of requests that are counted here but have no turn yet."""
+        self._held_back: set[Request] = set()
+        """Requests that are counted here but have no turn yet."""
         self.num_new = 0
         """Requests that have never run, and their prompt tokens."""
         self.num_new_tokens = 0
-        self._new_of: dict[int, tuple[int, int]] = {}
+        self.new_of: dict[str, tuple[int, int]] = {}
         """The same for each tenant that has some."""
 
     def __len__(self) -> int:
@@ -64,18 +64,17 @@ class WaitingQueue:
         self._lane_of[request] = lane
         lane.num_tokens_in += request.num_prompt
         if lane.slot != RETURNING:
-            self._count_new(lane.slot, 1, request.num_prompt)
+            self._count_new(request, 1)
 
     def hold_back(self, request: Request) -> None:
         """Count a request as waiting that has no turn before it is pushed."""
-        slot = self._tenants.slot(request.new.tenant)
-        self._held_back[request] = slot
-        self._count_new(slot, 1, request.num_prompt)
+        self._held_back.add(request)
+        self._count_new(request, 1)
 
     def _release(self, request: Request) -> None:
-        slot = self._held_back.pop(request, None)
-        if slot is not None:
-            self._count_new(slot, -1, -request.num_prompt)
+        if request in self._held_back:
+            self._held_back.remove(request)
+            self._count_new(request, -1)
 
     def first(self) -> Request:
         """Whose turn it is."""
@@ -105,34 +104,29 @@ class WaitingQueue:
             self._order.remove(lane)
         lane.num_tokens_out += request.num_prompt
         if lane.slot != RETURNING:
-            self._count_new(lane.slot, -1, -request.num_prompt)
+            self._count_new(request, -1)
 
     def lane_of(self, request: Request) -> Lane:
         return self._lane_of[request]
 
-    def new_of(self, tenant: str) -> tuple[int, int]:
-        """A tenant's requests that have never run, and their prompt tokens."""
-        if tenant not in self._tenants:
-            return 0, 0
-        return self._new_of.get(self._tenants.slot(tenant), (0, 0))
-
-    @property
-    def num_new_tenants(self) -> int:
-        """Tenants with requests that have never run."""
-        return len(self._new_of)
+    def new_requests(self) -> Iterator[Request]:
+        """Requests that have never run, held back or not."""
+        lanes = [lane.requests for lane in self._lanes.values() if lane.slot != RETURNING]
+        return chain(chain.from_iterable(lanes), self._held_back)
 
     @property
     def num_lanes(self) -> int:
         return len(self._lanes)
 
-    def _count_new(self, slot: int, requests: int, tokens: int) -> None:
-        self.num_new += requests
+    def _count_new(self, request: Request, change: int) -> None:
+        tenant, tokens = request.new.tenant, change * request.num_prompt
+        self.num_new += change
         self.num_new_tokens += tokens
-        num_requests, num_tokens = self._new_of.get(slot, (0, 0))
-        if num_requests + requests:
-            self._new_of[slot] = num_requests + requests, num_tokens + tokens
+        num_requests, num_tokens = self.new_of.get(tenant, (0, 0))
+        if num_requests + change:
+            self.new_of[tenant] = num_requests + change, num_tokens + tokens
         else:
-            del self._new_of[slot]
+            del self.new_of[tenant]
 
     def _lane(self, request: Request) -> Lane:
         priority = request.rank[0]

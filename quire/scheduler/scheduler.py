@@ -23,7 +23,7 @@ from quire.scheduler.deadlines import Deadlines
 from quire.scheduler.draft import PlanDraft
 from quire.scheduler.kv_blocks import KVBlocks
 from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.overload import check_room_in_queue
+from quire.scheduler.overload import DISPLACED, make_room_in_queue
 from quire.scheduler.pace import Pace
 from quire.scheduler.pause import Pause
 from quire.scheduler.policy import rank_function
@@ -92,17 +92,19 @@ class Scheduler:
         if new.request_id in self.requests:
             raise RequestError(f"request_id {new.request_id!r} is already in use.")
         self.limits.check_fits(new)
-        check_room_in_queue(self, new)
+        make_room_in_queue(self, new)
 
-    def add(self, new: NewRequest, is_ready: bool = True) -> None:
+    def add(self, new: NewRequest, is_ready: bool = True, now: float = 0.0) -> None:
         """Queue a request that has passed `check`, or hold it back until `make_ready`."""
+        for request_id in make_room_in_queue(self, new):
+            self.abort(request_id, DISPLACED, now=now)
         self._num_arrivals += 1
         sequences = make_sequences(
             new,
             rank=self._rank(new.priority, self._num_arrivals),
             unseeded=random_seed(self.limits.seed, self._num_arrivals),
             max_total=self.limits.max_total(new),
-            root=chain_root(*self.limits.cache_identity, new.adapter or "", new.cache_salt or ""),
+            root=chain_root(*self.limits.cache_identity, *new.cache_scope),
             columns=self.columns,
         )
         leader = sequences[0]

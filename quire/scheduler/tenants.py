@@ -7,6 +7,7 @@ import numpy as np
 from quire.protocol.plan import Int32Array, Int64Array
 
 MAX_IDLE_TENANTS = 1024
+MAX_KNOWN_TENANTS = 1024
 
 
 class Tenants:
@@ -14,6 +15,11 @@ class Tenants:
 
     Service counts only in comparison: whoever comes starts level with the least served of those
     who are there (or above, where it had more before it paused), so that nobody can save up.
+
+    Tenants are ordered by age, since the queue protects older ones from newer ones: names cost
+    nothing, and a flood of new ones must not take the places of those who were there before. A
+    tenant that has been admitted once keeps its age when it pauses. Where more names come than can
+    be kept, the newest are forgotten.
     """
 
     def __init__(self) -> None:
@@ -25,6 +31,11 @@ class Tenants:
         self._num_turns = 0
         self._idle: dict[str, int] = {}
         """Service of tenants without requests, while others have some."""
+        self._ages: dict[str, int] = {}
+        """The number of each tenant's arrival, oldest first."""
+        self._num_arrivals = 0
+        self._unproven: set[str] = set()
+        """Those of them that were never admitted."""
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -49,8 +60,16 @@ class Tenants:
             self._slots[name] = slot
             self._service[slot] = max(level, self._idle.pop(name, 0))
             self._turns[slot] = 0
+            if name not in self._ages:
+                self._num_arrivals += 1
+                self._ages[name] = self._num_arrivals
+                self._unproven.add(name)
         self._num_requests[slot] += 1
         return slot
+
+    def age(self, name: str) -> int:
+        """Smaller is older; of a tenant that is not known, the age that it would get."""
+        return self._ages.get(name, self._num_arrivals + 1)
 
     def leave(self, name: str) -> None:
         """A request of the tenant has ended."""
@@ -60,6 +79,7 @@ class Tenants:
             return
         del self._slots[name]
         self._free_slots.append(slot)
+        self._forget_newest(name)
         if not self._slots:
             self._idle.clear()  # there is nobody left to be compared with
             return
@@ -67,8 +87,19 @@ class Tenants:
         if len(self._idle) > MAX_IDLE_TENANTS:
             del self._idle[next(iter(self._idle))]
 
-    def admitted(self, slot: int, num_tokens: int) -> None:
+    def _forget_newest(self, left: str) -> None:
+        """Keep the ages of old tenants, not of all that ever sent something."""
+        if left in self._unproven:
+            self._unproven.remove(left)
+            del self._ages[left]
+        elif len(self._ages) > MAX_KNOWN_TENANTS:
+            newest = next(name for name in reversed(self._ages) if name not in self._slots)
+            del self._ages[newest]
+
+    def admitted(self, name: str, num_tokens: int) -> None:
         """A request of the tenant got a row and computes its first tokens."""
+        slot = self._slots[name]
+        self._unproven.discard(name)
         self._num_turns += 1
         self._turns[slot] = self._num_turns
         if len(self._slots) > 1:  # who is alone is compared with nobody

@@ -1,11 +1,14 @@
-"""Who may call: keys are kept as digests and compared in constant time."""
+"""`Access`: who may call, and for which tenant. Keys are kept as digests and compared in constant
+time."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from quire.config.server import AccessOptions
 from quire.protocol.errors import OptionError
@@ -15,6 +18,9 @@ OPEN_PATHS = frozenset({"/", "/health", "/ping"})
 """Routes that need no key: they tell nothing that is worth one."""
 STATIC_PREFIX = "/static/"
 """So do the files of the page at `/`."""
+ENGINE_PATHS = frozenset({"/metrics", "/dashboard/state"})
+"""Routes that count what the prefix cache did for all tenants."""
+MAX_TENANT_CHARACTERS = 128
 
 
 def _digest(key: str) -> bytes:
@@ -66,3 +72,98 @@ class KeyRing:
         # Every digest is compared, so that the time taken tells nothing about which one matched.
         matches = [hmac.compare_digest(own, digest) for digest in self.digests]
         return own.hex()[:16] if any(matches) else None
+
+
+class Tenant(NamedTuple):
+    """For whom a request is made."""
+
+    name: str = ""
+    shares_prefixes: bool = False
+    """Whether its prompts may use what others computed, which replies then must not tell."""
+
+
+class AccessDenied(Exception):
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Access:
+    keys: KeyRing
+    admin_keys: KeyRing
+    trusts_tenant_header: bool = False
+    share_prefix_cache: bool = False
+
+    @classmethod
+    def of(cls, options: AccessOptions) -> Access:
+        admin = [] if options.admin_key is None else [options.admin_key]
+        return cls(
+            KeyRing.read(options),
+            KeyRing.of(admin),
+            options.trust_tenant_header,
+            options.share_prefix_cache,
+        )
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether there are several tenants, and one prefix cache for all of them."""
+        return self.share_prefix_cache and (self.trusts_tenant_header or self._has_several_keys)
+
+    def admit(self, path: str, headers: Sequence[tuple[bytes, bytes]]) -> Tenant:
+        """The tenant of a request, or `AccessDenied`."""
+        if path in OPEN_PATHS or path.startswith(STATIC_PREFIX):
+            return Tenant()
+        return Tenant(
+            self._holder(path, dict(headers)) + self._named(headers), self.shares_prefixes
+        )
+
+    def sees_all(self, tenant: Tenant) -> bool:
+        """Whether a caller may know everyone's requests by name: not one of several tenants."""
+        return tenant.name == "" or not (self.trusts_tenant_header or self._has_several_keys)
+
+    @property
+    def _has_several_keys(self) -> bool:
+        return not (self.keys.is_open or self.keys.is_single)
+
+    def _holder(self, path: str, headers: dict[bytes, bytes]) -> str:
+        """A name for who holds the key of a request; empty where all callers are one."""
+        keys, wanted = self.keys, "API key"
+        if path in ENGINE_PATHS and self.shares_prefixes:
+            keys, wanted = self.admin_keys, "admin key"
+            if keys.is_open:
+                raise AccessDenied(
+                    403,
+                    f"{path} would tell tenants about each other's prompts under "
+                    "--share-prefix-cache; start the server with --admin-key and send that key.",
+                )
+        elif path.startswith(ADMIN_PREFIX) and not self.admin_keys.is_open:
+            keys, wanted = self.admin_keys, "admin key"
+        if keys.is_open:
+            return ""
+        kind, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+        if kind.lower() != "bearer":
+            key = headers.get(b"x-api-key", b"").decode("latin-1")
+        holder = keys.find(key.strip())
+        if holder is None:
+            raise AccessDenied(
+                401,
+                f"the {wanted} is missing or wrong; send it as 'Authorization: Bearer KEY' or "
+                "'x-api-key: KEY'.",
+            )
+        return "" if keys.is_single else holder
+
+    def _named(self, headers: Sequence[tuple[bytes, bytes]]) -> str:
+        """Which of the holder's tenants a trusted header names."""
+        if not self.trusts_tenant_header:
+            return ""
+        names = [value.decode("latin-1") for name, value in headers if name == b"x-tenant"]
+        if len(names) > 1:
+            raise AccessDenied(400, "X-Tenant is given more than once; send it once.")
+        name = "".join(names)
+        if len(name) > MAX_TENANT_CHARACTERS:
+            raise AccessDenied(
+                400,
+                f"X-Tenant has {len(name)} characters; send at most {MAX_TENANT_CHARACTERS}.",
+            )
+        return f"/{name}" if name else ""

@@ -29,11 +29,11 @@ def build_app(state: ServerState) -> Any:
     openai_routes = (completions, chat, embeddings, responses)
     for module in (operations, metrics, *openai_routes, messages, page, dashboard_state):
         app.include_router(module.router)
-    if not state.admin_keys.is_open:
+    if not state.access.admin_keys.is_open:
         app.include_router(admin.router)
     network = state.options.network
     counted = CountedRequests(app, state.load)
-    gated: Any = Gate(counted, state.keys, state.admin_keys, network.max_body_bytes)
+    gated: Any = Gate(counted, state.access, network.max_body_bytes)
     if observers := _observers(state):
         gated = Watch(gated, observers)
     if network.allowed_origins:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from quire.frontend.async_llm import RequestTerms
 from quire.protocol.errors import RequestError
 from quire.protocol.sampling import RepetitionDetectionParams, SamplingParams
+from quire.server.access import Tenant
 from quire.server.openai.response_format import requested_form
 
 logger = logging.getLogger(__name__)
@@ -61,12 +62,14 @@ class RequestBody(BaseModel):
                 _unknown_fields.add(name)
                 logger.warning("bodies have a field %.100r, which is unknown and ignored", name)
 
-    def terms(self, tenant: str, wants_progress: bool = False) -> RequestTerms:
+    def terms(self, tenant: Tenant, wants_progress: bool = False) -> RequestTerms:
         return RequestTerms(
             priority=self.priority or 0,
-            tenant=tenant,
+            tenant=tenant.name,
+            shares_prefixes=tenant.shares_prefixes,
             timeout_s=self.timeout_s,
-            wants_progress=wants_progress,
+            # Which would tell how much of the prompt others had computed.
+            wants_progress=wants_progress and not tenant.shares_prefixes,
         )
 
     def tokenization(self, add_special_tokens: bool | None) -> dict[str, Any]:

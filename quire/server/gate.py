@@ -1,4 +1,4 @@
-"""`Gate`: what every HTTP request passes first: its id, its key, and the size of its body."""
+"""`Gate`: what every HTTP request passes first: its id, host, key, and the size of its body."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from quire.server.access import ADMIN_PREFIX, OPEN_PATHS, STATIC_PREFIX, KeyRing
+from quire.server.access import Access, AccessDenied
 from quire.server.dialect import dialect_of
 from quire.server.errors import error_response
 
@@ -22,12 +22,9 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 class Gate:
-    def __init__(
-        self, app: Application, keys: KeyRing, admin_keys: KeyRing, max_body_bytes: int
-    ) -> None:
+    def __init__(self, app: Application, access: Access, max_body_bytes: int) -> None:
         self._app = app
-        self._keys = keys
-        self._admin_keys = admin_keys
+        self._access = access
         self._max_body_bytes = max_body_bytes
         self._too_large = f"the body is larger than max_body_bytes={max_body_bytes}; send less."
 
@@ -37,9 +34,8 @@ class Gate:
             return
         headers, path = dict(scope["headers"]), _route(scope)
         request_id, dialect = _request_id(headers), dialect_of(path)
-        tenant = self._tenant(path, headers)
         state = scope.setdefault("state", {})
-        state |= {"request_id": request_id, "tenant": tenant, "dialect": dialect}
+        state |= {"request_id": request_id, "dialect": dialect}
         ids = [(name, request_id.encode()) for name in dialect.id_headers]
 
         async def answer(message: MutableMapping[str, Any]) -> None:
@@ -47,33 +43,17 @@ class Gate:
                 message["headers"] = [*message["headers"], *ids]
             await send(message)
 
-        is_open = path in OPEN_PATHS or path.startswith(STATIC_PREFIX)
-        if tenant is None and not is_open:
-            text = (
-                "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or "
-                "'x-api-key: KEY'."
-            )
-            await error_response(401, text, dialect=dialect)(scope, receive, answer)
+        try:
+            state["tenant"] = self._access.admit(path, scope["headers"])
+        except AccessDenied as denied:
+            refused = error_response(denied.status, str(denied), dialect=dialect)
+            await refused(scope, receive, answer)
             return
         if _content_length(headers) > self._max_body_bytes:
             too_large = error_response(413, self._too_large, dialect=dialect)
             await too_large(scope, receive, answer)
             return
         await self._app(scope, self._bounded(receive), answer)
-
-    def _tenant(self, path: str, headers: dict[bytes, bytes]) -> str | None:
-        """Who calls; None if a key is needed and there is none."""
-        named = headers.get(b"x-tenant", b"").decode("latin-1")
-        admin = path.startswith(ADMIN_PREFIX) and not self._admin_keys.is_open
-        keys = self._admin_keys if admin else self._keys
-        if keys.is_open:
-            return named
-        kind, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
-        if kind.lower() != "bearer":
-            key = headers.get(b"x-api-key", b"").decode("latin-1")
-        holder = keys.find(key.strip())
-        # One of several holders could call itself many tenants, and so take the others' turns.
-        return named if holder is not None and keys.is_single else holder
 
     def _bounded(self, receive: Receive) -> Receive:
         size = 0

@@ -10,7 +10,7 @@ import msgspec
 
 from quire.config.server import ServerOptions
 from quire.frontend.async_llm import AsyncLLM
-from quire.server.access import KeyRing
+from quire.server.access import Access
 from quire.server.errors import UnknownModelError
 from quire.server.load import Load
 from quire.server.tracing import Tracer
@@ -21,8 +21,7 @@ class ServerState:
     llm: AsyncLLM
     options: ServerOptions
     model_names: tuple[str, ...]
-    keys: KeyRing
-    admin_keys: KeyRing
+    access: Access
     tracer: Tracer | None = None
     load: Load = field(default_factory=Load.alone)
     report: Callable[[msgspec.Struct], None] = lambda message: None
@@ -34,11 +33,9 @@ class ServerState:
     @classmethod
     def of(cls, llm: AsyncLLM, options: ServerOptions) -> ServerState:
         names = options.serving.served_model_name or (llm.model_config.source.name,)
-        admin = options.access.admin_key
-        keys = KeyRing.read(options.access), KeyRing.of([] if admin is None else [admin])
         endpoint = options.logging.otlp_traces_endpoint
         tracer = None if endpoint is None else Tracer(endpoint, names[0])
-        return cls(llm, options, names, *keys, tracer)
+        return cls(llm, options, names, Access.of(options.access), tracer)
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with, if requests for `name` are for this model."""

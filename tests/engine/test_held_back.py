@@ -74,7 +74,7 @@ def test_it_takes_its_place_in_a_bounded_queue(ends: str) -> None:
         engine.requests.popitem()
     engine.finish()
     waiting = engine.core.scheduler.waiting
-    assert (waiting.num_new, waiting.num_new_tokens, waiting.num_new_tenants) == (0, 0, 0)
+    assert (waiting.num_new, waiting.num_new_tokens, len(waiting.new_of)) == (0, 0, 0)
 
 
 def test_a_form_that_proves_wrong_while_the_request_is_added() -> None:

@@ -84,6 +84,127 @@ def test_who_fills_the_queue_keeps_nobody_else_out() -> None:
     assert not is_refused("a")
 
 
+def test_a_queue_never_gets_longer_than_twice_its_bound() -> None:
+    """Also for tenants within their share: E's would be one of six."""
+    engine = Engine(max_num_seqs=1, max_num_queued_reqs=6)
+    engine.add(numbers(5), max_tokens=2, tenant="a")
+    engine.step()
+    for tenant, room in (("a", 6), ("b", 3), ("c", 2), ("d", 1)):
+        for i in range(room):
+            engine.add(numbers(5, start=i), max_tokens=2, tenant=tenant)
+    with pytest.raises(OverloadedError, match="12 requests are waiting"):
+        engine.add(numbers(5), tenant="e")
+    engine.requests.popitem()
+    engine.core.abort("r100")
+    engine.add(numbers(5), tenant="e")
+
+
+def test_a_queue_never_holds_more_than_twice_its_bound_of_tokens() -> None:
+    engine = Engine(max_num_seqs=1, max_num_queued_tokens=60)
+    engine.add(numbers(5), tenant="a")
+    engine.step()
+    for tenant, length in (("a", 60), ("b", 30), ("c", 20)):
+        engine.add(numbers(length), tenant=tenant)
+    with pytest.raises(OverloadedError, match="110 prompt tokens"):
+        engine.add(numbers(11), tenant="d")
+    engine.requests.popitem()
+    engine.add(numbers(10), tenant="d")
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("held_back", [False, True])
+def test_a_flood_of_names_takes_no_place_of_an_older_tenant(
+    is_known: bool, held_back: bool
+) -> None:
+    """300 new names meet a queue of 20. Who was served before, or waits already, gets all of its
+    share; new ones that are in the way are sent away, and the queue stays within its limit."""
+    engine = Engine(max_num_seqs=1, max_num_queued_reqs=20)
+    scheduler = engine.core.scheduler
+    if is_known:
+        engine.add(numbers(5), tenant="victim")
+        engine.finish()
+    engine.add(numbers(5), max_tokens=100, tenant="busy")
+    engine.step()
+    own = [] if is_known else [engine.add(numbers(5), tenant="victim")]
+
+    def flood(first: int) -> None:
+        for i in range(first, first + 150):
+            try:
+                key = engine.add(numbers(5, start=i), tenant=f"forged-{i}")
+            except OverloadedError:
+                engine.requests.popitem()
+                continue
+            if held_back:
+                request = scheduler.requests[f"r{key}"][0]
+                scheduler.waiting.remove(request)
+                scheduler.unready[f"r{key}"] = request
+                scheduler.waiting.hold_back(request)
+
+    flood(0)
+    while len(own) < 20:
+        own.append(engine.add(numbers(5, start=len(own)), tenant="victim"))
+        assert scheduler.waiting.num_new <= 40
+    with pytest.raises(OverloadedError):
+        engine.add(numbers(5), tenant="victim")
+    engine.requests.popitem()
+    flood(150)
+    ended = {key: one.finish_reason for key, one in engine.ended.items()}
+    for one in scheduler.take_ended():
+        ended[one.key] = one.finish_reason
+    assert all(ended.get(key) is None for key in own)
+    displaced = [key for key, reason in ended.items() if reason == "overloaded"]
+    assert all(engine.requests[key].tenant.startswith("forged") for key in displaced)
+    assert scheduler.waiting.new_of["victim"][0] == 20
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 7), st.integers(1, 12), st.sampled_from("aaas")), max_size=80
+    ),
+    st.sampled_from([(5, 0), (0, 40), (4, 30)]),
+)
+def test_who_makes_room_for_whom(
+    moves: list[tuple[int, int, str]], bounds: tuple[int, int]
+) -> None:
+    """Only newer tenants for older ones, only what is beyond their share, and no more than the
+    limit asks for; every request gets its one terminal output."""
+    most, most_tokens = bounds
+    engine = Engine(max_num_seqs=1, max_num_queued_reqs=most, max_num_queued_tokens=most_tokens)
+    scheduler = engine.core.scheduler
+    taken = []
+    for number, length, move in moves:
+        if move == "s":
+            engine.step()
+            continue
+        tenant, waiting = f"t{number}", scheduler.waiting
+        age_of = {f"t{i}": scheduler.tenants.age(f"t{i}") for i in range(8)}
+        before = dict(waiting.new_of)
+        was_kept = waiting.num_new < 5
+        try:
+            taken.append(engine.add(numbers(length), max_tokens=3, tenant=tenant))
+        except OverloadedError:
+            assert not was_kept or most_tokens
+            engine.requests.popitem()
+            continue
+        queued = waiting.num_new - len(scheduler.free_rows)
+        assert not most or queued <= 2 * most
+        gone = [one for one in scheduler.ended if one.finish_reason == "overloaded"]
+        for one in gone:
+            theirs = engine.requests[one.key].tenant
+            assert age_of[theirs] > age_of[tenant]
+            older = sum(age_of[name] < age_of[theirs] for name in {*before, tenant})
+            counts, limits = before[theirs], (most, most_tokens)
+            assert any(
+                limit and count > limit // (older + 1)
+                for count, limit in zip(counts, limits, strict=True)
+            )
+        for one in scheduler.take_ended():
+            engine.ended[one.key] = one
+    engine.finish()
+    assert set(engine.ended) == set(taken)
+
+
 def test_a_share_of_the_queued_tokens() -> None:
     engine = Engine(max_num_seqs=1, max_num_queued_tokens=20)
     engine.add(numbers(5), tenant="a")

@@ -85,6 +85,33 @@ def test_salt_and_adapter_separate(change: dict[str, Any]) -> None:
     assert engine.cached(other) == 0 and engine.cached(same) == 19
 
 
+@pytest.mark.parametrize("steps", [0, 1, 40])
+@pytest.mark.parametrize("length", [20, 21])
+def test_tenants_are_kept_apart(steps: int, length: int) -> None:
+    """In mid-prefill, within a block, and with the same salt; not within one of them."""
+    engine = Engine(max_num_batched_tokens=8)
+    for salt in (None, "salt"):
+        engine.add(numbers(length), tenant="a", cache_salt=salt)
+        engine.step(steps)
+        other = engine.add(numbers(length), tenant="b", cache_salt=salt)
+        engine.finish()
+        same = [engine.add(numbers(length), tenant=one, cache_salt=salt) for one in "ab"]
+        engine.finish()
+        assert engine.cached(other) == 0
+        assert [engine.cached(key) for key in same] == [length - 1] * 2
+
+
+def test_tenants_that_share_prefixes() -> None:
+    """They share among each other, not with a tenant that does not, whatever its name."""
+    engine = Engine()
+    first = engine.add(numbers(20), tenant="a", shares_prefixes=True)
+    engine.finish()
+    apart = [engine.add(numbers(20), tenant=one) for one in ("a", "b")]
+    other = engine.add(numbers(20), tenant="b", shares_prefixes=True)
+    engine.finish()
+    assert [engine.cached(key) for key in (first, *apart, other)] == [0, 0, 0, 19]
+
+
 def test_a_hash_covers_everything_before_it() -> None:
     """Equal blocks after different beginnings are different blocks."""
     engine = Engine()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.scheduler.lazy_heap import LazyHeap
-from quire.scheduler.tenants import MAX_IDLE_TENANTS
+from quire.scheduler.tenants import MAX_IDLE_TENANTS, MAX_KNOWN_TENANTS, Tenants
 from tests.engine.driver import Engine, numbers
 
 
@@ -116,6 +116,29 @@ def test_who_comes_late_cannot_claim_the_past() -> None:
     assert turns == [3 * i for i in range(8)]
 
 
+@pytest.mark.parametrize("others_stay", [True, False])
+def test_a_tenant_that_returns_has_its_past(others_stay: bool) -> None:
+    """A computed 90 tokens and left. Where B stays, A comes back behind it until B had as many (10
+    for each of its requests); where all have gone meanwhile, nothing is left to compare."""
+    engine = Engine(max_num_seqs=1, enable_prefix_caching=False)
+    engine.add(numbers(8), max_tokens=3, tenant="b")
+    engine.step()
+    engine.add(numbers(60), max_tokens=31, tenant="a")
+    waiting = [engine.add(numbers(8, start=i), max_tokens=3, tenant="b") for i in range(3)]
+    while any(request.new.tenant == "a" for (request,) in engine.core.scheduler.requests.values()):
+        engine.step()
+    if not others_stay:
+        engine.finish()
+    back = engine.add(numbers(8, start=50), max_tokens=3, tenant="a")
+    waiting = [engine.add(numbers(8, start=i), max_tokens=3, tenant="b") for i in range(12)]
+    engine.finish()
+    before = [key for key in engine.order[: engine.order.index(back)] if key in waiting]
+    if others_stay:
+        assert 3 <= len(before) <= 8, engine.order
+    else:
+        assert not before, engine.order
+
+
 def test_a_preempted_request_keeps_its_place() -> None:
     """It returns before anybody who has not run, whatever its tenant has had meanwhile."""
     engine = Engine(14, enable_prefix_caching=False, max_num_seqs=2)
@@ -155,10 +178,22 @@ def test_tenants_without_requests_are_forgotten() -> None:
     tenants, waiting = engine.core.scheduler.tenants, engine.core.scheduler.waiting
     assert len(tenants) == 1
     assert len(tenants._idle) <= MAX_IDLE_TENANTS
+    assert list(tenants._ages) == ["stays"]
     assert len(tenants._service) <= 3
     assert len(waiting._order._entries) < 20
     engine.finish()
     assert not len(tenants) and not tenants._idle
+
+
+def test_old_tenants_keep_their_age_however_many_come_after() -> None:
+    tenants = Tenants()
+    for i in range(2 * MAX_KNOWN_TENANTS):
+        tenants.join(f"t{i}")
+        tenants.admitted(f"t{i}", 1)
+        tenants.leave(f"t{i}")
+    assert len(tenants._ages) == MAX_KNOWN_TENANTS
+    assert tenants.age("t0") == 1 and tenants.age("t9") == 10
+    assert tenants.age(f"t{MAX_KNOWN_TENANTS}") == tenants.age("unknown")
 
 
 @settings(max_examples=200, deadline=None)

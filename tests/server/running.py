@@ -227,6 +227,6 @@ def gauge(server: RunningServer, name: str, headers: dict[str, str] | None = Non
 
 def http_request(path: str, body: Any, headers: dict[str, str] | None = None) -> bytes:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    fields = {"Host": "x", "Content-Type": "application/json", **(headers or {})}
+    fields = {"Host": "localhost", "Content-Type": "application/json", **(headers or {})}
     lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
     return "\r\n".join([*lines, f"Content-Length: {len(data)}", "", ""]).encode() + data

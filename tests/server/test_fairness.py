@@ -68,6 +68,68 @@ def test_a_thousand_requests_starve_nobody(shared: RunningServer) -> None:
 
 
 @pytest.fixture(scope="module")
+def gateway(tiny_model: Path) -> Iterator[RunningServer]:
+    """Behind a gateway that says whose requests it passes on."""
+    limits = ("--max-num-seqs", "1", "--max-num-queued-reqs", "4", "--trust-tenant-header")
+    server = RunningServer.start("--model", str(tiny_model), *TINY, *limits)
+    assert server.url, "".join(server.lines)
+    yield server
+    assert server.stop() == 0
+
+
+def test_a_trusted_header_tells_tenants_apart(gateway: RunningServer) -> None:
+    """A's five fill the row and the queue; B, who has a share of two, is still taken."""
+    assert gateway.request("POST", "/admin/pause", {"mode": "drain"}, ADMIN).status == 200
+    body = {"prompt": "Hi", "max_tokens": 1}
+    held = [gateway.send(body, headers={"X-Tenant": "a"}) for _ in range(5)]
+    eventually(lambda: gauge(gateway, "num_requests_waiting") == 5, "the queue")
+    assert ask(gateway, {"X-Tenant": "a"}).status == 503
+    held += [gateway.send(body, headers={"X-Tenant": "b"}) for _ in range(2)]
+    eventually(lambda: gauge(gateway, "num_requests_waiting") == 7, "B's requests")
+    assert ask(gateway, {"X-Tenant": "b"}).status == 503
+    assert gateway.request("POST", "/admin/resume", None, ADMIN).status == 200
+    for connection in held:
+        assert connection.recv(20).startswith(b"HTTP/1.1 200 ")
+        connection.close()
+    gateway.assert_at_rest()
+
+
+def test_forged_names_push_no_one_out(gateway: RunningServer) -> None:
+    """A was served before. 100 new names, some with several requests, fill the queue to its limit
+    of eight (one more finds a row); A's four are taken all the same, and those that must go for
+    them get a 503 that says when to come back."""
+    assert ask(gateway, {"X-Tenant": "a"}).status == 200
+    assert gateway.request("POST", "/admin/pause", {"mode": "drain"}, ADMIN).status == 200
+    body = {"prompt": "Hi", "max_tokens": 1}
+    forged = []
+    for number, total in ((0, 5), (1, 7), (2, 8), (3, 9)):
+        while len(forged) < total:
+            forged.append(gateway.send(body, headers={"X-Tenant": f"new-{number}"}))
+        eventually(lambda: gauge(gateway, "num_requests_waiting") == len(forged), "the queue")
+    forged += [gateway.send(body, headers={"X-Tenant": f"new-{i}"}) for i in range(4, 100)]
+    own = [gateway.send(body, headers={"X-Tenant": "a"}) for _ in range(4)]
+    eventually(lambda: num_waiting_of(gateway) == 4, "A's requests")
+    assert gateway.request("POST", "/admin/resume", None, ADMIN).status == 200
+    for connection in own:
+        assert connection.recv(20).startswith(b"HTTP/1.1 200 ")
+    answers = []
+    for connection in forged:
+        answers.append(connection.recv(4096))
+        connection.close()
+    refused = [answer for answer in answers if answer.startswith(b"HTTP/1.1 503 ")]
+    assert all(b"retry-after: " in answer.lower() for answer in refused)
+    assert any(b"were there before" in answer for answer in refused), "none had to go"
+    assert all(answer.startswith((b"HTTP/1.1 200 ", b"HTTP/1.1 503 ")) for answer in answers)
+    gateway.assert_at_rest()
+
+
+def num_waiting_of(server: RunningServer) -> int:
+    """How many requests of A wait, which alone may know their names."""
+    state = server.request("GET", "/dashboard/state", headers={"X-Tenant": "a"}).json
+    return sum(one["request_id"] is not None for one in state["waiting"])
+
+
+@pytest.fixture(scope="module")
 def unguarded(tiny_model: Path) -> Iterator[RunningServer]:
     limits = ("--max-num-seqs", "1", "--max-num-queued-reqs", "4")
     server = RunningServer.start("--model", str(tiny_model), *TINY, *limits)
@@ -76,16 +138,12 @@ def unguarded(tiny_model: Path) -> Iterator[RunningServer]:
     assert server.stop() == 0
 
 
-def test_without_keys_the_header_tells_tenants_apart(unguarded: RunningServer) -> None:
-    """A's five fill the row and the queue; B, who has a share of two, is still taken."""
+def test_a_header_that_is_not_trusted_does_not_count(unguarded: RunningServer) -> None:
     assert unguarded.request("POST", "/admin/pause", {"mode": "drain"}, ADMIN).status == 200
     body = {"prompt": "Hi", "max_tokens": 1}
-    held = [unguarded.send(body, headers={"X-Tenant": "a"}) for _ in range(5)]
+    held = [unguarded.send(body, headers={"X-Tenant": f"name-{i}"}) for i in range(5)]
     eventually(lambda: gauge(unguarded, "num_requests_waiting") == 5, "the queue")
-    assert ask(unguarded, {"X-Tenant": "a"}).status == 503
-    held += [unguarded.send(body, headers={"X-Tenant": "b"}) for _ in range(2)]
-    eventually(lambda: gauge(unguarded, "num_requests_waiting") == 7, "B's requests")
-    assert ask(unguarded, {"X-Tenant": "b"}).status == 503
+    assert ask(unguarded, {"X-Tenant": "another"}).status == 503
     assert unguarded.request("POST", "/admin/resume", None, ADMIN).status == 200
     for connection in held:
         assert connection.recv(20).startswith(b"HTTP/1.1 200 ")

@@ -1,4 +1,4 @@
-"""Which key a route needs does not depend on the path under which a proxy shows the server."""
+"""Who passes, and as which tenant; whatever the path under which a proxy shows the server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.server.access import KeyRing
+from quire.server.access import Access, AccessDenied, KeyRing, Tenant
 from quire.server.gate import Gate
 
 
@@ -35,8 +35,59 @@ def test_keys_behind_a_proxy(root: str, path: str, key: str, status: int) -> Non
         return {"type": "http.request"}
 
     seen: list[int] = []
-    gate = Gate(app, KeyRing.of(["user"]), KeyRing.of(["admin"]), 1000)
+    gate = Gate(app, Access(KeyRing.of(["user"]), KeyRing.of(["admin"])), 1000)
     headers = [(b"authorization", f"Bearer {key}".encode())]
     scope = {"type": "http", "path": root + path, "root_path": root, "headers": headers}
     asyncio.run(gate(scope, receive, send))
     assert seen == [status]
+
+
+def test_whose_request_it_is() -> None:
+    """A key where there are several; what `X-Tenant` says only where that is trusted."""
+
+    def tenant(keys: list[str], trusted: bool, key: str, name: str | None) -> str:
+        access = Access(KeyRing.of(keys), KeyRing.of([]), trusts_tenant_header=trusted)
+        headers = [(b"x-api-key", key.encode())]
+        headers += [] if name is None else [(b"x-tenant", name.encode())]
+        return access.admit("/v1/models", headers).name
+
+    none, one, two = [], ["k1"], ["k1", "k2"]
+    for keys in (none, one):
+        assert tenant(keys, False, "k1", None) == tenant(keys, False, "k1", "x") == ""
+        assert tenant(keys, True, "k1", None) == "" != tenant(keys, True, "k1", "x")
+        assert tenant(keys, True, "k1", "x") != tenant(keys, True, "k1", "y")
+    first, second = (tenant(two, False, key, None) for key in two)
+    assert "" != first != second != ""
+    assert tenant(two, False, "k1", "x") == first, "a holder cannot split itself"
+    names = {tenant(two, True, key, name) for key in two for name in (None, "x", "y")}
+    assert len(names) == 6 and {first, second} < names
+
+
+@pytest.mark.parametrize("values", [[b"a", b"b"], [b"a" * 129]])
+def test_names_of_tenants_that_are_refused(values: list[bytes]) -> None:
+    access = Access(KeyRing.of([]), KeyRing.of([]), trusts_tenant_header=True)
+    headers = [(b"x-tenant", value) for value in values]
+    with pytest.raises(AccessDenied, match="X-Tenant"):
+        access.admit("/v1/models", headers)
+    ignoring = Access(KeyRing.of([]), KeyRing.of([]))
+    assert ignoring.admit("/v1/models", headers) == Tenant()
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/dashboard/state"])
+@pytest.mark.parametrize(
+    ("keys", "trusted", "wants_admin"),
+    [([], False, False), (["k1"], False, False), (["k1", "k2"], False, True), ([], True, True)],
+)
+def test_a_shared_cache_of_one_tenant_is_no_secret(
+    keys: list[str], trusted: bool, wants_admin: bool, path: str
+) -> None:
+    headers = [(b"x-api-key", b"k1")]
+    for admin in ([], ["admin"]):
+        access = Access(KeyRing.of(keys), KeyRing.of(admin), trusted, share_prefix_cache=True)
+        assert access.admit("/v1/models", headers).shares_prefixes == wants_admin
+        if not wants_admin:
+            assert access.admit(path, headers) == Tenant()
+            continue
+        with pytest.raises(AccessDenied, match="admin") as denied:
+            access.admit(path, headers)
+        assert denied.value.status == (401 if admin else 403)

@@ -16,6 +16,7 @@ from quire import __version__
 from quire.metrics.instruments import Metric, Readings
 from quire.protocol.messages import ID_SEPARATOR
 from quire.protocol.snapshot import BlockState, EngineSnapshot, SequenceSnapshot
+from quire.server.access import Tenant
 from quire.server.generation import state_of
 from quire.server.state import ServerState
 
@@ -50,11 +51,11 @@ async def dashboard_state(request: Request, sequence: int | None = None) -> Resp
 
 
 class _Visibility:
-    """Whose requests a caller may know by name: with API keys, those made with its own."""
+    """Whose requests a caller may know by name: where there are several tenants, its own."""
 
-    def __init__(self, state: ServerState, tenant: str) -> None:
-        self._all = state.keys.is_open or state.keys.is_single
-        self._tenant = tenant
+    def __init__(self, state: ServerState, tenant: Tenant) -> None:
+        self._all = state.access.sees_all(tenant)
+        self._tenant = tenant.name
 
     def covers(self, sequence: SequenceSnapshot) -> bool:
         return self._all or sequence.tenant == self._tenant
