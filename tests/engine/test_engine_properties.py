@@ -126,6 +126,7 @@ def new_request(index: int, job: Job) -> NewRequest:
         priority=job.priority,
         streams=job.streams,
         tenant=job.tenant,
+        shares_prefixes=index % 4 > 0,
         beam_width=job.beam_width,
     )
 
