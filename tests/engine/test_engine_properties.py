@@ -125,6 +125,7 @@ def new_request(index: int, job: Job) -> NewRequest:
         eos_token_ids=(EOS,),
         priority=job.priority,
         streams=job.streams,
+        interactive=job.streams,
         tenant=job.tenant,
         shares_prefixes=index % 4 > 0,
         beam_width=job.beam_width,
