@@ -6,16 +6,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quire.config.engine_args import AsyncEngineArgs, EngineArgs
     from quire.config.options import EngineOptions
-    from quire.frontend.async_llm import AsyncLLM
+    from quire.frontend.async_llm import AsyncLLM, AsyncLLMEngine
     from quire.frontend.embedding import PoolingParams
     from quire.frontend.llm import LLM
+    from quire.frontend.llm_engine import LLMEngine
     from quire.frontend.outputs import (
         CompletionOutput,
         EmbeddingRequestOutput,
         Logprob,
         RequestOutput,
     )
+    from quire.inputs import PromptType, TextPrompt, TokensPrompt
     from quire.protocol.errors import (
         EngineDeadError,
         ModelError,
@@ -36,17 +39,22 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "BeamSearchParams",
     "CompletionOutput",
     "EmbeddingRequestOutput",
+    "EngineArgs",
     "EngineDeadError",
     "EngineOptions",
+    "LLMEngine",
     "Logprob",
     "ModelError",
     "OptionError",
     "OverloadedError",
     "PoolingParams",
+    "PromptType",
     "QuireError",
     "RepetitionDetectionParams",
     "RequestError",
@@ -55,22 +63,29 @@ __all__ = [
     "SamplingParams",
     "StructuredOutputs",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 
 _HOMES = {
     "LLM": "quire.frontend.llm",
+    "AsyncEngineArgs": "quire.config.engine_args",
     "AsyncLLM": "quire.frontend.async_llm",
+    "AsyncLLMEngine": "quire.frontend.async_llm",
     "BeamSearchParams": "quire.protocol.sampling",
     "CompletionOutput": "quire.frontend.outputs",
     "EmbeddingRequestOutput": "quire.frontend.outputs",
+    "EngineArgs": "quire.config.engine_args",
     "EngineDeadError": "quire.protocol.errors",
     "EngineOptions": "quire.config.options",
+    "LLMEngine": "quire.frontend.llm_engine",
     "Logprob": "quire.frontend.outputs",
     "ModelError": "quire.protocol.errors",
     "OptionError": "quire.protocol.errors",
     "OverloadedError": "quire.protocol.errors",
     "PoolingParams": "quire.frontend.embedding",
+    "PromptType": "quire.inputs",
     "QuireError": "quire.protocol.errors",
     "RepetitionDetectionParams": "quire.protocol.sampling",
     "RequestError": "quire.protocol.errors",
@@ -79,6 +94,8 @@ _HOMES = {
     "SamplingParams": "quire.protocol.sampling",
     "StructuredOutputs": "quire.protocol.structured",
     "StructuredOutputsParams": "quire.protocol.structured",
+    "TextPrompt": "quire.inputs",
+    "TokensPrompt": "quire.inputs",
 }
 
 

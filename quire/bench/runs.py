@@ -71,6 +71,7 @@ class Engines:
             token=wanted.hf_token,
             hf_overrides=wanted.hf_overrides,
             load_format=wanted.load_format,
+            download_dir=wanted.download_dir,
         )
         self._given = engine_arguments(arguments)
 

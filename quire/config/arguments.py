@@ -24,8 +24,18 @@ class Refusal:
     """Values that ask for nothing, and so are accepted in silence."""
 
 
+SWITCHES: set[str] = set()
+"""Arguments without effect that are True or False, and so flags without a value."""
+
+
 def _ignored(groups: Mapping[str, str]) -> dict[str, str]:
-    return {name: reason for reason, names in groups.items() for name in names.split()}
+    reasons = {}
+    for reason, names in groups.items():
+        for name in names.split():
+            if name.endswith("?"):
+                SWITCHES.add(name[:-1])
+            reasons[name.removesuffix("?")] = reason
+    return reasons
 
 
 def _refused(groups: Mapping[str, Mapping[str, tuple[Any, ...]]]) -> dict[str, Refusal]:
@@ -36,83 +46,88 @@ def _refused(groups: Mapping[str, Mapping[str, tuple[Any, ...]]]) -> dict[str, R
     }
 
 
-# Why it is harmless -> the arguments, which are accepted with one warning each.
+# Why it is harmless -> the arguments, which are accepted with one warning each. Those that end in ?
+# are switches: flags without a value.
 IGNORED: dict[str, str] = _ignored(
     {
         "preempted requests are recomputed, never swapped": "swap_space preemption_mode",
         "there is one block manager and one scheduler loop": """
-            use_v2_block_manager num_scheduler_steps multi_step_stream_outputs async_scheduling
-            disable_async_output_proc num_lookahead_slots scheduler_delay_factor watermark
-            scheduler_reserve_full_isl prefill_schedule_interval max_num_partial_prefills
+            use_v2_block_manager? num_scheduler_steps multi_step_stream_outputs? async_scheduling?
+            disable_async_output_proc? num_lookahead_slots scheduler_delay_factor watermark
+            scheduler_reserve_full_isl? prefill_schedule_interval max_num_partial_prefills
             max_long_partial_prefills max_num_scheduled_tokens stream_interval
-            disable_hybrid_kv_cache_manager kv_sharing_fast_prefill
+            disable_hybrid_kv_cache_manager? kv_sharing_fast_prefill?
             prefix_caching_hash_algo prefix_cache_retention_interval prefix_match_unit""",
         "there is nothing to compile or to tune at start-up": """
             compilation_config max_seq_len_to_capture max_context_len_to_capture cuda_graph_sizes
             cudagraph_capture_sizes max_cudagraph_capture_size optimization_level performance_mode
-            kernel_config ir_op_priority linear_backend enable_flashinfer_autotune
-            attention_config additional_config jit_monitor_mode jit_monitor_verbose""",
+            kernel_config ir_op_priority linear_backend enable_flashinfer_autotune?
+            attention_config additional_config jit_monitor_mode jit_monitor_verbose?""",
         "the engine runs in one process on one device": """
-            disable_custom_all_reduce distributed_executor_backend max_parallel_loading_workers
-            ray_workers_use_nsight worker_use_ray engine_use_ray worker_cls worker_extension_cls
+            disable_custom_all_reduce? distributed_executor_backend max_parallel_loading_workers
+            ray_workers_use_nsight? worker_use_ray? engine_use_ray? worker_cls worker_extension_cls
             master_addr master_port node_rank distributed_timeout_seconds dp_sync_interval
-            cpu_distributed_timeout_seconds numa_bind numa_bind_nodes numa_bind_cpus
-            dcp_comm_backend dcp_q_replicate dcp_kv_cache_interleave_size
+            cpu_distributed_timeout_seconds numa_bind? numa_bind_nodes numa_bind_cpus
+            dcp_comm_backend dcp_q_replicate? dcp_kv_cache_interleave_size
             cp_kv_cache_interleave_size data_parallel_address data_parallel_rpc_port
-            data_parallel_backend disable_nccl_for_dp_synchronization all2all_backend enable_dbo
+            data_parallel_backend disable_nccl_for_dp_synchronization? all2all_backend enable_dbo?
             ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold
-            enable_batch_sharded_sampling enable_fault_tolerance fault_tolerance_config
-            enable_nccl_comm_suspend shutdown_timeout""",
+            enable_batch_sharded_sampling? enable_fault_tolerance? fault_tolerance_config
+            enable_nccl_comm_suspend? shutdown_timeout""",
         "no supported model has experts": """
-            enable_expert_parallel enable_ep_weight_filter enable_elastic_ep enable_eplb
-            eplb_config expert_placement_strategy moe_backend enable_bf16x3_router_gemm""",
+            enable_expert_parallel? enable_ep_weight_filter? enable_elastic_ep? enable_eplb?
+            eplb_config expert_placement_strategy moe_backend enable_bf16x3_router_gemm?""",
         "no supported model has state-space layers": """
             mamba_config mamba_backend mamba_block_size mamba_cache_dtype mamba_cache_mode
             mamba_cache_philox_rounds mamba_ssm_cache_dtype mamba_ssu_algorithm
-            enable_mamba_cache_stochastic_rounding use_replayssm replayssm_buffer_len
+            enable_mamba_cache_stochastic_rounding? use_replayssm? replayssm_buffer_len
             gdn_prefill_backend kda_prefill_backend""",
         "supported models read text only": """
             limit_mm_per_prompt allowed_local_media_path allowed_media_domains media_io_kwargs
-            enable_mm_embeds interleave_mm_strings language_model_only skip_mm_profiling
-            disable_mm_preprocessor_cache disable_chunked_mm_input mm_processor_cache_gb
+            enable_mm_embeds? interleave_mm_strings? language_model_only? skip_mm_profiling?
+            disable_mm_preprocessor_cache? disable_chunked_mm_input? mm_processor_cache_gb
             mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb
             mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype mm_tensor_ipc
             mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path
             mm_encoder_fp8_scale_save_margin mm_processor_device mm_ipc_gpu_memory_gb
-            mm_device_do_normalize video_pruning_rate video_pruning_method
-            enable_mm_processor_stats ec_manager_config""",
+            mm_device_do_normalize? video_pruning_rate video_pruning_method
+            enable_mm_processor_stats? ec_manager_config""",
         "adapters are not there yet, so there is nothing to size": """
-            max_loras max_lora_rank max_cpu_loras fully_sharded_loras lora_dtype
+            max_loras max_lora_rank max_cpu_loras fully_sharded_loras? lora_dtype
             lora_extra_vocab_size long_lora_scaling_factors lora_target_modules default_mm_loras
-            enable_lora_bias enable_tower_connector_lora specialize_active_lora
-            enable_mixed_moe_lora_format enable_moe_shared_loras max_prompt_adapters
+            enable_lora_bias? enable_tower_connector_lora? specialize_active_lora?
+            enable_mixed_moe_lora_format? enable_moe_shared_loras? max_prompt_adapters
             max_prompt_adapter_token""",
         "there is one way to structured output, set by structured_outputs_config": """
-            guided_decoding_backend guided_decoding_disable_fallback
-            guided_decoding_disable_any_whitespace
-            guided_decoding_disable_additional_properties""",
-        "the offline API neither serves nor parses": """
-            served_model_name reasoning_parser reasoning_parser_plugin reasoning_config
-            enable_reasoning io_processor_plugin renderer_num_workers disable_log_requests
-            enable_log_requests max_log_len aggregate_engine_logging""",
+            guided_decoding_backend guided_decoding_disable_fallback?
+            guided_decoding_disable_any_whitespace?
+            guided_decoding_disable_additional_properties?""",
+        "it is an option of `quire serve`": """
+            served_model_name reasoning_parser enable_log_requests? max_log_len
+            otlp_traces_endpoint api_server_count tool_call_parser""",
+        "requests are logged only where --enable-log-requests asks for it": "disable_log_requests?",
+        "tool calls and reasoning are told from the text wherever a chat has them": """
+            enable_auto_tool_choice? enable_reasoning? reasoning_config""",
+        "there are no plug-ins": "reasoning_parser_plugin io_processor_plugin tool_parser_plugin",
+        "each process logs for itself, and tokenises on its own": """
+            aggregate_engine_logging? renderer_num_workers disable_frontend_multiprocessing?""",
         "it is not measured here": """
-            profiler_config otlp_traces_endpoint collect_detailed_traces kv_cache_metrics
-            kv_cache_metrics_sample cudagraph_metrics enable_layerwise_nvtx_tracing
-            enable_mfu_metrics enable_logging_iteration_details show_hidden_metrics_for_version
-            per_request_spec_decode_metrics""",
+            profiler_config collect_detailed_traces kv_cache_metrics?
+            kv_cache_metrics_sample cudagraph_metrics? enable_layerwise_nvtx_tracing?
+            enable_mfu_metrics? enable_logging_iteration_details? show_hidden_metrics_for_version
+            per_request_spec_decode_metrics?""",
         "tokenising needs no pool": """
             tokenizer_pool_size tokenizer_pool_type tokenizer_pool_extra_config""",
         "weights are always streamed from memory-mapped files": """
-            safetensors_load_strategy safetensors_prefetch_num_threads use_tqdm_on_load
+            safetensors_load_strategy safetensors_prefetch_num_threads use_tqdm_on_load?
             safetensors_prefetch_block_size model_loader_extra_config ignore_patterns
             pt_load_map_location""",
-        "files from the hub go where huggingface_hub keeps them": "download_dir",
-        "code that comes with a model is never run": "trust_remote_code code_revision model_impl",
-        "there is no sleep mode yet": "enable_sleep_mode enable_cumem_allocator",
+        "code that comes with a model is never run": "trust_remote_code? code_revision model_impl",
+        "there is no sleep mode yet": "enable_sleep_mode? enable_cumem_allocator?",
         "it has no counterpart here": """
-            calculate_kv_scales kv_cache_dtype_skip_layers allow_deprecated_quantization
-            override_neuron_config override_attention_dtype use_fp64_gumbel weight_transfer_config
-            fail_on_environ_validation disable_logprobs_during_spec_decoding""",
+            calculate_kv_scales? kv_cache_dtype_skip_layers allow_deprecated_quantization?
+            override_neuron_config override_attention_dtype use_fp64_gumbel? weight_transfer_config
+            fail_on_environ_validation? disable_logprobs_during_spec_decoding?""",
     }
 )
 
@@ -227,7 +242,7 @@ def accepted_arguments(
                 message = f"{name}={value!r} has no effect: {IGNORED[name]}."
                 warnings.warn(message, stacklevel=stacklevel)
         elif name in REFUSED:
-            _refuse_unless_neutral(name, value)
+            refuse_unless_neutral(name, value)
         else:
             raise OptionError(
                 f"{name} is not an option (got {value!r}). " + nearest(name, supported)
@@ -235,7 +250,12 @@ def accepted_arguments(
     return accepted
 
 
-def _refuse_unless_neutral(name: str, value: Any) -> None:
+SWITCHES.update(
+    name for name, refusal in REFUSED.items() if any(v is False for v in refusal.neutral)
+)
+
+
+def refuse_unless_neutral(name: str, value: Any) -> None:
     refusal = REFUSED[name]
     plain = value is None or isinstance(value, (bool, int, float, str, list, tuple, dict, set))
     if not plain or value not in refusal.neutral:

@@ -8,14 +8,16 @@ import difflib
 import json
 import re
 import sys
+import warnings
 from collections.abc import Collection, Sequence
 from types import NoneType
 from typing import Any, NoReturn
 
-from quire.config.arguments import IGNORED, REFUSED
+from quire.config.arguments import IGNORED, REFUSED, SWITCHES, refuse_unless_neutral
 from quire.config.fields import Declaration, kinds
 from quire.config.options import EngineOptions, group_class, option_groups
 from quire.config.server import ServerOptions
+from quire.protocol.errors import OptionError
 from quire.protocol.sampling import RepetitionDetectionParams, SamplingParams
 
 Arguments = argparse.Namespace
@@ -79,6 +81,7 @@ class CommandParser(argparse.ArgumentParser):
         settings.setdefault("allow_abbrev", False)
         settings.setdefault("formatter_class", _HelpFormatter)
         super().__init__(add_help=False, **settings)
+        self.takes_engine_options = False
         self.add_argument("-h", "--help", action="help", help="Show this help.")
         self.set_defaults(parser=self)
 
@@ -87,10 +90,19 @@ class CommandParser(argparse.ArgumentParser):
 
     def read(self, words: Sequence[str]) -> Arguments:
         """Parse a command line whole."""
+        arguments: Arguments
         arguments, unknown = self.parse_known_args(_dashed(words))
         if unknown:
             arguments.parser.refuse(unknown[0])
         return arguments
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Flags without effect are added here: those of other commands are never needed, and the
+        command's own flags are known by now."""
+        if self.takes_engine_options:
+            add_foreign_arguments(self)
+            self.takes_engine_options = False
+        return super().parse_known_args(args, namespace)
 
     def refuse(self, word: str) -> NoReturn:
         """End with the reason why a word of the command line is not understood."""
@@ -110,8 +122,13 @@ class CommandParser(argparse.ArgumentParser):
         self.error(f"unknown flag {flag}{hint}")
 
     def _names(self) -> list[str]:
-        """The names of all flags, written as options are."""
-        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        """The names of all flags with an effect, written as options are."""
+        actions = self._option_string_actions.items()
+        flags = [
+            flag
+            for flag, action in actions
+            if flag.startswith("--") and not isinstance(action, _ForeignFlag)
+        ]
         return [flag[2:].replace("-", "_") for flag in flags]
 
 
@@ -140,6 +157,51 @@ def command_words(argv: Sequence[str] | None = None) -> list[str]:
 def add_engine_arguments(parser: argparse.ArgumentParser, exclude: Collection[str] = ()) -> None:
     """One flag per engine option, grouped as the options are."""
     _add_option_arguments(parser, EngineOptions, exclude)
+    if isinstance(parser, CommandParser):
+        parser.takes_engine_options = True
+
+
+def add_foreign_arguments(parser: argparse.ArgumentParser) -> None:
+    """One flag per argument of vLLM's that `LLM` accepts with a warning, or refuses by name."""
+    taken = parser._option_string_actions
+    for name in (*IGNORED, *REFUSED):
+        flags = [_flag(name), _flag(f"no_{name}")] if name in SWITCHES else [_flag(name)]
+        if flags[0] not in taken:
+            nargs = 0 if name in SWITCHES else None
+            parser.add_argument(*flags, dest=name, nargs=nargs, action=_ForeignFlag)
+
+
+class _ForeignFlag(argparse.Action):
+    """Says why a flag has no effect, or cannot have one."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{**settings, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS})
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        flag, name = str(option_string), self.dest
+        if name in SWITCHES and flag.startswith("--no-"):
+            return
+        if name in IGNORED:
+            warnings.warn(f"{flag} has no effect: {IGNORED[name]}.", stacklevel=2)
+            return
+        try:
+            value: Any = True if name in SWITCHES else _plain_value(values)
+            refuse_unless_neutral(name, value)
+        except OptionError:
+            parser.error(f"{flag} is refused: {REFUSED[name].reason}; leave it out")
+
+
+def _plain_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None if text.lower() == "none" else text
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:

@@ -42,6 +42,7 @@ def fetch_from_hub(
     revision: str | None = None,
     token: str | None = None,
     load_format: str = "auto",
+    download_dir: str | None = None,
 ) -> Path:
     """The folder that holds the model, downloaded where needed, or cached where the hub is away."""
     try:
@@ -55,7 +56,7 @@ def fetch_from_hub(
         siblings = HfApi(token=token).model_info(name, revision=revision).siblings or []
     # The network library beneath huggingface_hub, and so its errors, differ between versions.
     except Exception as error:
-        cached = _cached_folder(name, revision)
+        cached = _cached_folder(name, revision, download_dir)
         if cached is None:
             raise _not_fetched(name, revision, error) from error
         return cached
@@ -64,18 +65,28 @@ def fetch_from_hub(
     patterns = [glob.escape(file) for file in files_to_fetch(listing, load_format)]
     try:
         return Path(
-            snapshot_download(name, revision=revision, token=token, allow_patterns=patterns)
+            snapshot_download(
+                name,
+                revision=revision,
+                token=token,
+                allow_patterns=patterns,
+                cache_dir=download_dir,
+            )
         )
     except Exception as error:
         raise _not_fetched(name, revision, error) from error
 
 
-def _cached_folder(name: str, revision: str | None) -> Path | None:
+def _cached_folder(name: str, revision: str | None, download_dir: str | None) -> Path | None:
     from huggingface_hub import snapshot_download
 
     try:
         folder = snapshot_download(
-            name, revision=revision, local_files_only=True, allow_patterns=["config.json"]
+            name,
+            revision=revision,
+            local_files_only=True,
+            allow_patterns=["config.json"],
+            cache_dir=download_dir,
         )
     except Exception:
         return None

@@ -30,6 +30,7 @@ def locate_model(
     revision: str | None = None,
     token: str | None = None,
     load_format: str = "auto",
+    download_dir: str | None = None,
 ) -> ModelSource:
     """Resolve a model's name to files on this machine, fetching them from the hub if need be."""
     if load_format not in LOAD_FORMATS:
@@ -55,7 +56,13 @@ def locate_model(
             f"model {name!r} looks like a path, but {path.absolute()} does not exist; "
             "check its spelling."
         )
-    folder = fetch_from_hub(name, revision=revision, token=token, load_format=load_format)
+    folder = fetch_from_hub(
+        name,
+        revision=revision,
+        token=token,
+        load_format=load_format,
+        download_dir=download_dir,
+    )
     return _in_folder(name, folder, load_format)
 
 

@@ -148,11 +148,14 @@ def load_model_config(
     token: str | None = None,
     hf_overrides: dict[str, Any] | None = None,
     load_format: str = "auto",
+    download_dir: str | None = None,
 ) -> ModelConfig:
     """Find a model (None: the embedded one) and read its configuration; weights stay untouched."""
     if hf_overrides is not None and not isinstance(hf_overrides, dict):
         raise OptionError(f"hf_overrides must be a dictionary, got {hf_overrides!r}.")
-    source = locate_model(name, revision=revision, token=token, load_format=load_format)
+    source = locate_model(
+        name, revision=revision, token=token, load_format=load_format, download_dir=download_dir
+    )
     generation: dict[str, Any] = {}
     if source.kind == "gguf":
         file, raw = source.path, translate_gguf(GGUFFile(source.path))

@@ -97,6 +97,12 @@ class ModelOptions(CheckedOptions):
         convert=_token,
         secret=True,
     )
+    download_dir: str | None = option(
+        None,
+        "Folder that files of the hub are kept in.",
+        default_text="where huggingface_hub keeps them",
+        convert=as_text,
+    )
     hf_overrides: dict[str, Any] | None = option(
         None, "Values that replace those of config.json (JSON).", default_text="none"
     )

@@ -34,6 +34,7 @@ def find_model(options: EngineOptions) -> ModelConfig:
         token=options.model.hf_token,
         hf_overrides=options.model.hf_overrides,
         load_format=options.model.load_format,
+        download_dir=options.model.download_dir,
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 from threading import Lock
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.frontend.collector import OpenRequest
 from quire.frontend.embedding import PoolingParams, checked_params, embedding_of
@@ -33,6 +33,9 @@ from quire.protocol.output import RequestProgress
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.protocol.snapshot import EngineSnapshot
+
+if TYPE_CHECKING:
+    from quire.config.engine_args import EngineArgs
 
 DISPLACED_RETRY_S = 10.0
 
@@ -118,6 +121,11 @@ class AsyncLLM:
     def __init__(self, model: str | None = None, **arguments: Any) -> None:
         session, core = start_session({"model": model, **arguments})
         self._attach(session, ThreadEngineClient(core))
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, *_: Any, **__: Any) -> AsyncLLM:
+        """What else vLLM takes here (usage context, loggers) has no effect."""
+        return cls(**dataclasses.asdict(engine_args))  # type: ignore[call-overload]
 
     @classmethod
     def connected(cls, session: Session, client: EngineClient) -> AsyncLLM:
@@ -328,3 +336,7 @@ class AsyncLLM:
             if loop.is_closed():
                 requests.abandon()
                 del self._loops[loop]
+
+
+AsyncLLMEngine = AsyncLLM
+"""vLLM's older name."""

@@ -17,6 +17,7 @@ from quire.frontend.session import request_failure
 from quire.protocol.errors import QuireError, RequestError
 from quire.protocol.plan import Float32Array
 from quire.protocol.sampling import RequestOutputKind, SamplingParams
+from quire.protocol.unknown_arguments import refuse_unknown
 
 if TYPE_CHECKING:
     from quire.frontend.llm import LLM
@@ -35,6 +36,10 @@ class PoolingParams:
     """Scale vectors to length 1."""
     dimensions: int | None = None
     """Keep the first so many numbers only, for models trained for that."""
+
+    def __new__(cls, *arguments: Any, **values: Any) -> PoolingParams:
+        refuse_unknown("PoolingParams", values, cls.__dataclass_fields__, {})
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if self.pooling not in POOLINGS:

@@ -19,6 +19,7 @@ from quire.frontend.inputs import (
     params_per_prompt,
     parse_prompts,
 )
+from quire.frontend.llm_engine import LLMEngine
 from quire.frontend.outputs import BeamSearchOutput, RequestOutput
 from quire.frontend.progress import ProgressBar
 from quire.frontend.requests import beam_requests, checked_requests, compiled
@@ -59,6 +60,7 @@ class LLM:
         self.options = self._session.options
         self.model_config = self._session.model_config
         self._enqueued: list[OpenRequest] = []
+        self._llm_engine: LLMEngine | None = None
 
     # --- generating -----------------------------------------------------------------------------
 
@@ -187,6 +189,13 @@ class LLM:
                 self._raise_failure(requests)
                 outputs += [beam_output(request, self._inputs.tokenizer) for request in requests]
         return outputs
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The engine by itself: requests are added, and steps made, one by one."""
+        if self._llm_engine is None:
+            self._llm_engine = LLMEngine(self)
+        return self._llm_engine
 
     # --- asking -----------------------------------------------------------------------------------
 

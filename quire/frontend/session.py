@@ -116,5 +116,6 @@ def session_tokenizer(model: ModelConfig, options: EngineOptions) -> Tokenizer |
             revision=wanted.tokenizer_revision or wanted.revision,
             token=wanted.hf_token,
             load_format="dummy",  # no weights are wanted
+            download_dir=wanted.download_dir,
         )
     return load_tokenizer(source, wanted.chat_template)

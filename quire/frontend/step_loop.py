@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from threading import Lock, RLock
 
 from quire.engine.core import EngineCore
@@ -157,9 +157,9 @@ class StepLoop:
         with self._outputs:
             return self._collector.open(new, prompt, kind)
 
-    def follow(self, requests: Iterable[OpenRequest]) -> Call:
-        """A call that waits for these requests."""
-        call = Call()
+    def follow(self, requests: Iterable[OpenRequest], call: Call | None = None) -> Call:
+        """A call that waits for these requests, or the given one, which from now on does so too."""
+        call = call or Call()
         with self._outputs:
             for request in requests:
                 self._calls[request.engine_id] = call
@@ -192,15 +192,26 @@ class StepLoop:
             finally:
                 self._leave(call)
 
+    def step_for(self, call: Call) -> list[OpenRequest]:
+        """One step, unless the requests of a call have news already; returns those that have."""
+        if not call.changed:
+            self.step()
+        with self._outputs:
+            changed, call.changed = call.changed, {}
+            return list(changed.values())
+
     def read(self, request: OpenRequest) -> RequestOutput | None:
         """What is new of a request that may still grow, if anything."""
         with self._outputs:
             return request.read() if request.has_news else None
 
-    def forget(self, requests: Iterable[OpenRequest]) -> None:
+    def forget(self, requests: Collection[OpenRequest], call: Call | None = None) -> None:
         """Listen no longer, and end what is unfinished. It may be called at any moment (a stream
-        is closed when it is collected), and so waits for no lock."""
+        is closed when it is collected), and so waits for no lock. `call`, if it goes on."""
         with deferred_interrupts():
+            if call is not None:
+                for request in requests:
+                    call.changed.pop(request.engine_id, None)
             self._abandoned.extend(requests)
             self._end_abandoned()
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from quire.protocol.errors import RequestError
 from quire.protocol.structured import StructuredOutputs, as_structured_outputs
+from quire.protocol.unknown_arguments import refuse_unknown
 
 GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 1e-2
@@ -26,6 +27,28 @@ UNSUPPORTED_FIELDS = (
     "trace_decode_token_ids",
     "routed_experts_prompt_start",
 )
+
+
+# Arguments that vLLM's class once had or users expect, and what to do instead.
+_BEAMS = "use LLM.beam_search with BeamSearchParams"
+_TRUNCATION = "pass tokenization_kwargs={'truncate_prompt_tokens': ...} to generate"
+MISSING_FIELDS = {
+    "best_of": "set n, ask for logprobs, and choose by cumulative_logprob",
+    "logits_processors": (
+        "requests bring no code into the engine; logit_bias, allowed_token_ids, bad_words and "
+        "structured_outputs change what is sampled"
+    ),
+    "use_beam_search": _BEAMS,
+    "beam_width": _BEAMS,
+    "length_penalty": _BEAMS,
+    "early_stopping": _BEAMS,
+    "truncate_prompt_tokens": _TRUNCATION,
+    "truncation_side": _TRUNCATION,
+    "max_new_tokens": "set max_tokens",
+    "do_sample": "set temperature; 0 always takes the most likely token",
+    "priority": "pass priority to generate",
+    "lora_request": "adapters are not supported yet",
+}
 
 
 class RequestOutputKind(IntEnum):
@@ -129,6 +152,17 @@ class SamplingParams:
     routed_experts_prompt_start: int | None = None
     bad_words_token_ids: list[list[int]] = field(default_factory=list, repr=False)
     """Filled by the frontend from `bad_words`, which only a tokenizer can read."""
+
+    def __new__(cls, *arguments: Any, **values: Any) -> SamplingParams:
+        # Before __init__, whose TypeError for an unknown name would say neither why nor what else.
+        refuse_unknown("SamplingParams", values, cls.__dataclass_fields__, MISSING_FIELDS)
+        return super().__new__(cls)
+
+    @classmethod
+    def from_optional(cls, **values: Any) -> SamplingParams:
+        """Parameters some of which may be None for their defaults; `max_tokens=None` is a value."""
+        given = {k: v for k, v in values.items() if v is not None or k == "max_tokens"}
+        return cls(**given)
 
     def __post_init__(self) -> None:
         for name in UNSUPPORTED_FIELDS:
@@ -331,6 +365,10 @@ class BeamSearchParams:
     include_stop_str_in_output: bool = False
     structured_outputs: Any = None
     skip_special_tokens: bool = True
+
+    def __new__(cls, *arguments: Any, **values: Any) -> BeamSearchParams:
+        refuse_unknown("BeamSearchParams", values, cls.__dataclass_fields__, {})
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         self.beam_width = _integer("beam_width", self.beam_width)

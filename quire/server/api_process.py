@@ -120,6 +120,7 @@ class ApiProcess:
             token=options.model.hf_token,
             hf_overrides=options.model.hf_overrides,
             load_format=options.model.load_format,
+            download_dir=options.model.download_dir,
         )
         tokenizer = session_tokenizer(model, options)
         session = Session(model, options, tokenizer, self._start.client_index)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any
 
 import pytest
 
+from quire.config.arguments import IGNORED, REFUSED, SWITCHES
 from quire.config.cli import (
     SAMPLING_HELP,
     SAMPLING_WITHOUT_FLAG,
@@ -30,6 +32,7 @@ ENGINE_FLAGS: dict[str, tuple[str, Any]] = {
     "revision": ("--revision=v1", "v1"),
     "tokenizer_revision": ("--tokenizer-revision=v2", "v2"),
     "hf_token": ("--hf-token=secret", "secret"),
+    "download_dir": ("--download-dir=d", "d"),
     "hf_overrides": ('--hf-overrides={"rope_theta": 5}', {"rope_theta": 5}),
     "chat_template": ("--chat-template=x.jinja", "x.jinja"),
     "dtype": ("--dtype=half", "float16"),
@@ -167,7 +170,7 @@ def test_underscores_are_dashes() -> None:
         ),
         (["-n", "3"], "unknown flag -n. Did you mean --n?"),
         (["--xyzzy=3"], "unknown flag --xyzzy (see `quire test --help`)"),
-        (["--swap-space", "4"], "--swap-space has no effect here"),
+        (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size is refused: the model runs"),
         (["--enable-lora"], "--enable-lora is refused: adapters are not supported yet"),
         (["--max-num-seqs", "many"], "argument --max-num-seqs: invalid int value: 'many'"),
         (["--hf-overrides", "{"], "argument --hf-overrides: '{' is not JSON"),
@@ -185,6 +188,32 @@ def test_mistakes_end_in_one_line(
     captured = capsys.readouterr()
     assert captured.err.startswith(f"quire: error: {message}")
     assert captured.err.count("\n") == 1 and not captured.out
+
+
+@pytest.mark.parametrize("name", [*IGNORED, *REFUSED])
+def test_what_python_accepts_the_command_line_accepts(name: str) -> None:
+    """One table for both: a warning with the same reason, or silence where nothing is asked for."""
+    flag, is_switch = "--" + name.replace("_", "-"), name in SWITCHES
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if name in IGNORED:
+            arguments = read(*([flag] if is_switch else [flag, "4"]))
+        elif is_switch:
+            arguments = read("--no-" + flag[2:])
+        else:
+            neutral = [value for value in REFUSED[name].neutral[1:] if not isinstance(value, set)]
+            arguments = read(flag, str(neutral[0] if neutral else None).replace("()", "[]"))
+    told = [str(warning.message) for warning in caught]
+    assert told == ([f"{flag} has no effect: {IGNORED[name]}."] if name in IGNORED else [])
+    assert engine_options(arguments) == EngineOptions()
+
+
+def test_switches_take_no_word_away() -> None:
+    parser = CommandParser(prog="quire test")
+    parser.add_argument("words", nargs="*")
+    add_engine_arguments(parser)
+    with pytest.warns(UserWarning, match="code that comes with a model is never run"):
+        assert parser.read(["--trust-remote-code", "a prompt"]).words == ["a prompt"]
 
 
 def test_flags_may_be_left_out_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:

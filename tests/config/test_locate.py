@@ -181,18 +181,21 @@ def test_only_the_files_that_will_be_loaded_are_fetched() -> None:
     assert files_to_fetch(["README.md", "m.gguf", "params.json"]) == ["m.gguf"]
 
 
-def locate_elsewhere(name: str, cache: Path, *, revision: str = "", **settings: str) -> str:
+def locate_elsewhere(
+    name: str, cache: Path, *, revision: str = "", download_dir: str = "", **settings: str
+) -> str:
     """What `locate_model` says in a process with these settings of huggingface_hub."""
     code = (
         "import sys\n"
         "from quire.config.locate import locate_model\n"
         "from quire.protocol.errors import ModelError\n"
-        "try: print(locate_model(sys.argv[1], revision=sys.argv[2] or None).path)\n"
+        "name, revision, folder = (word or None for word in sys.argv[1:])\n"
+        "try: print(locate_model(name, revision=revision, download_dir=folder).path)\n"
         "except ModelError as error: print('ModelError:', error)\n"
     )
     env = {**os.environ, "PYTHONPATH": REPOSITORY, "HF_HOME": str(cache)}
     env |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_CACHE": str(cache / "hub")} | settings
-    command = [sys.executable, "-c", code, name, revision]
+    command = [sys.executable, "-c", code, name, revision, download_dir]
     return subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
 
 
@@ -295,6 +298,15 @@ def test_download_from_a_hub(tmp_path: Path, hub: str) -> None:
     assert (folder / "config.json").read_bytes() == b"config.json"
     offline = locate_elsewhere("me/tiny", tmp_path, **(settings | {"HF_HUB_OFFLINE": "1"}))
     assert offline.strip() == str(folder)
+    other = str(tmp_path / "other")
+    elsewhere = Path(
+        locate_elsewhere("me/tiny", tmp_path / "x", download_dir=other, **settings).strip()
+    )
+    assert elsewhere.is_relative_to(other) and (elsewhere / "config.json").is_file()
+    assert not (tmp_path / "x" / "hub").exists()
+    away = settings | {"HF_HUB_OFFLINE": "1"}
+    again = locate_elsewhere("me/tiny", tmp_path / "x", download_dir=other, **away)
+    assert again.strip() == str(elsewhere)
 
     message = locate_elsewhere("me/tiyn", tmp_path, **settings)
     assert "'me/tiyn' was not found" in message
