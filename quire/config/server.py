@@ -17,6 +17,8 @@ REASONING_PARSERS = (
     *("seed_oss", "cohere_command"),
 )
 
+_HOST_NAME = re.compile(r"\*|(\*\.)?[\w.-]+|[0-9A-Fa-f:.]+")
+
 
 def _several(value: Any) -> Any:
     if isinstance(value, str):
@@ -53,6 +55,15 @@ class NetworkOptions(CheckedOptions):
         "Web pages of other sites that may call this server, such as https://example.org, or "
         "'*'; may be given several times.",
         default_text="none",
+        convert=_several,
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "Host name by which clients may call this server, such as api.example.org, *.example.org "
+        "or '*' for any, beside localhost and loopback addresses; may be given several times.",
+        default_text="none if the server listens on a loopback address, else any",
+        accepts=lambda names: all(_HOST_NAME.fullmatch(name) for name in names),
+        rule="host names or addresses, without scheme and port",
         convert=_several,
     )
     max_body_bytes: int = option(

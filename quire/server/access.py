@@ -14,10 +14,10 @@ from quire.config.server import AccessOptions
 from quire.protocol.errors import OptionError
 
 ADMIN_PREFIX = "/admin/"
-OPEN_PATHS = frozenset({"/", "/health", "/ping"})
+OPEN_PATHS = frozenset({"/", "/docs", "/health", "/ping"})
 """Routes that need no key: they tell nothing that is worth one."""
 STATIC_PREFIX = "/static/"
-"""So do the files of the page at `/`."""
+"""So do the files of the pages."""
 ENGINE_PATHS = frozenset({"/metrics", "/dashboard/state"})
 """Routes that count what the prefix cache did for all tenants."""
 MAX_TENANT_CHARACTERS = 128

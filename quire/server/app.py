@@ -15,6 +15,7 @@ from quire.server.dashboard import state as dashboard_state
 from quire.server.errors import ERRORS, add_error_handlers
 from quire.server.finished import Observer, Watch
 from quire.server.gate import Gate
+from quire.server.hosts import Hosts
 from quire.server.load import CountedRequests
 from quire.server.openai import chat, completions, embeddings, responses
 from quire.server.request_log import RequestLog
@@ -23,7 +24,9 @@ from quire.server.state import ServerState
 
 def build_app(state: ServerState) -> Any:
     """All routes behind the gate."""
-    app = FastAPI(title="Quire", version=__version__, redoc_url=None, responses=ERRORS)
+    app = FastAPI(
+        title="Quire", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS
+    )
     app.state.server = state
     add_error_handlers(app)
     openai_routes = (completions, chat, embeddings, responses)
@@ -33,7 +36,7 @@ def build_app(state: ServerState) -> Any:
         app.include_router(admin.router)
     network = state.options.network
     counted = CountedRequests(app, state.load)
-    gated: Any = Gate(counted, state.access, network.max_body_bytes)
+    gated: Any = Gate(counted, Hosts.of(network), state.access, network.max_body_bytes)
     if observers := _observers(state):
         gated = Watch(gated, observers)
     if network.allowed_origins:

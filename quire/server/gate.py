@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from quire.server.access import Access, AccessDenied
 from quire.server.dialect import dialect_of
 from quire.server.errors import error_response
+from quire.server.hosts import Hosts
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -22,8 +23,9 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 class Gate:
-    def __init__(self, app: Application, access: Access, max_body_bytes: int) -> None:
+    def __init__(self, app: Application, hosts: Hosts, access: Access, max_body_bytes: int) -> None:
         self._app = app
+        self._hosts = hosts
         self._access = access
         self._max_body_bytes = max_body_bytes
         self._too_large = f"the body is larger than max_body_bytes={max_body_bytes}; send less."
@@ -44,6 +46,7 @@ class Gate:
             await send(message)
 
         try:
+            self._hosts.check(scope["headers"])
             state["tenant"] = self._access.admit(path, scope["headers"])
         except AccessDenied as denied:
             refused = error_response(denied.status, str(denied), dialect=dialect)

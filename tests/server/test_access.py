@@ -70,7 +70,7 @@ def test_no_route_but_health_answers_without_a_key(
     routes = guarded.request("GET", "/openapi.json", headers=BEARER).json["paths"]
     assert "/metrics" in routes and "/v1/chat/completions" in routes
     assert "/dashboard/state" in routes
-    for path in [*routes, "/docs", "/openapi.json", "/nothing", "//health", "/v1/"]:
+    for path in [*routes, "/openapi.json", "/nothing", "//health", "/v1/"]:
         for method in ("GET", "POST"):
             reply = guarded.request(method, path, None, headers)
             if path in ("/health", "/ping"):
@@ -83,8 +83,8 @@ def test_no_route_but_health_answers_without_a_key(
                     assert reply.error["type"] == "AuthenticationError"
 
 
-def test_the_page_is_there_without_a_key(guarded: RunningServer) -> None:
-    for path in ("/", "/static/main.js", "/static/style.css"):
+def test_the_pages_are_there_without_a_key(guarded: RunningServer) -> None:
+    for path in ("/", "/docs", "/static/main.js", "/static/style.css"):
         assert guarded.request("GET", path).status == 200
 
 

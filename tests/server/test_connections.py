@@ -115,7 +115,7 @@ def test_endless_headers(hasty: RunningServer, flood: bytes) -> None:
 
 def test_endless_trailers_and_chunk_extensions(hasty: RunningServer) -> None:
     """What comes between and after the chunks of a body is bounded like its headers."""
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     for flood in (b"2\r\n{}\r\n0\r\n" + b"A: b\r\n" * (1 << 17), b"2;" + b"x" * (1 << 19)):
         with hasty.connect() as connection:
             with contextlib.suppress(*CLOSED):
@@ -128,7 +128,7 @@ def test_bodies_beyond_the_limit(hasty: RunningServer) -> None:
     """With a length or in chunks: 413, and the next request on a new connection is answered."""
     large = json.dumps({**BODY, "user": "x" * (1 << 20)}).encode()
     assert hasty.request("POST", "/v1/completions", large).error["code"] == 413
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with hasty.connect() as connection:
         connection.sendall(head + b"Content-Length: 99999999999999999999\r\n\r\n{")
         assert connection.recv(100).startswith((b"HTTP/1.1 413 ", b"HTTP/1.1 400 "))
@@ -149,8 +149,8 @@ def test_bodies_beyond_the_limit(hasty: RunningServer) -> None:
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
         b"GET / HTTP/9.9\r\n\r\n",
         b"BREW /pot HTTP/1.1\r\n\r\n",
-        b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"GET /version HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+        b"GET /\xff\xfe HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /version HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
         b"GET /version HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",

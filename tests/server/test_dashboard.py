@@ -29,15 +29,16 @@ def test_packed_blocks(count: int) -> None:
     assert unpacked(base64.b64encode(packed).decode(), count) == states.tolist()
 
 
-def test_files_and_their_headers(server: RunningServer) -> None:
-    page = server.request("GET", "/")
+@pytest.mark.parametrize(("path", "script"), [("/", "main.js"), ("/docs", "docs.js")])
+def test_files_and_their_headers(server: RunningServer, path: str, script: str) -> None:
+    page = server.request("GET", path)
     assert page.status == 200 and page.headers["content-type"].startswith("text/html")
     policy = page.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "unsafe" not in policy
     names = set(re.findall(r'(?:src|href)="static/([^"]+)"', page.body.decode()))
-    assert names >= {"style.css", "main.js", "icon.svg"}
-    for path in FOLDER.iterdir():
-        names |= set(re.findall(r'from "\./([^"]+)"', path.read_text()))
+    assert names >= {"style.css", script, "icon.svg"}
+    for file in FOLDER.iterdir():
+        names |= set(re.findall(r'from "\./([^"]+)"', file.read_text()))
     for name in names:
         reply = server.request("GET", f"/static/{name}")
         assert reply.status == 200 and reply.body == (FOLDER / name).read_bytes()
@@ -45,6 +46,18 @@ def test_files_and_their_headers(server: RunningServer) -> None:
         assert reply.headers["content-security-policy"] == policy
     for name in ("..%2f__init__.py", "%2e%2e/page.py", "nothing.js", ""):
         assert server.request("GET", f"/static/{name}").status == 404
+
+
+def test_pages_of_other_sites_that_name_themselves_after_this_machine(
+    server: RunningServer,
+) -> None:
+    """DNS rebinding: the browser takes the server for the page's own site, but says which."""
+    for path in ("/", "/docs", "/health", "/v1/models", "/dashboard/state", "/static/main.js"):
+        for host in ("localhost:1", "[::1]", "127.0.0.1"):
+            assert server.request("GET", path, headers={"Host": host}).status == 200
+        refused = server.request("GET", path, headers={"Host": "evil.example:8000"})
+        assert refused.status == 421 and "'evil.example:8000'" in refused.error["message"]
+        assert "--allowed-hosts" in refused.error["message"]
 
 
 def test_the_page_needs_nothing_from_elsewhere() -> None:

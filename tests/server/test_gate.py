@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from quire.config.server import NetworkOptions
+from quire.protocol.errors import OptionError
 from quire.server.access import Access, AccessDenied, KeyRing, Tenant
 from quire.server.gate import Gate
+from quire.server.hosts import Hosts
 
 
 @pytest.mark.parametrize("root", ["", "/llm"])
@@ -35,7 +38,8 @@ def test_keys_behind_a_proxy(root: str, path: str, key: str, status: int) -> Non
         return {"type": "http.request"}
 
     seen: list[int] = []
-    gate = Gate(app, Access(KeyRing.of(["user"]), KeyRing.of(["admin"])), 1000)
+    access = Access(KeyRing.of(["user"]), KeyRing.of(["admin"]))
+    gate = Gate(app, Hosts.of(NetworkOptions()), access, 1000)
     headers = [(b"authorization", f"Bearer {key}".encode())]
     scope = {"type": "http", "path": root + path, "root_path": root, "headers": headers}
     asyncio.run(gate(scope, receive, send))
@@ -91,3 +95,59 @@ def test_a_shared_cache_of_one_tenant_is_no_secret(
         with pytest.raises(AccessDenied, match="admin") as denied:
             access.admit(path, headers)
         assert denied.value.status == (401 if admin else 403)
+
+
+LOOPBACK = [
+    "127.0.0.1",
+    "127.0.0.1:8000",
+    "127.9.9.9",
+    "localhost:1",
+    "LOCALHOST",
+    "localhost.",
+    "[::1]:8000",
+    "",
+]
+FOREIGN = [
+    "evil.example",
+    "localhost.evil.example",
+    "127.0.0.1.evil.example:8000",
+    "[::2]",
+    "10.0.0.1",
+    "localhost@evil",
+    "::1",
+]
+
+
+@pytest.mark.parametrize(
+    ("listens_on", "allowed", "more", "fewer"),
+    [
+        ("127.0.0.1", (), [], ["api.example.org"]),
+        ("127.0.0.5", (), [], ["api.example.org"]),
+        ("localhost", (), [], ["api.example.org"]),
+        ("::1", (), [], ["api.example.org"]),
+        ("127.0.0.1", ("api.example.org",), ["api.example.org:80"], ["b.api.example.org"]),
+        ("127.0.0.1", ("*.example.org",), ["a.example.org", "a.b.example.org."], ["example.org"]),
+        ("0.0.0.0", ("api.example.org",), ["API.example.org"], ["other.example.org"]),
+        ("0.0.0.0", (), FOREIGN, []),
+        ("::", (), FOREIGN, []),
+        ("192.0.2.7", (), FOREIGN, []),
+        ("127.0.0.1", ("*",), FOREIGN, []),
+    ],
+)
+def test_names_by_which_a_server_may_be_called(
+    listens_on: str, allowed: tuple[str, ...], more: list[str], fewer: list[str]
+) -> None:
+    hosts = Hosts.of(NetworkOptions(host=listens_on, allowed_hosts=allowed))
+    hosts.check([])
+    for name in LOOPBACK + more:
+        hosts.check([(b"host", name.encode())])
+    for name in fewer + ([] if more is FOREIGN else FOREIGN):
+        with pytest.raises(AccessDenied, match=r"Host .* --allowed-hosts") as denied:
+            hosts.check([(b"host", b"localhost"), (b"host", name.encode())])
+        assert denied.value.status == 421 and repr(name) in str(denied.value)
+
+
+@pytest.mark.parametrize("name", ["http://example.org", "example.org:80", "", "a b"])
+def test_names_that_are_none(name: str) -> None:
+    with pytest.raises(OptionError, match="allowed_hosts"):
+        NetworkOptions(allowed_hosts=(name,))

@@ -112,6 +112,21 @@ def test_asks_for_the_key_until_it_is_right(browser: Browser, server: RunningSer
     page.close()
 
 
+def test_the_api_is_described(page: Page, server: RunningServer, tmp_path: Path) -> None:
+    """At /docs, from /openapi.json, with files of this server alone."""
+    asked: list[str] = []
+    page.on("request", lambda sent: asked.append(sent.url))
+    page.goto(f"{server.url}/docs")
+    headers = {"Authorization": f"Bearer {KEY}"}
+    paths = server.request("GET", "/openapi.json", headers=headers).json["paths"]
+    expect(page.locator(".route")).to_have_count(sum(map(len, paths.values())))
+    chat = page.locator(".route", has_text="POST /v1/chat/completions").first
+    chat.locator("summary").click()
+    expect(chat.locator("table")).to_contain_text("messages")
+    assert all(url.startswith(server.url) for url in asked), asked
+    page.screenshot(path=tmp_path / "docs.png")
+
+
 def test_chat_streams_and_goes_on(page: Page, server: RunningServer) -> None:
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("System prompt").fill("You are a helpful assistant.")

@@ -74,7 +74,7 @@ def test_who_does_not_know_the_certificate_stays_away(secure: RunningServer) -> 
 
 def test_plain_http_is_not_answered(secure: RunningServer) -> None:
     with secure.connect() as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert not connection.recv(100).startswith(b"HTTP/")
 
 

@@ -1,4 +1,4 @@
-"""`/` and `/static/...`: the files of the page, the same for everyone, and so without a key."""
+"""`/`, `/docs` and `/static/...`: files of pages, the same for everyone, and so without a key."""
 
 from __future__ import annotations
 
@@ -40,6 +40,11 @@ router = APIRouter(include_in_schema=False)
 @router.get("/")
 async def index() -> Response:
     return _file("index.html")
+
+
+@router.get("/docs")
+async def docs() -> Response:
+    return _file("docs.html")
 
 
 @router.get(STATIC_PREFIX + "{name}")
