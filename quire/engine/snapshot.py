@@ -38,8 +38,8 @@ def take_snapshot(
         time=now,
         block_size=scheduler.limits.block_size,
         blocks=blocks,
-        running=[_sequence(request, tables_of) for request in held if request is not None],
-        waiting=[_sequence(r, tables_of) for r in islice(scheduler.waiting, max_waiting)],
+        running=[_sequence(request, blocks, tables_of) for request in held if request is not None],
+        waiting=[_sequence(r, blocks, tables_of) for r in islice(scheduler.waiting, max_waiting)],
         num_waiting=len(scheduler.waiting),
         prompt_tokens_per_s=core.metrics.recent_prompt_tokens.per_second(now),
         generation_tokens_per_s=core.metrics.recent_generation_tokens.per_second(now),
@@ -96,8 +96,11 @@ def split_memory(memory: DeviceMemory, blocks: NDArray[np.uint8]) -> MemorySplit
     )
 
 
-def _sequence(request: Request, tables_of: Collection[int] | None) -> SequenceSnapshot:
+def _sequence(
+    request: Request, blocks: NDArray[np.uint8], tables_of: Collection[int] | None
+) -> SequenceSnapshot:
     row = request.row
+    held = request.blocks if row >= 0 else empty_ints()
     has_table = row >= 0 and (tables_of is None or request.key in tables_of)
     return SequenceSnapshot(
         key=request.key,
@@ -108,6 +111,7 @@ def _sequence(request: Request, tables_of: Collection[int] | None) -> SequenceSn
         num_tokens=request.num_known,
         num_computed_tokens=int(request.columns.num_computed[row]) if row >= 0 else 0,
         arrival_time=request.new.arrival_time,
-        num_blocks=len(request.blocks) if row >= 0 else 0,
-        block_table=request.blocks.copy() if has_table else empty_ints(),
+        num_blocks=len(held),
+        num_owned_blocks=int((blocks[held] == BlockState.OWNED).sum()),
+        block_table=held.copy() if has_table else empty_ints(),
     )

@@ -27,7 +27,7 @@ class DeviceMemory:
 
     total: int
     used: int
-    """Of a GPU, by everybody; of a CPU, by this process."""
+    """Of a GPU, by all programs; of a CPU, by this process."""
     weights: int
     kv_block: int
     """Keys and values of one block."""
@@ -63,6 +63,8 @@ class SequenceSnapshot:
     num_computed_tokens: int
     arrival_time: float
     num_blocks: int
+    num_owned_blocks: int
+    """Of these, the blocks that no other sequence holds."""
     block_table: Int32Array
     """Logical to physical: the n-th entry is the block of the n-th `block_size` tokens; empty if
     it was not asked for."""

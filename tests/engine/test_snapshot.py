@@ -39,10 +39,14 @@ def test_blocks_requests_and_memory() -> None:
     assert {i for i, s in enumerate(snapshot.blocks) if s == BlockState.SHARED} == shared
     owned = set(one.block_table.tolist()) ^ set(two.block_table.tolist())
     assert {i for i, s in enumerate(snapshot.blocks) if s == BlockState.OWNED} == owned
+    for each in (one, two):
+        table = set(each.block_table.tolist())
+        assert (each.num_blocks, each.num_owned_blocks) == (len(table), len(table - shared))
     assert counts[BlockState.CACHED] == 3
     assert sum(counts) == 32
     (waiting,) = snapshot.waiting
     assert (waiting.key, waiting.state, len(waiting.block_table)) == (third, "waiting", 0)
+    assert (waiting.num_blocks, waiting.num_owned_blocks) == (0, 0)
     memory = snapshot.memory
     assert memory.kv_used == 1000 * (len(shared) + len(owned))
     assert memory.kv_cached == 3000

@@ -96,6 +96,7 @@ def test_state_while_requests_run(server: RunningServer, model: str) -> None:
     assert now["computed_tokens"] <= len(table) * again["block_size"]
     assert all(blocks[block] in (2, 3) for block in table)  # owned or shared
     assert blocks.count(2) + blocks.count(3) >= len(table)
+    assert now["num_owned_blocks"] == sum(blocks[block] == 2 for block in table)
     assert again["time_to_first_token_seconds"]["count"] >= 2
     counts = again["inter_token_latency_seconds"]["counts"]
     assert counts == sorted(counts) and counts[-1] == again["inter_token_latency_seconds"]["count"]

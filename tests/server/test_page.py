@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import base64
 import json
+import random
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, Route, expect, sync_playwright
 
 from tests.server.running import ENGINE, RunningServer
 
@@ -86,6 +88,28 @@ def change_state(page: Page, change: Callable[[dict[str, Any]], None]) -> None:
         route.fulfill(response=reply, body=json.dumps(state))
 
     page.route("**/dashboard/state*", fulfil)
+
+
+def answer_with(page: Page, text: str, size: int = 7) -> None:
+    """Let the next answers be `text`, in chunks of `size` characters."""
+    chunks = [text[i : i + size] for i in range(0, len(text), size)]
+    events = [
+        {"id": "x", "choices": [{"index": 0, "delta": {"content": chunk}}]} for chunk in chunks
+    ]
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    page.unroute("**/v1/chat/completions")
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(status=200, content_type="text/event-stream", body=body),
+    )
+
+
+def answered(page: Page, text: str, size: int = 7) -> Locator:
+    """The element of an answer, once all of it is there."""
+    answer_with(page, text, size)
+    ask(page, "Hi")
+    expect(page.get_by_role("button", name="Send")).to_be_visible(timeout=60_000)
+    return page.locator(".message.assistant .text").last
 
 
 def ask(page: Page, text: str) -> None:
@@ -189,16 +213,11 @@ def test_refusals_are_shown(page: Page) -> None:
 
 def test_markup_stays_text(page: Page) -> None:
     """In replies, messages, names of requests and of models, and advice."""
-    chunk = {"id": "x", "choices": [{"index": 0, "delta": {"content": MARKUP}}]}
-    body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
-    page.route(
-        "**/v1/chat/completions",
-        lambda route: route.fulfill(status=200, content_type="text/event-stream", body=body),
-    )
+    answer_with(page, MARKUP)
 
     def change(state: dict[str, Any]) -> None:
         one = {"key": "1", "request_id": MARKUP, "state": MARKUP, "prompt_tokens": 1, "tokens": 2}
-        more = {"computed_tokens": 1, "num_blocks": 1, "age_s": 1.0}
+        more = {"computed_tokens": 1, "num_blocks": 1, "num_owned_blocks": 1, "age_s": 1.0}
         state.update(model=MARKUP, advice=[MARKUP], running=[{**one, **more}], num_running=1)
 
     change_state(page, change)
@@ -207,6 +226,110 @@ def test_markup_stays_text(page: Page) -> None:
         expect(page.locator(place)).to_have_text(MARKUP)
     expect(page.locator("#rows tr td").nth(1)).to_have_text(MARKUP)
     assert page.locator("main img, main script, main b b").count() == 0
+    assert page.title() == "Quire"
+
+
+MARKDOWN = """# Fruits
+
+Here are **three** *good* ones, see `fruit.py` or [the list](https://example.com/a_(b)?q=1):
+
+1. Apple
+   - red
+   - **green**
+2. Pear
+
+3. Fig
+
+```python
+def f(x):
+
+    return "<b>" * x  # **not bold**
+```
+
+| fruit | price |
+| --- | ---: |
+| fig \\| date | 3 |
+
+> A quote from https://example.com/x.
+
+---
+5 * 3 * 2 and snake_case_name and \\*stars\\*
+"""
+
+
+@pytest.mark.parametrize("size", [1, 7, 100_000])
+def test_markdown_is_drawn(page: Page, size: int) -> None:
+    """The same however the answer is cut into chunks."""
+    text = answered(page, MARKDOWN.replace("\\\\", "\\"), size)
+    shown = {
+        "h3": "Fruits",
+        "strong": "three|green",
+        "em": "good",
+        "p code": "fruit.py",
+        "a": "the list|https://example.com/x",
+        "ol > li > ul > li": "red|green",
+        "th": "fruit|price",
+        "td": "fig | date|3",
+        "blockquote": "A quote from https://example.com/x.",
+        "pre code": 'def f(x):\n\n    return "<b>" * x  # **not bold**',
+        "> p:last-child": "5 * 3 * 2 and snake_case_name and *stars*",
+    }
+    for selector, expected in shown.items():
+        found = text.locator(selector).evaluate_all("all => all.map(one => one.textContent)")
+        assert "|".join(found) == expected, selector
+    assert text.locator("hr").count() == 1
+    assert text.locator("ol").evaluate_all("all => all.map(one => one.start)") == [1, 3]
+    first = text.locator("a").first
+    assert first.get_attribute("href") == "https://example.com/a_(b)?q=1"
+    assert first.get_attribute("rel") == "noopener noreferrer nofollow"
+    assert first.get_attribute("target") == "_blank"
+
+
+HOSTILE_LINKS = [
+    "[x](javascript:document.title='hurt')",
+    "[x](JaVaScRiPt:alert(1))",
+    "[x](java\tscript:alert(1))",
+    "[x](data:text/html,<script>alert(1)</script>)",
+    "[x](vbscript:x) [x](file:///etc/passwd) [x](//example.com) [x](/metrics) [x](blob:x)",
+    "![x](data:image/svg+xml,<svg/onload=alert(1)>)",
+]
+
+
+@pytest.mark.parametrize("source", HOSTILE_LINKS)
+def test_links_to_anything_but_the_web_stay_text(page: Page, source: str) -> None:
+    text = answered(page, source)
+    expect(text).to_have_text(source)
+    assert text.locator("a, img, svg, script").count() == 0
+
+
+def test_answers_load_nothing_and_links_do_not_nest(page: Page) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    text = answered(
+        page, "![a](https://example.com/p.png) [https://example.org](https://example.com)"
+    )
+    assert text.locator("img").count() == 0 and text.locator("a a").count() == 0
+    assert text.locator("a").evaluate_all("all => all.map(one => one.hostname)") == (
+        ["example.com", "example.com"]
+    )
+    assert not [url for url in asked if "example" in url]
+
+
+PIECES = (
+    *("**a ", "*a", "_a ", "__a ", "~~a", "`a", "``a`", "[", "[a](", "![a](b", "https://a.b/"),
+    *("> ", "- ", "  - a\n    ", "1. ", "#", "|-", "|a\n|-\n", "```\n", "<b>", "\\"),
+)
+
+
+def test_long_hostile_answers_do_not_hold_the_page_up(page: Page) -> None:
+    """100,000 characters each; a pattern that takes quadratic time would need minutes."""
+    for piece in PIECES:
+        page.get_by_role("button", name="New chat").click()
+        started = time.monotonic()
+        text = answered(page, piece * (100_000 // len(piece)), 20_000)
+        assert time.monotonic() - started < 30.0, piece
+        if piece not in ("```\n", "> ", "- ", "1. "):
+            assert text.evaluate("one => one.textContent.length") >= 10_000, piece
     assert page.title() == "Quire"
 
 
@@ -280,8 +403,69 @@ def marked_pixels(page: Page) -> int:
     return count
 
 
+def test_many_blocks_show_who_holds_them(page: Page) -> None:
+    """11,650 scattered blocks: grouped by owner, then by number; each cell says what it holds."""
+    size = 11_648
+    states = [3] * 1456 + [2] * 4368 + [1] * 2912 + [0] * 2912
+    random.Random(1).shuffle(states)
+    listed = [
+        {"key": str(i), "request_id": f"request-{i}", "state": "running", "prompt_tokens": 9}
+        | {"tokens": 10, "computed_tokens": 9, "num_blocks": 50, "num_owned_blocks": 42}
+        | {"age_s": 1.0}
+        for i in range(100)
+    ]  # the other 168 blocks belong to requests that are not listed
+
+    def change(state: dict[str, Any]) -> None:
+        packed = bytes(sum(states[i + k] << (2 * k) for k in range(4)) for i in range(0, size, 4))
+        state.update(blocks=base64.b64encode(packed).decode(), num_blocks=size)
+        state.update(running=listed, num_running=104)
+
+    change_state(page, change)
+    for entry in ("free 2,912 · 25 %", "cached 2,912 · 25 %", "owned 4,368 · 38 %"):
+        expect(page.locator("#legend")).to_contain_text(entry)
+    note, canvas = page.locator("#block-note"), page.locator("#blocks")
+    expect(note).to_contain_text("Each square is 8 blocks: shared blocks first")
+    box = canvas.bounding_box()
+    assert box is not None and box["height"] <= 225  # all of it is seen without scrolling
+    canvas.hover(position={"x": 3, "y": 3})
+    expect(note).to_have_text("8 blocks: shared.")
+    canvas.hover(position={"x": 3, "y": box["height"] / 2 - 20})
+    expect(note).to_contain_text("8 blocks: owned, held by request-")
+    canvas.hover(position={"x": 3, "y": box["height"] - 3})
+    expect(note).to_have_text("8 blocks: free.")
+    few = colours_of_cells(page)
+    page.get_by_role("button", name="By owner").click()
+    canvas.hover(position={"x": 3, "y": 3})
+    expect(note).to_contain_text("Blocks 0 to 7: ")
+    assert len(colours_of_cells(page)) > 50 * len(few) / 10  # scattered: nearly every cell differs
+
+
+def colours_of_cells(page: Page) -> list[str]:
+    """Changes of colour along the map's rows: few where blocks of one kind lie together."""
+    found: list[str] = page.evaluate(
+        """() => {
+          const canvas = document.getElementById("blocks");
+          const { width, height } = canvas;
+          const data = canvas.getContext("2d").getImageData(0, 0, width, height).data;
+          const changes = [];
+          for (let y = 3; y < height; y += 9) {
+            let last = "";
+            for (let x = 0; x < width; x += 1) {
+              const at = (y * width + x) * 4;
+              const shade = data.slice(at, at + 4).join();
+              if (data[at + 3] === 0 || shade === last) continue;
+              changes.push(shade);
+              last = shade;
+            }
+          }
+          return changes;
+        }"""
+    )
+    return found
+
+
 def test_a_hundred_thousand_blocks(page: Page) -> None:
-    """All of them are in the map, and each can be pointed at."""
+    """All of them are in the map, and it fits on the page."""
     size = 100_000
 
     def change(state: dict[str, Any]) -> None:
@@ -292,14 +476,14 @@ def test_a_hundred_thousand_blocks(page: Page) -> None:
     for name in ("free", "cached", "owned", "shared"):
         expect(page.locator("#legend")).to_contain_text(f"{name} 25,000 · 25 %")
     canvas = page.locator("#blocks")
-    cells = page.evaluate(
-        """() => { const c = document.getElementById("blocks"); return c.width * c.height }"""
+    box = canvas.bounding_box()
+    assert box is not None and box["height"] <= 225
+    expect(page.locator("#block-note")).to_contain_text("Each square is 64 blocks")
+    page.get_by_role("button", name="By owner").click()
+    canvas.hover(position={"x": 3, "y": 3})
+    expect(page.locator("#block-note")).to_have_text(
+        "Blocks 0 to 63: 16 shared, 16 owned, 16 cached, 16 free."
     )
-    assert cells >= size
-    canvas.hover(position={"x": 1, "y": 1})
-    expect(page.locator("#block-note")).to_have_text("Block 0 is free.")
-    canvas.hover(position={"x": 10, "y": 1})
-    expect(page.locator("#block-note")).to_have_text("Block 3 is shared.")
 
 
 def test_colours(page: Page) -> None:

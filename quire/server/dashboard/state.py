@@ -114,6 +114,7 @@ def _sequence(one: SequenceSnapshot, now: float, visible: _Visibility) -> dict[s
         "tokens": one.num_tokens,
         "computed_tokens": one.num_computed_tokens,
         "num_blocks": one.num_blocks,
+        "num_owned_blocks": one.num_owned_blocks,
         "age_s": round(max(now - one.arrival_time, 0.0), 3),
     }
 

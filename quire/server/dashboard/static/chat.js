@@ -2,6 +2,7 @@
 
 import { events, request } from "./api.js";
 import { byId, count, element, seconds } from "./dom.js";
+import { MarkdownView } from "./markdown.js";
 
 export class Chat {
   // `onRequest` hears the id of the reply while it is written, and null at its end.
@@ -52,6 +53,7 @@ export class Chat {
       reply.failed(error);
       if (error.name !== "AbortError") this.onFailure(error);
     }
+    reply.view.draw();
     turns.push({ role: "assistant", content: reply.text });
     bubble.root.classList.remove("open");
     this._writing(null);
@@ -91,7 +93,9 @@ export class Chat {
 
   _follow() {
     const box = byId("messages");
-    box.scrollTop = box.scrollHeight;
+    requestAnimationFrame(() => {
+      box.scrollTop = box.scrollHeight; // after the reply was drawn
+    });
   }
 }
 
@@ -100,6 +104,7 @@ class Reply {
     this.bubble = bubble;
     this.onGrowth = onGrowth;
     this.text = "";
+    this.view = new MarkdownView(bubble.text);
     this.started = performance.now();
     this.first = null;
   }
@@ -135,7 +140,7 @@ class Reply {
     if (!text) return;
     this.first ??= performance.now();
     this.text += text;
-    this.bubble.text.append(text); // a text node: markup stays text
+    this.view.append(text);
     this.bubble.facts.textContent = "";
     this.onGrowth();
   }

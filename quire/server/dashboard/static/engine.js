@@ -12,7 +12,6 @@ const MEMORY = [
   { kind: "kv_free", name: "KV free", colour: "free" },
   { kind: "other", name: "other", colour: "other" },
 ];
-const NOTE = "Each square is one physical block. Point at a request to see its own.";
 const MOST_ENTRIES = 512;
 
 export class EngineView {
@@ -30,7 +29,16 @@ export class EngineView {
       ttft: new Chart(byId("chart-ttft"), ["weights"], seconds),
       itl: new Chart(byId("chart-itl"), ["weights"], seconds),
     };
-    this.map = new BlockMap(byId("blocks"), (block) => this._pointAt(block));
+    this.pointedAt = null;
+    this.map = new BlockMap(byId("blocks"), (text) => {
+      this.pointedAt = text;
+      this._note();
+    });
+    byId("order").addEventListener("click", (event) => {
+      this.map.isByOwner = !this.map.isByOwner;
+      event.currentTarget.textContent = this.map.isByOwner ? "By owner" : "By number";
+      if (this.state) this._blocks(this.state);
+    });
   }
 
   // The sequence whose block table is wanted: under the pointer, clicked, or the chat's own.
@@ -79,7 +87,10 @@ export class EngineView {
 
   _blocks(state) {
     const table = state.table?.key === this.chosen ? state.table.blocks : [];
-    this.map.show(unpack(state.blocks, state.num_blocks), table);
+    const sequences = state.running.map((one) => ({ ...one, name: this._name(one) }));
+    const chosen = { key: this.chosen, blocks: table };
+    this.map.show(unpack(state.blocks, state.num_blocks), sequences, chosen);
+    this._note();
     setText("kv-size", `${count(state.num_blocks)} blocks of ${state.block_size} tokens`);
     byId("table-view").hidden = !table.length;
     if (!table.length) return;
@@ -98,14 +109,8 @@ export class EngineView {
     byId("table").replaceChildren(...entries);
   }
 
-  _pointAt(block) {
-    let text = NOTE;
-    if (block !== null) {
-      text = `Block ${count(block)} is ${this.map.stateOf(block)}.`;
-      const logical = this.map.marked.indexOf(block);
-      if (logical >= 0) text += ` It is the chosen request's logical block ${logical}.`;
-    }
-    setText("block-note", text);
+  _note() {
+    setText("block-note", this.pointedAt ?? this.map.note);
   }
 
   _requests(state) {

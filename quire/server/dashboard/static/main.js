@@ -103,7 +103,7 @@ setTheme(theme());
 
 // --- the clock --------------------------------------------------------------------------------
 
-// A page that nobody sees asks for nothing, nor does one that waits for a key.
+// A hidden page asks for nothing, nor does one that waits for a key.
 async function run() {
   for (;;) {
     if (!document.hidden && !byId("key-dialog").open) await look(true);
