@@ -1,19 +1,12 @@
-"""Where a server is spoken to: its port, how many connections it may have, its own sockets."""
+"""Where a server is spoken to: its port and how many connections it may have."""
 
 from __future__ import annotations
 
-import os
 import resource
 import socket
-import tempfile
 
 from quire.config.server import ServerOptions
 from quire.protocol.errors import QuireError
-
-SOCKET_NAME_BYTES = 8
-"""Of randomness, twice as many characters."""
-MAX_SOCKET_PATH = 107
-"""The system takes no longer ones."""
 
 
 class ServerStopped(QuireError):
@@ -42,15 +35,3 @@ def bind(options: ServerOptions) -> socket.socket:
         ) from None
     listener.set_inheritable(True)
     return listener
-
-
-def make_socket_folder() -> str:
-    """A new folder for sockets, which only this user can enter; it must not lie too deep."""
-    folder = tempfile.mkdtemp(prefix="quire-")
-    if len(os.fsencode(folder)) + 1 + 2 * SOCKET_NAME_BYTES > MAX_SOCKET_PATH:
-        os.rmdir(folder)
-        raise ServerStopped(
-            f"TMPDIR={tempfile.gettempdir()!r} is too long a path for the server's sockets, whose "
-            f"paths have at most {MAX_SOCKET_PATH} bytes; set it to a shorter one, such as /tmp."
-        )
-    return folder

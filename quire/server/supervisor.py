@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import shutil
 import signal
 import socket
 import time
@@ -32,13 +31,12 @@ from quire.protocol.control import (
 from quire.protocol.errors import EngineDeadError
 from quire.server.children import Child, exit_cause
 from quire.server.listening import (
-    SOCKET_NAME_BYTES,
     ServerStopped,
     allow_many_connections,
     bind,
-    make_socket_folder,
 )
 from quire.server.load import Load
+from quire.server.socket_folder import SOCKET_NAME_BYTES, SocketFolder
 from quire.server.tls import check_tls
 from quire.server.tracing import check_tracing
 from quire.server.watchdog import until_silent
@@ -59,8 +57,7 @@ class Supervisor:
         self._engine_options = engine_options
         self._options = options
         self._listener = listener
-        self._folder = make_socket_folder()
-        self._load_file = f"{self._folder}/load"
+        self._folder = SocketFolder()
         self._log_level: str | None = None
         self._engine: Child | None = None
         self._ready: EngineReady | None = None
@@ -77,7 +74,7 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
         count = self._options.serving.api_server_count
-        Load.make_file(self._load_file, count)
+        Load.make_file(self._folder.load_file, count)
         keepers = [asyncio.create_task(self._keep_engine())]
         keepers += [asyncio.create_task(self._keep_api(place)) for place in range(count)]
         stop = asyncio.create_task(self._stop.wait())
@@ -92,7 +89,7 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(*keepers, stop, return_exceptions=True)
             await self._end_children()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
 
     # --- the engine -------------------------------------------------------------------------------
 
@@ -121,7 +118,7 @@ class Supervisor:
     async def _run_engine(self, engine: Child) -> str:
         """Run one engine process until it ends or hangs; returns why it serves nothing more."""
         # A new name each time: nobody else can guess it, and no old message reaches a new engine.
-        address = f"ipc://{self._folder}/{secrets.token_hex(SOCKET_NAME_BYTES)}"
+        address = f"ipc://{self._folder.path}/{secrets.token_hex(SOCKET_NAME_BYTES)}"
         engine.send(StartEngine(self._engine_options, address, self._log_level))
         ready = asyncio.Event()
         ending = asyncio.create_task(self._follow_engine(engine, ready))
@@ -190,7 +187,7 @@ class Supervisor:
         fd = self._listener.fileno()
         api = await Child.spawn("quire.server.api_process", [fd])
         options = self._options.flat()
-        api.send(StartApi(index, fd, options, self._load_file, place, self._log_level))
+        api.send(StartApi(index, fd, options, self._folder.load_file, place, self._log_level))
         if self._ready is not None:
             api.send(self._ready)
         self._apis[index] = api
