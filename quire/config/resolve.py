@@ -17,7 +17,7 @@ DEFAULT_MEMORY_UTILIZATION = 0.9
 MAX_DEFAULT_CPU_CACHE_BYTES = 4 * GIB
 TOY_WEIGHTS = 500_000
 """A served model of 150,000 gave less with two threads than with one to one client and to many
-(docs/performance.md); one of a million gave more to one client."""
+(docs/lab/server.md); one of a million gave more to one client."""
 
 QUANTIZATIONS = (None, "gguf", "int8")
 # Tokens and sequences per step.

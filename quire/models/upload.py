@@ -13,7 +13,7 @@ NUM_BUFFERS = 4
 
 class Upload:
     """Carries tensors to a GPU through a few pinned buffers, filling one while others are on their
-    way. It pays with several threads to fill them (docs/performance.md).
+    way. It pays with several threads to fill them (docs/lab/gpu.md).
 
     The result is valid on the current stream; host memory holds the buffers and no more.
     """

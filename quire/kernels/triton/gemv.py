@@ -4,7 +4,7 @@ Each program computes a few outputs over the whole input. In a small model a ker
 more than its work, so what stands before and after the layer is done in passing: the residual is
 added and normalised while the input is read, gate and up are combined when they are summed. cuBLAS
 needs 10 to 30 % longer on layers of an 8B model, and up to four times as long on small ones
-(docs/performance.md).
+(docs/lab/gpu.md).
 """
 
 from __future__ import annotations
