@@ -18,6 +18,7 @@ from xml.etree import ElementTree
 import pytest
 
 from quire.config.embedded import find_embedded_model
+from tests.server.running import RunningServer
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -140,12 +141,17 @@ def test_checks_are_of_examples() -> None:
     assert set(CHECKS) == {path.stem for path in EXAMPLES}
 
 
+def code_of(page: str, language: str) -> list[str]:
+    """Blocks of code on a page."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
 @pytest.mark.skipif(find_embedded_model() is None, reason="the embedded model is not installed")
 @pytest.mark.parametrize("page", ["docs/usage.md", "README.md"])
 def test_code_in_documentation_runs(page: str, tmp_path: Path) -> None:
     """What people copy first works, and says what its comments claim."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    code = "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    code = "\n".join(block for block in code_of(page, "python") if "OpenAI(" not in block)
     script = tmp_path / "page.py"
     script.write_text(code, encoding="utf-8")
     result = run(script, tmp_path)
@@ -154,3 +160,23 @@ def test_code_in_documentation_runs(page: str, tmp_path: Path) -> None:
     if page == "docs/usage.md":
         assert "Paris" in result.stdout and "\nabort " in result.stdout
         assert "prompts[1]: prompt is empty; give at least one token." in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_embedded_model() is None, reason="the embedded model is not installed")
+def test_requests_of_the_readme_are_answered(tmp_path: Path) -> None:
+    """By a server that was started as the page says, but for the port."""
+    server = RunningServer.start("--num-threads", "1")
+    assert server.url, "".join(server.lines)
+    here = "http://127.0.0.1:8000"
+    (curl,) = [block for block in code_of("README.md", "sh") if "curl" in block]
+    (client,) = [block for block in code_of("README.md", "python") if "OpenAI(" in block]
+    assert here in curl and here in client
+    words = ["bash", "-c", curl.replace(here, server.url)]
+    answered = subprocess.run(words, capture_output=True, text=True, timeout=240)
+    assert json.loads(answered.stdout)["choices"][0]["message"]["content"], answered.stderr
+    script = tmp_path / "client.py"
+    script.write_text(client.replace(here, server.url), encoding="utf-8")
+    result = run(script, tmp_path)
+    assert result.returncode == 0 and result.stdout.strip(), result.stderr
+    assert server.stop() == 0
