@@ -158,7 +158,8 @@ async def _engine_poster(arguments: Arguments) -> AsyncIterator[Post]:
     from quire.client.asgi import post_asgi
 
     llm = AsyncLLM(**engine_arguments(arguments))
-    app = build_app(ServerState.of(llm, ServerOptions()))
+    state = ServerState.of(llm, ServerOptions())
+    app = build_app(state)
 
     async def post(path: str, body: bytes) -> BatchAnswer:
         answer = await post_asgi(app, path, body)
@@ -169,6 +170,7 @@ async def _engine_poster(arguments: Arguments) -> AsyncIterator[Post]:
     try:
         yield post
     finally:
+        state.pool.close()
         llm.shutdown()
 
 

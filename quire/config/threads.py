@@ -80,3 +80,8 @@ def _cpu_quota(root: Path) -> float:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def tokenise_on_one_thread() -> None:
+    """For a process of its own, which forks and leaves the other cores to the engine."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.frontend.tokenizer import Tokenizer
 from quire.protocol.errors import RequestError
@@ -30,6 +29,8 @@ REFUSED_PROMPT_KEYS = (
 )
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 Params = SamplingParams | Sequence[SamplingParams] | None
+ALWAYS_TOKENISED = 1 << 16
+"""Characters of a text that is tokenised however short the context is."""
 MIN_PRIORITY, MAX_PRIORITY = -(1 << 63), (1 << 63) - 1
 
 
@@ -88,6 +89,13 @@ def parse_prompts(prompts: Any) -> list[Prompt]:
         with naming_index(i):
             parsed.append(_parse_prompt(prompt))
     return parsed
+
+
+def number_of_prompts(prompts: Any) -> int:
+    """Of what `parse_prompts` takes, without looking at more than the first."""
+    if not isinstance(prompts, list) or not prompts:
+        return 1
+    return len(prompts) if isinstance(prompts[0], str | list | Mapping) else 1
 
 
 def _is_token_ids(value: Any) -> bool:
@@ -198,15 +206,19 @@ class InputProcessor:
     """Makes valid `NewRequest`s for one engine."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, model: ModelConfig, options: EngineOptions
+        self,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        options: EngineOptions,
     ) -> None:
         self.tokenizer = tokenizer
-        self.vocab_size = model.vocab_size
+        self.vocab_size = vocab_size
         assert options.model.max_model_len is not None
         self.max_model_len = options.model.max_model_len
         self.max_logprobs = options.model.max_logprobs
         self.uses_priority = options.scheduler.scheduling_policy == "priority"
-        eos = list(model.eos_token_ids)
+        eos = list(eos_token_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             eos.append(tokenizer.eos_token_id)
         # A tokenizer may know more tokens than the model, which never generates those.
@@ -230,6 +242,10 @@ class InputProcessor:
         if texts:
             assert self.tokenizer is not None
             strings = [prompts[i].text or "" for i in texts]
+            if options.truncate_prompt_tokens is None:
+                for i, text in zip(texts, strings, strict=True):
+                    with naming_index(i):
+                        self.check_text(text)
             try:
                 encoded = self.tokenizer.encode_batch(strings, options.add_special_tokens)
             except RequestError:
@@ -239,6 +255,18 @@ class InputProcessor:
                 raise
             for i, ids in zip(texts, encoded, strict=True):
                 prompts[i].token_ids = np.array(ids, np.int32)
+
+    def check_text(self, text: str, least: int = ALWAYS_TOKENISED) -> None:
+        """Refuse a text that cannot fit whatever its tokens are, before it is tokenised. One of up
+        to `least` characters is not refused."""
+        if len(text) <= max(least, self.max_model_len) or self.tokenizer is None:
+            return
+        most = self.max_model_len * self.tokenizer.max_chars_per_token
+        if len(text) > max(most, least):
+            raise RequestError(
+                f"prompt has {len(text)} characters, but the {self.max_model_len} tokens of "
+                f"max_model_len hold at most {most}. Shorten the prompt or raise max_model_len."
+            )
 
     def check_prompt(self, prompt: Prompt, options: TokenizationOptions) -> None:
         """Make its token ids final, unless they cannot be used."""

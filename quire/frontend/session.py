@@ -40,7 +40,9 @@ class Session:
         self.default_params: SamplingParams = generation_defaults(
             options.model.generation_config, model.generation
         )
-        self.inputs = InputProcessor(self._tokenizer, model, options)
+        self.inputs = InputProcessor(
+            self._tokenizer, model.vocab_size, model.eos_token_ids, options
+        )
         self._next_key = client_index << KEY_BITS
         self._key_lock = Lock()
 

@@ -193,6 +193,11 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
     @cached_property
+    def max_chars_per_token(self) -> int:
+        """Characters of the longest token: byte-level ones are spelled with one for each byte."""
+        return max(map(len, self.get_vocab()), default=1)
+
+    @cached_property
     def all_special_tokens(self) -> list[str]:
         tokens = [*self.special_tokens_map.values(), *self.extra_special_tokens]
         return list(dict.fromkeys(tokens))

@@ -6,16 +6,11 @@ from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 import msgspec
-from fastapi import Request
 from starlette.responses import Response
 
 from quire.frontend.outputs import RequestOutput
-from quire.server.bodies import GenerationBody, RequestBody
 from quire.server.event_stream import CLIENT_LEFT, EventStream
-from quire.server.form_fields import FormFields
-from quire.server.generation import Generation, state_of
-from quire.server.openai.response_format import form_field
-from quire.server.state import ServerState
+from quire.server.generation import Generation
 
 
 class Reply(Protocol):
@@ -26,17 +21,6 @@ class Reply(Protocol):
 
     def events(self, generation: Generation) -> AsyncIterator[bytes]:
         """Server-sent events as it comes."""
-
-
-def check_body(body: RequestBody, request: Request) -> tuple[ServerState, str]:
-    """The server's state, and the name of the model to answer with."""
-    state = state_of(request)
-    model = state.check_model(body.model)
-    body.note_unknown_fields()
-    body.refuse_unsupported()
-    if isinstance(body, GenerationBody):
-        request.state.form_fields = FormFields(form_field(body))  # for errors
-    return state, model
 
 
 async def answer(

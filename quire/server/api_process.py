@@ -40,8 +40,11 @@ from quire.server.app import build_app
 from quire.server.children import MAX_LINE_BYTES
 from quire.server.connection import bounded_connections
 from quire.server.load import Load
+from quire.server.preparation.pool import ForkServer
+from quire.server.preparation.routes import PARSERS
 from quire.server.state import ServerState
-from quire.server.tool_use import log_parsers
+
+logger = logging.getLogger(__name__)
 
 
 class Orders:
@@ -92,6 +95,7 @@ class ApiProcess:
         self._options = ServerOptions.from_flat(start.server_options)
         self._client = SocketEngineClient(start.client_index)
         self._telling: asyncio.Task[None] | None = None
+        self._fork_server = ForkServer()  # loads while the engine does
 
     async def run(self) -> None:
         """Answer until told to drain, or until the supervisor is gone."""
@@ -101,6 +105,9 @@ class ApiProcess:
                 return
             order = await self._orders.next()
         state = self._connect(order)
+        await state.pool.start()
+        if self._start.client_index == 1:  # all API processes would say the same
+            self._describing = asyncio.create_task(self._log_parsers(state))
         config = uvicorn_config(build_app(state), self._options)
         server = HttpServer(config, lambda: self._report(Listening()))
         listener = socket.socket(fileno=self._start.socket_fd)
@@ -126,12 +133,16 @@ class ApiProcess:
         session = Session(model, options, tokenizer, self._start.client_index)
         llm = AsyncLLM.connected(session, self._client)
         self._attach(llm, ready)
-        state = ServerState.of(llm, self._options)
+        state = ServerState.of(llm, self._options, self._fork_server)
         state.load = Load.shared(self._start.load_file, self._start.place)
         state.report = self._report
-        if self._start.client_index == 1:  # all API processes would say the same
-            log_parsers(state)
         return state
+
+    async def _log_parsers(self, state: ServerState) -> None:
+        try:
+            await state.pool.run(PARSERS, b"{}")
+        except QuireError as error:  # chats will say so too
+            logger.warning("%s", error)
 
     def _report(self, message: msgspec.Struct) -> None:
         self._reports.write(line(message))

@@ -4,8 +4,9 @@ and Python say the same about them; here only their types are."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,6 +15,9 @@ from quire.protocol.errors import RequestError
 from quire.protocol.sampling import RepetitionDetectionParams, SamplingParams
 from quire.server.access import Tenant
 from quire.server.openai.response_format import requested_form
+
+if TYPE_CHECKING:
+    from quire.server.preparation.context import Preparation
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +34,8 @@ NOT_IN_BODIES = {
     "routed_experts_prompt_start": "is not supported",
 }
 
+NOTED_FIELDS = 20
+"""Of one body."""
 _unknown_fields: set[str] = set()
 
 
@@ -52,12 +58,32 @@ class RequestBody(BaseModel):
     timeout_s: float | None = Field(None, gt=0)
     request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]{1,128}$")
 
+    prepared_fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are read before the engine is asked, and by no reply."""
+    stubs: ClassVar[dict[str, Any]] = {}
+    """What stands for those of them that a body must have."""
+
+    def kept_for_reply(self) -> dict[str, Any]:
+        """The fields that those who write replies read, as JSON data."""
+        hidden = {*self.prepared_fields, *(self.model_extra or ())}
+        return self.model_dump(mode="json", exclude=hidden, exclude_unset=True)
+
+    @classmethod
+    def from_kept(cls, values: dict[str, Any]) -> Self:
+        return cls.model_validate({**cls.stubs, **values})
+
+    def check(self, preparation: Preparation) -> str:
+        """The name of the model to answer with, if the body can be answered."""
+        model = preparation.check_model(self.model)
+        self.note_unknown_fields()
+        return model
+
     def refuse_unsupported(self) -> None:
         """Raise for what the body asks and cannot get, as far as that is known from it alone."""
 
     def note_unknown_fields(self) -> None:
         """Fields nobody knows are ignored, which the log says once for each."""
-        for name in self.model_extra or ():
+        for name in itertools.islice(self.model_extra or (), NOTED_FIELDS):
             if name not in _unknown_fields and len(_unknown_fields) < 1000:
                 _unknown_fields.add(name)
                 logger.warning("bodies have a field %.100r, which is unknown and ignored", name)
@@ -82,6 +108,14 @@ class RequestBody(BaseModel):
 
 class GenerationBody(RequestBody):
     """What every request for text can say: all of `SamplingParams`."""
+
+    prepared_fields: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("stop", "stop_token_ids", "logprob_token_ids", "logit_bias", "allowed_token_ids"),
+            *("bad_words", "repetition_detection", "structured_outputs", "vllm_xargs"),
+            *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        }
+    )
 
     stream: bool | None = False
     n: int | None = None
@@ -156,6 +190,11 @@ class GenerationBody(RequestBody):
 
 class ConversationBody(GenerationBody):
     """What every request that goes through the chat template can say."""
+
+    prepared_fields: ClassVar[frozenset[str]] = GenerationBody.prepared_fields | {
+        "chat_template",
+        "chat_template_kwargs",
+    }
 
     add_special_tokens: bool | None = False
     chat_template: str | None = None

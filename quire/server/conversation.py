@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quire.frontend.chat_inputs import parse_conversations, render_conversations
 from quire.frontend.chat_template import select_template
 from quire.frontend.inputs import Prompt
 from quire.frontend.tools.prompting import prepare_conversation
 from quire.protocol.errors import RequestError
 from quire.server.bodies import ConversationBody
-from quire.server.generation import off_loop, tokenize
-from quire.server.state import ServerState
+from quire.server.generation import tokenize
+from quire.server.preparation.context import Preparation
 from quire.server.tool_use import tool_format
 
 RESERVED_TEMPLATE_KWARGS = (
@@ -25,8 +26,8 @@ RESERVED_TEMPLATE_KWARGS = (
 )
 
 
-async def render_chat(
-    state: ServerState,
+def render_chat(
+    state: Preparation,
     messages: list[dict[str, Any]],
     *,
     chat_template: str | None = None,
@@ -41,33 +42,36 @@ async def render_chat(
             raise RequestError(
                 f"chat_template_kwargs[{name!r}] is a field of the body; set it there."
             )
-    if chat_template is not None and not state.options.serving.trust_request_chat_template:
+    if chat_template is not None and not state.serving.trust_request_chat_template:
         raise RequestError(
             "chat_template is refused in requests; start the server with "
             "--trust-request-chat-template to allow it, or with --chat-template to set one."
         )
-    if chat_template is None and not state.llm.session.tokenizer.chat_template:
+    if chat_template is None and not state.tokenizer.chat_template:
         raise RequestError(
             f"messages cannot be rendered: model {state.model_names[0]!r} has no chat template; "
             "start the server with --chat-template, or use /v1/completions."
         )
 
-    tokenizer = state.llm.session.tokenizer
+    tokenizer = state.tokenizer
     template = select_template(tokenizer.chat_template, chat_template, tools is not None)
-
-    def render() -> list[Prompt]:
+    of = "the request" if chat_template is not None else f"model {state.model_names[0]!r}"
+    with state.limited(f"chat_template is refused: that of {of}"):
         format = tool_format(state, template)
         told, declared = prepare_conversation(messages, tools, template, format)
-        return state.llm.session.render(
-            told, chat_template=template, template_kwargs=kwargs, tools=declared, **settings
+        (text,) = render_conversations(
+            tokenizer,
+            parse_conversations(told),
+            chat_template=template,
+            template_kwargs=kwargs,
+            tools=declared,
+            **settings,
         )
-
-    size = sum(len(str(part)) for part in (*messages, *(tools or ())))
-    return (await off_loop(size, render))[0]
+    return Prompt(text, None)
 
 
-async def conversation_prompt(
-    state: ServerState,
+def conversation_prompt(
+    state: Preparation,
     body: ConversationBody,
     messages: list[dict[str, Any]],
     *,
@@ -75,7 +79,7 @@ async def conversation_prompt(
     **settings: Any,
 ) -> Prompt:
     """A conversation as a tokenised prompt. The body's own template arguments win."""
-    prompt = await render_chat(
+    prompt = render_chat(
         state,
         messages,
         chat_template=body.chat_template,
@@ -83,7 +87,7 @@ async def conversation_prompt(
         **settings,
     )
     prompt.cache_salt = body.cache_salt
-    await tokenize(state, [prompt], body.tokenization(bool(body.add_special_tokens)))
+    tokenize(state, [prompt], body.tokenization(bool(body.add_special_tokens)))
     return prompt
 
 

@@ -53,6 +53,14 @@ class UnknownModelError(RequestError):
     """A request names a model that is not served (HTTP 404)."""
 
 
+class InvalidBodyError(RequestError):
+    """A body is not what its route takes; `param` is the field that is wrong, if it is one."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
 def error_body(
     status: int, message: str, param: str | None = None, dialect: Dialect = OPENAI
 ) -> dict[str, Any]:
@@ -95,6 +103,8 @@ def quire_error_response(
     if isinstance(error, OverloadedError):
         retry = error.retry_after_s
     param = "model" if isinstance(error, UnknownModelError) else field_of(text)
+    if isinstance(error, InvalidBodyError):
+        param = error.param
     return error_response(status, text, param, retry, dialect)
 
 
@@ -112,6 +122,8 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(QuireError)
     async def on_quire_error(request: Request, error: QuireError) -> Response:
         form_fields = getattr(request.state, "form_fields", None)
+        if isinstance(field := getattr(error, "form_field", None), str):  # there was no more yet
+            form_fields = FormFields(field)
         return quire_error_response(error, request.state.dialect, form_fields)
 
     @app.exception_handler(RequestValidationError)

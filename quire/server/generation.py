@@ -14,12 +14,10 @@ from quire.frontend.inputs import Prompt, TokenizationOptions
 from quire.frontend.outputs import EmbeddingRequestOutput, RequestOutput
 from quire.protocol.errors import RequestError
 from quire.protocol.sampling import BeamSearchParams, SamplingParams
+from quire.server.preparation.context import Preparation
 from quire.server.state import ServerState
 
 T = TypeVar("T")
-
-LONG_TEXT = 16_384
-"""Characters from which text is tokenised on another thread, so that streams go on meanwhile."""
 
 
 def state_of(request: Request) -> ServerState:
@@ -27,22 +25,13 @@ def state_of(request: Request) -> ServerState:
     return state
 
 
-async def off_loop(num_characters: int, function: Callable[[], T]) -> T:
-    """Run host work here if it is short, on another thread if it is long."""
-    if num_characters < LONG_TEXT:
-        return function()
-    return await asyncio.to_thread(function)
-
-
-async def tokenize(state: ServerState, prompts: list[Prompt], options: Mapping[str, Any]) -> None:
+def tokenize(state: Preparation, prompts: list[Prompt], options: Mapping[str, Any]) -> None:
     given = {name: value for name, value in options.items() if value is not None}
-    checked = TokenizationOptions.from_kwargs(given)
-    size = sum(len(prompt.text or "") for prompt in prompts)
-    await off_loop(size, lambda: state.llm.session.inputs.tokenize(prompts, checked))
+    state.inputs.tokenize(prompts, TokenizationOptions.from_kwargs(given))
 
 
 def check_max_tokens(
-    state: ServerState, prompts: list[Prompt], max_tokens: int | None, name: str
+    state: Preparation, prompts: list[Prompt], max_tokens: int | None, name: str
 ) -> None:
     """Refuse a limit that allows no token, or that the context cannot hold; the field is called
     `name`."""
@@ -50,7 +39,7 @@ def check_max_tokens(
         return
     if max_tokens < 1:
         raise RequestError(f"{name} must be at least 1, got {max_tokens}.")
-    limit = state.llm.session.inputs.max_model_len
+    limit = state.inputs.max_model_len
     for prompt in prompts:
         assert prompt.token_ids is not None
         room = limit - len(prompt.token_ids)
@@ -79,18 +68,9 @@ class Generation:
         params: SamplingParams | PoolingParams | BeamSearchParams,
         name: str,
         terms: RequestTerms,
-        field: str = "prompt",
     ) -> Generation:
-        """Hand prompts to the engine; returns once it has accepted them all. `field` is where the
-        body has them."""
+        """Hand prompts to the engine; returns once it has accepted them all."""
         state = state_of(request)
-        limit = state.llm.options.scheduler.max_num_queued_reqs
-        num_each = params.n if isinstance(params, SamplingParams) else 1  # beams are one request
-        if limit and len(prompts) * num_each > limit:
-            raise RequestError(
-                f"{field} holds {len(prompts)} prompts with n={num_each}, which is more than "
-                f"max_num_queued_reqs={limit}; send fewer at once."
-            )
         return cls(request, await state.llm.open_stream(prompts, params, name, terms))
 
     async def outputs(self) -> list[RequestOutput] | None:

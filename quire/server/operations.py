@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import Response
@@ -13,9 +14,14 @@ from quire.frontend.tools.declared import ToolUse, chat_tools
 from quire.protocol.errors import RequestError
 from quire.server.conversation import render_chat
 from quire.server.errors import RETRY_AFTER_S, error_response
-from quire.server.generation import off_loop, state_of
+from quire.server.generation import state_of
+from quire.server.preparation.context import Preparation
+from quire.server.preparation.routes import answered_already, prepared_route
 
 router = APIRouter()
+
+COUNTED_CHARACTERS = 1 << 20
+"""Of a text that /tokenize counts the tokens of, though no context may hold it."""
 
 
 @router.get("/health")
@@ -85,13 +91,11 @@ class DetokenizeBody(BaseModel):
     tokens: list[int]
 
 
-@router.post("/tokenize")
-async def tokenize_text(body: TokenizeBody, request: Request) -> dict[str, Any]:
-    state = state_of(request)
+def tokenize_text(state: Preparation, body: TokenizeBody) -> bytes:
     state.check_model(body.model)
     special = body.add_special_tokens
     if body.messages is not None:
-        prompt = await render_chat(
+        prompt = render_chat(
             state,
             body.messages,
             chat_template=body.chat_template,
@@ -107,19 +111,25 @@ async def tokenize_text(body: TokenizeBody, request: Request) -> dict[str, Any]:
         special = special is not False
     else:
         raise RequestError("prompt is missing; give prompt or messages.")
-    tokenizer = state.llm.session.tokenizer
-    ids = await off_loop(len(text), lambda: tokenizer.encode(text, special))
-    return {
+    state.inputs.check_text(text, least=COUNTED_CHARACTERS)
+    tokenizer = state.tokenizer
+    ids = tokenizer.encode(text, special)
+    reply = {
         "count": len(ids),
-        "max_model_len": state.llm.session.inputs.max_model_len,
+        "max_model_len": state.inputs.max_model_len,
         "tokens": ids,
         "token_strs": tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None,
     }
+    return msgspec.json.encode(reply)
 
 
-@router.post("/detokenize")
-async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, str]:
-    state = state_of(request)
+def detokenize(state: Preparation, body: DetokenizeBody) -> bytes:
     state.check_model(body.model)
-    state.llm.session.inputs.check_ids("tokens", body.tokens)
-    return {"prompt": state.llm.session.tokenizer.decode(body.tokens)}
+    state.inputs.check_ids("tokens", body.tokens)
+    return msgspec.json.encode({"prompt": state.tokenizer.decode(body.tokens)})
+
+
+prepared_route(router, "/tokenize", TokenizeBody, tokenize_text)(answered_already)
+prepared_route(router, "/detokenize", DetokenizeBody, detokenize, uses_template=False)(
+    answered_already
+)

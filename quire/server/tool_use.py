@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 
-from fastapi import Request
-
 from quire.config.structured import GrammarSettings
 from quire.frontend.chat_template import select_template
 from quire.frontend.inputs import Prompt
@@ -19,25 +17,25 @@ from quire.protocol.sampling import SamplingParams
 from quire.protocol.structured import StructuredOutputs
 from quire.server.bodies import ConversationBody
 from quire.server.form_fields import FormFields
-from quire.server.generation import state_of
-from quire.server.openai.response_format import json_settings
-from quire.server.state import ServerState
+from quire.server.openai.response_format import form_field, json_settings
+from quire.server.preparation.context import Preparation
 
 logger = logging.getLogger(__name__)
 
 
-def tool_format(state: ServerState, template: str) -> ToolFormat:
-    return find_format(template, state.options.serving.tool_call_parser)
+def tool_format(state: Preparation, template: str) -> ToolFormat:
+    return find_format(template, state.serving.tool_call_parser)
 
 
-def log_parsers(state: ServerState) -> None:
+def log_parsers(state: Preparation) -> None:
     """Say what replies are searched for, once at start-up."""
-    templates = state.llm.session.tokenizer.chat_template
+    templates = None if state.given_tokenizer is None else state.given_tokenizer.chat_template
     if not templates:
         return
     template = select_template(templates, None, has_tools=True)
-    serving = state.options.serving
-    found = tool_format(state, template)
+    serving = state.serving
+    with state.limited(f"chat_template is refused: that of model {state.model_names[0]!r}"):
+        found = tool_format(state, template)
     if found is JSON and serving.tool_call_parser == "auto":
         logger.info(
             "tool calls: the chat template shows no format that is known here, so they are read as "
@@ -51,12 +49,12 @@ def log_parsers(state: ServerState) -> None:
 
 
 def message_form(
-    state: ServerState, chosen_template: str | None, prompt: Prompt, use: ToolUse
+    state: Preparation, chosen_template: str | None, prompt: Prompt, use: ToolUse
 ) -> MessageForm:
     """How to read the replies to a prompt."""
-    tokenizer = state.llm.session.tokenizer
+    tokenizer = state.tokenizer
     template = select_template(tokenizer.chat_template, chosen_template, use.mode != "none")
-    tags = find_tags(template, state.options.serving.reasoning_parser)
+    tags = find_tags(template, state.serving.reasoning_parser)
     return MessageForm(
         format=None if use.mode == "none" else tool_format(state, template),
         tool_names=use.allowed,
@@ -68,29 +66,28 @@ def message_form(
 
 
 def with_form(
-    request: Request,
+    state: Preparation,
     body: ConversationBody,
     params: SamplingParams,
     form: MessageForm,
     use: ToolUse,
-) -> SamplingParams:
+) -> tuple[SamplingParams, FormFields]:
     """Parameters under which the replies have this form: calls that are required are enforced, a
     form of the answer leaves calls possible, and markers that are special tokens are shown to the
-    parser."""
-    session = state_of(request).llm.session
-    tokenizer, config = session.tokenizer, session.options.decoding.structured_outputs_config
+    parser. And where the client wrote the form."""
+    tokenizer, config = state.tokenizer, state.options.decoding.structured_outputs_config
     settings = GrammarSettings.from_config(config).for_json(json_settings(body))
-    places: FormFields = request.state.form_fields
+    fields = FormFields(form_field(body))
     changes: dict[str, object] = {}
     wanted = params.structured_outputs
-    answer_field = places.whole or f"structured_outputs.{wanted.kind if wanted else ''}"
+    answer_field = fields.whole or f"structured_outputs.{wanted.kind if wanted else ''}"
     grammar = reply_grammar(form, use, wanted, tokenizer.special_ids.get, settings, answer_field)
     if grammar is not None:
         changes["structured_outputs"] = StructuredOutputs(grammar=grammar.text)
         if use.mode == "required":
             names = list(grammar.fields.values())
             answer_field = names[0] if len(names) == 1 else "tools"
-        request.state.form_fields = FormFields(answer_field, grammar.fields)
+        fields = FormFields(answer_field, grammar.fields)
     if not tokenizer.special_ids.keys().isdisjoint(form.markers):
         changes["skip_special_tokens"] = False
-    return dataclasses.replace(params, **changes) if changes else params  # type: ignore[arg-type]
+    return dataclasses.replace(params, **changes), fields  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.frontend.tools.templates import OPENS_THINKING
-from tests.server.running import ENGINE, RunningServer
+from tests.server.running import ENGINE, RunningServer, eventually
 
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
@@ -43,9 +43,11 @@ def ask_by_grammar(server: RunningServer, grammar: str, **more: Any) -> Any:
 
 
 def test_the_log_says_what_was_found(thinker: RunningServer) -> None:
-    log = "".join(thinker.lines)
-    assert "tool calls are read in the format hermes" in log
-    assert "reasoning is what stands between <think> and </think>" in log
+    for words in (
+        "tool calls are read in the format hermes",
+        "reasoning is what stands between <think> and </think>",
+    ):
+        eventually(lambda words=words: words in "".join(thinker.lines), words)  # type: ignore[misc]
 
 
 def test_reasoning_is_apart_from_the_answer(thinker: RunningServer) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from quire.frontend.tools.declared import ToolUse, flat_tools
 from quire.protocol.errors import RequestError
@@ -18,6 +18,11 @@ THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 
 class CountBody(MessageBody):
     """A conversation; what is asked of `/v1/messages/count_tokens`."""
+
+    prepared_fields: ClassVar[frozenset[str]] = MessageBody.prepared_fields | {
+        *("messages", "system", "tools", "tool_choice", "output_config", "metadata"),
+    }
+    stubs: ClassVar[dict[str, Any]] = {"messages": []}
 
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -15,14 +16,15 @@ from quire.frontend.tools.deltas import CallDelta, Delta, Message, ReasoningDelt
 from quire.frontend.tools.message_stream import MessageForm
 from quire.protocol.errors import QuireError, RequestError
 from quire.protocol.sampling import RequestOutputKind, SamplingParams
-from quire.server.answering import answer, check_body
+from quire.server.answering import answer
 from quire.server.anthropic.blocks import TextBlock, ThinkingBlock, ToolBlock, event
 from quire.server.anthropic.body import CountBody, MessagesBody
 from quire.server.conversation import conversation_prompt
 from quire.server.dialect import ANTHROPIC
 from quire.server.errors import error_body, status_of
 from quire.server.generation import Generation, check_max_tokens
-from quire.server.state import ServerState
+from quire.server.preparation.context import Preparation, Prepared
+from quire.server.preparation.routes import answered_already, prepared_route
 from quire.server.tool_use import message_form, with_form
 
 router = APIRouter()
@@ -31,34 +33,42 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 """The protocol has no name for a deadline, an abort or a repetition: null stands for these."""
 
 
-@router.post("/v1/messages")
-async def create_message(body: MessagesBody, request: Request) -> Response:
-    state, model = check_body(body, request)
+def prepare_message(state: Preparation, body: MessagesBody) -> Prepared:
+    model = body.check(state)
     use = body.tool_use
-    prompt = await _render(state, body)
+    prompt = _render(state, body)
     form = message_form(state, body.chat_template, prompt, use)
     if body.thinks and form.tags is None:
         raise RequestError(
             f"thinking={body.thinking!r:.200} is refused: the chat template of model {model!r} "
             "shows no reasoning; leave it out, or set the server's --reasoning-parser."
         )
-    params = with_form(request, body, _params(state, body, prompt), form, use)
-    reply = MessageReply(f"msg_{body.request_id or request.state.request_id}", model, form)
+    params, fields = with_form(state, body, _params(state, body, prompt), form, use)
+    return Prepared(body, model, [prompt], params, form, form_fields=fields)
+
+
+@prepared_route(router, "/v1/messages", MessagesBody, prepare_message)
+async def create_message(made: Prepared, request: Request) -> Response:
+    body: MessagesBody = made.body
+    message_id = f"msg_{body.request_id or request.state.request_id}"
+    reply = MessageReply(message_id, made.model, made.form)
     terms = body.terms(request.state.tenant)
-    generation = await Generation.start(request, [prompt], params, reply.id, terms)
+    generation = await Generation.start(request, made.prompts, made.params, reply.id, terms)
     return await answer(generation, reply, body.stream, last=b"", write_error=_error_event)
 
 
-@router.post("/v1/messages/count_tokens")
-async def count_tokens(body: CountBody, request: Request) -> dict[str, int]:
-    state, _ = check_body(body, request)
-    prompt = await _render(state, body)
+def count_tokens(state: Preparation, body: CountBody) -> bytes:
+    body.check(state)
+    prompt = _render(state, body)
     assert prompt.token_ids is not None
-    return {"input_tokens": len(prompt.token_ids)}
+    return msgspec.json.encode({"input_tokens": len(prompt.token_ids)})
 
 
-async def _render(state: ServerState, body: CountBody) -> Prompt:
-    return await conversation_prompt(
+prepared_route(router, "/v1/messages/count_tokens", CountBody, count_tokens)(answered_already)
+
+
+def _render(state: Preparation, body: CountBody) -> Prompt:
+    return conversation_prompt(
         state,
         body,
         body.conversation(),
@@ -69,13 +79,13 @@ async def _render(state: ServerState, body: CountBody) -> Prompt:
     )
 
 
-def _params(state: ServerState, body: MessagesBody, prompt: Prompt) -> SamplingParams:
+def _params(state: Preparation, body: MessagesBody, prompt: Prompt) -> SamplingParams:
     check_max_tokens(state, [prompt], body.max_tokens, "max_tokens")
     own: dict[str, Any] = {"max_tokens": body.max_tokens}
     if body.stop_sequences is not None:
         own["stop"] = body.stop_sequences
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
-    return body.sampling_params(state.llm.session.default_params, output_kind=kind, **own)
+    return body.sampling_params(state.default_params, output_kind=kind, **own)
 
 
 def _error_event(error: QuireError) -> bytes:

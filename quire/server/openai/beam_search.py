@@ -8,7 +8,7 @@ from quire.frontend.inputs import Prompt
 from quire.protocol.errors import RequestError
 from quire.protocol.sampling import BeamSearchParams, SamplingParams
 from quire.server.openai.schemas import ChoicesBody
-from quire.server.state import ServerState
+from quire.server.preparation.context import Preparation
 
 USED = frozenset(
     {
@@ -20,7 +20,7 @@ USED = frozenset(
 
 
 def beam_search_params(
-    state: ServerState, body: ChoicesBody, params: SamplingParams, prompts: list[Prompt]
+    state: Preparation, body: ChoicesBody, params: SamplingParams, prompts: list[Prompt]
 ) -> BeamSearchParams:
     """The search that a body asks for; `params` are its sampling parameters."""
     plain = SamplingParams()
@@ -31,14 +31,14 @@ def beam_search_params(
                 f"{name}={getattr(params, name)!r} is not supported in beam search; leave {name} "
                 "or use_beam_search out."
             )
-    limit = state.llm.options.scheduler.max_num_seqs
+    limit = state.options.scheduler.max_num_seqs
     if limit is not None and params.n > limit:
         raise RequestError(
             f"n={params.n} exceeds max_num_seqs={limit}: all beams run at once. Lower n, or start "
             "the server with a larger --max-num-seqs."
         )
     longest = max(len(prompt.token_ids) for prompt in prompts if prompt.token_ids is not None)
-    room = state.llm.session.inputs.max_model_len - longest
+    room = state.inputs.max_model_len - longest
     return BeamSearchParams(
         beam_width=params.n,
         max_tokens=room if params.max_tokens is None else params.max_tokens,

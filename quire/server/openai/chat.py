@@ -17,35 +17,43 @@ from quire.frontend.tools.deltas import ReasoningDelta
 from quire.frontend.tools.message_stream import MessageForm, MessageStream
 from quire.protocol.output import RequestProgress
 from quire.protocol.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
-from quire.server.answering import answer, check_body
+from quire.server.answering import answer
 from quire.server.conversation import conversation_prompt
-from quire.server.generation import Generation, check_max_tokens, state_of
+from quire.server.form_fields import FormFields
+from quire.server.generation import Generation, check_max_tokens
 from quire.server.openai.beam_search import beam_search_params
 from quire.server.openai.chat_messages import delta_record, finish_reason, whole_message
 from quire.server.openai.logprobs import chat_logprobs
 from quire.server.openai.schemas import ChatBody
 from quire.server.openai.stream import ChunkWriter, printable
 from quire.server.openai.usage import Usage
-from quire.server.state import ServerState
+from quire.server.preparation.context import Preparation, Prepared
+from quire.server.preparation.routes import prepared_route
 from quire.server.tool_use import message_form, with_form
 
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
-async def create_chat_completion(body: ChatBody, request: Request) -> Response:
-    state, model = check_body(body, request)
+def prepare_chat(state: Preparation, body: ChatBody) -> Prepared:
+    model = body.check(state)
     use = ToolUse.read(chat_tools(body.tools), body.tool_choice, body.parallel_tool_calls)
-    prompt = await _render(state, body, use)
+    prompt = _render(state, body, use)
     form = message_form(state, body.chat_template, prompt, use)
-    params = _params(request, body, prompt, form, use)
-    reply = ChatReply(body, f"chatcmpl-{body.request_id or request.state.request_id}", model, form)
+    params, fields = _params(state, body, prompt, form, use)
+    return Prepared(body, model, [prompt], params, form, form_fields=fields)
+
+
+@prepared_route(router, "/v1/chat/completions", ChatBody, prepare_chat)
+async def create_chat_completion(made: Prepared, request: Request) -> Response:
+    body: ChatBody = made.body
+    response_id = f"chatcmpl-{body.request_id or request.state.request_id}"
+    reply = ChatReply(body, response_id, made.model, made.form)
     terms = body.terms(request.state.tenant, body.wants_progress)
-    generation = await Generation.start(request, [prompt], params, reply.id, terms)
+    generation = await Generation.start(request, made.prompts, made.params, reply.id, terms)
     return await answer(generation, reply, body.stream, begins_first=not body.wants_progress)
 
 
-async def _render(state: ServerState, body: ChatBody, use: ToolUse) -> Prompt:
+def _render(state: Preparation, body: ChatBody, use: ToolUse) -> Prompt:
     """The conversation as a tokenised prompt."""
     kwargs: dict[str, Any] = {}
     if body.documents is not None:
@@ -54,7 +62,7 @@ async def _render(state: ServerState, body: ChatBody, use: ToolUse) -> Prompt:
         kwargs["reasoning_effort"] = body.reasoning_effort
     continues = bool(body.continue_final_message)
     generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-    return await conversation_prompt(
+    return conversation_prompt(
         state,
         body,
         body.messages,
@@ -66,22 +74,21 @@ async def _render(state: ServerState, body: ChatBody, use: ToolUse) -> Prompt:
 
 
 def _params(
-    request: Request, body: ChatBody, prompt: Prompt, form: MessageForm, use: ToolUse
-) -> SamplingParams | BeamSearchParams:
-    state = state_of(request)
+    state: Preparation, body: ChatBody, prompt: Prompt, form: MessageForm, use: ToolUse
+) -> tuple[SamplingParams | BeamSearchParams, FormFields]:
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = getattr(body, name)
     check_max_tokens(state, [prompt], max_tokens, name)
     params = body.sampling_params(
-        state.llm.session.default_params,
+        state.default_params,
         max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
     )
-    params = with_form(request, body, params, form, use)
+    params, fields = with_form(state, body, params, form, use)
     if body.use_beam_search:
-        return beam_search_params(state, body, params, [prompt])
-    return params
+        return beam_search_params(state, body, params, [prompt]), fields
+    return params, fields
 
 
 class ChatReply:

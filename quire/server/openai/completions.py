@@ -10,51 +10,64 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from quire.frontend.inputs import Prompt, parse_prompts
+from quire.frontend.inputs import Prompt, number_of_prompts, parse_prompts
 from quire.frontend.outputs import CompletionOutput, RequestOutput
 from quire.frontend.tokenizer import Tokenizer
 from quire.protocol.errors import RequestError
 from quire.protocol.output import RequestProgress
 from quire.protocol.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
-from quire.server.answering import answer, check_body
-from quire.server.generation import Generation, check_max_tokens, tokenize
+from quire.server.answering import answer
+from quire.server.form_fields import FormFields
+from quire.server.generation import Generation, check_max_tokens, state_of, tokenize
 from quire.server.openai.beam_search import beam_search_params
 from quire.server.openai.logprobs import CompletionLogprobs
+from quire.server.openai.response_format import form_field
 from quire.server.openai.schemas import CompletionBody
 from quire.server.openai.stream import ChunkWriter
 from quire.server.openai.usage import Usage
-from quire.server.state import ServerState
+from quire.server.preparation.context import Preparation, Prepared
+from quire.server.preparation.routes import prepared_route
 
 router = APIRouter()
 
 
-@router.post("/v1/completions")
-async def create_completion(body: CompletionBody, request: Request) -> Response:
-    state, model = check_body(body, request)
-    prompts = await _prompts(state, body)
+def prepare_completion(state: Preparation, body: CompletionBody) -> Prepared:
+    model = body.check(state)
+    prompts = _prompts(state, body)
     params = _params(state, body, prompts)
+    echoes = [_text_of(state, prompt) for prompt in prompts] if body.echo else None
+    fields = FormFields(form_field(body))
+    return Prepared(body, model, prompts, params, echoes=echoes, form_fields=fields)
+
+
+@prepared_route(router, "/v1/completions", CompletionBody, prepare_completion, uses_template=False)
+async def create_completion(made: Prepared, request: Request) -> Response:
+    body: CompletionBody = made.body
     response_id = f"cmpl-{body.request_id or request.state.request_id}"
     terms = body.terms(request.state.tenant, body.wants_progress)
-    generation = await Generation.start(request, prompts, params, response_id, terms)
-    echoes = [_text_of(state, prompt) for prompt in prompts] if body.echo else None
-    reply = CompletionReply(body, response_id, model, state.llm.session.tokenizer, echoes)
+    generation = await Generation.start(request, made.prompts, made.params, response_id, terms)
+    tokenizer = state_of(request).llm.session.tokenizer
+    reply = CompletionReply(body, response_id, made.model, tokenizer, made.echoes)
     return await answer(generation, reply, body.stream, begins_first=not body.wants_progress)
 
 
-async def _prompts(state: ServerState, body: CompletionBody) -> list[Prompt]:
+def _prompts(state: Preparation, body: CompletionBody) -> list[Prompt]:
+    state.check_count(
+        "prompt", number_of_prompts(body.prompt), 1 if body.use_beam_search else body.n or 1
+    )
     prompts = parse_prompts(body.prompt)
     if not prompts:
         raise RequestError("prompt is an empty list; give at least one prompt.")
     for prompt in prompts:
         prompt.cache_salt = body.cache_salt
-    await tokenize(state, prompts, body.tokenization(body.add_special_tokens))
+    tokenize(state, prompts, body.tokenization(body.add_special_tokens))
     return prompts
 
 
 def _params(
-    state: ServerState, body: CompletionBody, prompts: list[Prompt]
+    state: Preparation, body: CompletionBody, prompts: list[Prompt]
 ) -> SamplingParams | BeamSearchParams:
-    defaults = state.llm.session.default_params
+    defaults = state.default_params
     max_tokens = defaults.max_tokens
     if body.max_tokens is not None:
         # The engine generates at least one token; the reply leaves it out.
@@ -70,11 +83,11 @@ def _params(
     return params
 
 
-def _text_of(state: ServerState, prompt: Prompt) -> str:
+def _text_of(state: Preparation, prompt: Prompt) -> str:
     if prompt.text is not None:
         return prompt.text
     assert prompt.token_ids is not None
-    return state.llm.session.tokenizer.decode(prompt.token_ids.tolist())
+    return state.tokenizer.decode(prompt.token_ids.tolist())
 
 
 class CompletionReply:

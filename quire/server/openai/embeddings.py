@@ -11,50 +11,57 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.frontend.embedding import PoolingParams, checked_params
-from quire.frontend.inputs import Prompt, parse_prompts
+from quire.frontend.inputs import Prompt, number_of_prompts, parse_prompts
 from quire.frontend.outputs import EmbeddingRequestOutput
 from quire.protocol.errors import RequestError
-from quire.server.answering import check_body
 from quire.server.event_stream import CLIENT_LEFT
 from quire.server.generation import Generation, tokenize
 from quire.server.openai.schemas import EmbeddingBody
-from quire.server.state import ServerState
+from quire.server.preparation.context import Preparation, Prepared
+from quire.server.preparation.routes import prepared_route
 
 router = APIRouter()
 
 
-@router.post("/v1/embeddings")
-async def create_embedding(body: EmbeddingBody, request: Request) -> Response:
-    state, model = check_body(body, request)
+def prepare_embedding(state: Preparation, body: EmbeddingBody) -> Prepared:
+    model = body.check(state)
     params = _params(state, body)
-    prompts = await _prompts(state, body)
+    return Prepared(body, model, _prompts(state, body), params)
+
+
+@prepared_route(router, "/v1/embeddings", EmbeddingBody, prepare_embedding, uses_template=False)
+async def create_embedding(made: Prepared, request: Request) -> Response:
+    body: EmbeddingBody = made.body
+    params = made.params
+    assert isinstance(params, PoolingParams)
     name = f"embd-{body.request_id or request.state.request_id}"
     terms = body.terms(request.state.tenant)
-    generation = await Generation.start(request, prompts, params, name, terms, "input")
+    generation = await Generation.start(request, made.prompts, params, name, terms)
     outputs = await generation.embeddings(params)
     if outputs is None:
         return Response(status_code=CLIENT_LEFT)
-    reply = _reply(outputs, model, body.encoding_format == "base64")
+    reply = _reply(outputs, made.model, body.encoding_format == "base64")
     return Response(msgspec.json.encode(reply), media_type="application/json")
 
 
-def _params(state: ServerState, body: EmbeddingBody) -> PoolingParams:
+def _params(state: Preparation, body: EmbeddingBody) -> PoolingParams:
     given = {
         name: value
         for name in ("pooling", "normalize", "dimensions")
         if (value := getattr(body, name)) is not None
     }
-    return checked_params(PoolingParams(**given), state.llm.model_config.hidden_size)
+    return checked_params(PoolingParams(**given), state.hidden_size)
 
 
-async def _prompts(state: ServerState, body: EmbeddingBody) -> list[Prompt]:
+def _prompts(state: Preparation, body: EmbeddingBody) -> list[Prompt]:
+    state.check_count("input", number_of_prompts(body.input))
     try:
         prompts = parse_prompts(body.input)
         if not prompts:
             raise RequestError("it is an empty list; give at least one text.")
         for prompt in prompts:
             prompt.cache_salt = body.cache_salt
-        await tokenize(state, prompts, body.tokenization(body.add_special_tokens))
+        tokenize(state, prompts, body.tokenization(body.add_special_tokens))
     except RequestError as error:  # names fields of completions
         raise RequestError(f"input is refused: {error}") from None
     return prompts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from quire.frontend.tools.declared import ToolUse, flat_tools
 from quire.protocol.errors import RequestError
@@ -20,6 +20,9 @@ ROLES = {"user": "user", "assistant": "assistant", "system": "system", "develope
 
 
 class ResponseBody(MessageBody):
+    prepared_fields: ClassVar[frozenset[str]] = MessageBody.prepared_fields | {"input"}
+    stubs: ClassVar[dict[str, Any]] = {"input": ""}
+
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None

@@ -17,7 +17,7 @@ from quire.frontend.tools.deltas import CallDelta, Delta, ReasoningDelta, TextDe
 from quire.frontend.tools.message_stream import MessageForm
 from quire.protocol.errors import QuireError
 from quire.protocol.sampling import RequestOutputKind, SamplingParams
-from quire.server.answering import answer, check_body
+from quire.server.answering import answer
 from quire.server.conversation import conversation_prompt
 from quire.server.generation import Generation, check_max_tokens
 from quire.server.openai.logprobs import chat_logprobs
@@ -31,37 +31,44 @@ from quire.server.openai.response_items import (
 )
 from quire.server.openai.stream import printable, printable_data
 from quire.server.openai.usage import Usage
-from quire.server.state import ServerState
+from quire.server.preparation.context import Preparation, Prepared
+from quire.server.preparation.routes import prepared_route
 from quire.server.tool_use import message_form, with_form
 
 router = APIRouter()
 
 
-@router.post("/v1/responses")
-async def create_response(body: ResponseBody, request: Request) -> Response:
-    state, model = check_body(body, request)
+def prepare_response(state: Preparation, body: ResponseBody) -> Prepared:
+    model = body.check(state)
     use = body.tool_use
-    prompt = await _render(state, body, use)
+    prompt = _render(state, body, use)
     form = message_form(state, body.chat_template, prompt, use)
-    params = with_form(request, body, _params(state, body, prompt), form, use)
-    reply = ResponseReply(body, body.request_id or request.state.request_id, model, params, form)
+    params, fields = with_form(state, body, _params(state, body, prompt), form, use)
+    return Prepared(body, model, [prompt], params, form, form_fields=fields)
+
+
+@prepared_route(router, "/v1/responses", ResponseBody, prepare_response)
+async def create_response(made: Prepared, request: Request) -> Response:
+    body: ResponseBody = made.body
+    request_id = body.request_id or request.state.request_id
+    reply = ResponseReply(body, request_id, made.model, made.sampling, made.form)
     terms = body.terms(request.state.tenant)
-    generation = await Generation.start(request, [prompt], params, reply.id, terms)
+    generation = await Generation.start(request, made.prompts, made.params, reply.id, terms)
     return await answer(generation, reply, body.stream, last=b"", write_error=reply.failure)
 
 
-async def _render(state: ServerState, body: ResponseBody, use: ToolUse) -> Prompt:
+def _render(state: Preparation, body: ResponseBody, use: ToolUse) -> Prompt:
     effort = (body.reasoning or {}).get("effort")
     kwargs = {} if effort is None else {"reasoning_effort": effort}
-    return await conversation_prompt(
+    return conversation_prompt(
         state, body, body.messages(), template_kwargs=kwargs, tools=use.declarations
     )
 
 
-def _params(state: ServerState, body: ResponseBody, prompt: Prompt) -> SamplingParams:
+def _params(state: Preparation, body: ResponseBody, prompt: Prompt) -> SamplingParams:
     check_max_tokens(state, [prompt], body.max_output_tokens, "max_output_tokens")
     return body.sampling_params(
-        state.llm.session.default_params,
+        state.default_params,
         max_tokens=body.max_output_tokens,
         logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
         output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,

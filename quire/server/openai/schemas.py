@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -41,6 +41,11 @@ class ChoicesBody(GenerationBody):
 
 
 class CompletionBody(ChoicesBody):
+    prepared_fields: ClassVar[frozenset[str]] = ChoicesBody.prepared_fields | {
+        "prompt",
+        "response_format",
+    }
+
     prompt: str | list[str] | list[int] | list[list[int]] | None = None
     logprobs: int | None = None
     echo: bool | None = False
@@ -62,6 +67,10 @@ class CompletionBody(ChoicesBody):
 
 
 class ChatBody(ChoicesBody, ConversationBody):
+    prepared_fields: ClassVar[frozenset[str]] = ConversationBody.prepared_fields | {
+        *("messages", "documents", "tools", "tool_choice", "response_format"),
+    }
+
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
@@ -75,6 +84,10 @@ class ChatBody(ChoicesBody, ConversationBody):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = True
 
+    def kept_for_reply(self) -> dict[str, Any]:
+        """With the role of the last message, which a reply that continues it has too."""
+        return {**super().kept_for_reply(), "messages": [{"role": self.messages[-1]["role"]}]}
+
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
         if self.top_logprobs is not None and not self.logprobs:
@@ -87,6 +100,9 @@ class ChatBody(ChoicesBody, ConversationBody):
 
 
 class EmbeddingBody(RequestBody):
+    prepared_fields: ClassVar[frozenset[str]] = frozenset({"input"})
+    stubs: ClassVar[dict[str, Any]] = {"input": ""}
+
     input: str | list[str] | list[int] | list[list[int]]
     encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: int | None = None

@@ -1,0 +1,1 @@
+"""What lies between a request's body and the engine: reading, checking, rendering, tokenising."""

@@ -1,0 +1,284 @@
+"""`PreparationPool`: the processes that prepare requests for one API process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.frontend.inputs import Prompt
+from quire.protocol.codec import encode
+from quire.protocol.errors import OverloadedError, RequestError
+from quire.server.preparation.context import PreparationSettings, Prepared, PreparedKind
+from quire.server.preparation.wire import (
+    CONTENT,
+    DONE,
+    END,
+    ENDED,
+    ENDS,
+    FORK,
+    FRAME,
+    HEAD,
+    HEADS,
+    JOB,
+    MAX_TEMPLATE_S,
+    ORDER,
+    PIECE_BYTES,
+    PROMPT_LISTS,
+    PROMPTS,
+    READY,
+    Content,
+    End,
+    Head,
+    Refusal,
+    from_head,
+)
+
+logger = logging.getLogger("quire.server")
+
+LARGE_BYTES = 1 << 18
+"""A body from this size on gets a fork of its own, and its memory goes with that."""
+MAX_LARGE = 2
+MAX_SMALL = 4
+"""Forks at a time, by the size of bodies: the large ones must not keep the others waiting."""
+MAX_SAID = 1000
+
+
+class ForkEnded(Exception):
+    """A fork ended before its answer did."""
+
+
+@dataclass(eq=False)
+class Fork:
+    """One process, which does one job at a time."""
+
+    number: int
+    socket: socket.socket
+    _received: bytearray = field(default_factory=bytearray)
+
+    async def run(self, kind: PreparedKind, data: bytes, is_large: bool) -> tuple[Any, End]:
+        path = kind.path.encode()
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.sock_sendall(
+                self.socket, JOB.pack(len(path), len(data), is_large) + path + data[:PIECE_BYTES]
+            )
+            view = memoryview(data)
+            for start in range(PIECE_BYTES, len(data), PIECE_BYTES):
+                await loop.sock_sendall(self.socket, view[start : start + PIECE_BYTES])
+        except OSError:
+            raise ForkEnded from None
+        head: Any = None
+        prompts: list[Prompt] = []
+        content: list[bytes] = []
+        while True:
+            sort, part = await self._frame()
+            if sort == HEAD:
+                head = HEADS.decode(part)
+            elif sort == PROMPTS:
+                prompts += PROMPT_LISTS.decode(part)
+            elif sort == CONTENT:
+                content.append(part)
+            elif sort == DONE:
+                return _result(head, kind, prompts, content), ENDS.decode(part)
+
+    async def _frame(self) -> tuple[int, bytes]:
+        sort, size = FRAME.unpack(await self._take(FRAME.size))
+        return sort, await self._take(size)
+
+    async def _take(self, size: int) -> bytes:
+        loop = asyncio.get_running_loop()
+        while len(self._received) < size:
+            try:
+                part = await loop.sock_recv(self.socket, PIECE_BYTES)
+            except OSError:
+                part = b""
+            if not part:
+                raise ForkEnded
+            self._received += part
+        taken = bytes(self._received[:size])
+        del self._received[:size]
+        return taken
+
+
+def _result(head: Any, kind: PreparedKind, prompts: list[Prompt], content: list[bytes]) -> Any:
+    if isinstance(head, Refusal):
+        return head.error()
+    if isinstance(head, Content):
+        return b"".join(content)
+    assert isinstance(head, Head) and len(prompts) == head.num_prompts
+    return from_head(head, kind.body, prompts)
+
+
+class ForkServer:
+    """The process that forks, and its forks. Ends when it is closed or let go."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "quire.server.preparation.process"],
+                stdin=theirs.fileno(),
+                start_new_session=True,  # Ctrl-C is the supervisor's
+            )
+        self._control.setblocking(False)
+        self._numbers = itertools.count()
+        self._endings: dict[int, asyncio.Future[tuple[int, str]]] = {}
+        self._following: asyncio.Task[None] | None = None
+        self.is_alive, self.is_told = True, False
+        self.loaded = asyncio.Event()
+        """It takes orders; before that they could fill what it has not read yet."""
+
+    async def tell(self, settings: bytes) -> None:
+        """The first thing that it is told."""
+        loop = asyncio.get_running_loop()
+        self.is_told = True
+        self._following = asyncio.create_task(self._follow())
+        with contextlib.suppress(OSError):  # then it has ended, which is noticed elsewhere
+            await loop.sock_sendall(self._control, FRAME.pack(0, len(settings)))
+            for start in range(0, len(settings), PIECE_BYTES):
+                part = settings[start : start + PIECE_BYTES]
+                await loop.sock_sendall(self._control, part)
+
+    def fork(self) -> Fork:
+        number = next(self._numbers)
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs:
+            try:
+                order = ORDER.pack(FORK, number)
+                socket.send_fds(self._control, [order], [theirs.fileno()])
+            except OSError:
+                self.is_alive = False
+        return Fork(number, ours)
+
+    async def end(self, fork: Fork) -> tuple[int, str]:
+        """Its exit status, and what it was doing that has a limit."""
+        fork.socket.close()
+        if not self.is_alive:
+            return -signal.SIGKILL, ""
+        ended = self._endings[fork.number] = asyncio.get_running_loop().create_future()
+        try:
+            self._control.send(ORDER.pack(END, fork.number))
+            return await ended
+        except OSError:
+            return -signal.SIGKILL, ""
+        finally:
+            self._endings.pop(fork.number, None)
+
+    async def _follow(self) -> None:
+        loop = asyncio.get_running_loop()
+        data = bytearray()
+        with contextlib.suppress(OSError):
+            while part := await loop.sock_recv(self._control, 1 << 16):
+                data += part
+                while len(data) >= ENDED.size:
+                    number, status, size = ENDED.unpack(data[: ENDED.size])
+                    if len(data) < ENDED.size + size:
+                        break
+                    label = bytes(data[ENDED.size : ENDED.size + size]).decode("utf-8", "replace")
+                    del data[: ENDED.size + size]
+                    if number == READY:
+                        self.loaded.set()
+                    elif (ending := self._endings.get(number)) and not ending.done():
+                        ending.set_result((status, label))
+        self.is_alive = False
+        self.loaded.set()
+        for ending in self._endings.values():
+            if not ending.done():
+                ending.set_result((-signal.SIGKILL, ""))
+
+    def close(self) -> None:
+        self.is_alive = False
+        if self._following is not None:
+            self._following.cancel()
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+
+
+class PreparationPool:
+    """Starts processes when they are needed first."""
+
+    def __init__(self, settings: PreparationSettings, server: ForkServer | None = None) -> None:
+        self._settings = encode(settings)
+        self._server = server
+        self._starting = asyncio.Lock()
+        self._idle: list[Fork] = []
+        self._small = asyncio.Semaphore(MAX_SMALL)
+        self._large = asyncio.Semaphore(MAX_LARGE)
+        self._ending: set[asyncio.Task[Any]] = set()
+        self._said: set[str] = set()
+
+    async def start(self) -> ForkServer:
+        """The process that forks; another one if it is gone."""
+        async with self._starting:
+            if self._server is not None and not self._server.is_alive:
+                logger.error("the process that prepares requests ended; it is started again")
+                self.close()
+            if self._server is None:
+                self._server = ForkServer()
+            if not self._server.is_told:
+                await self._server.tell(self._settings)
+            return self._server
+
+    def close(self) -> None:
+        for fork in self._idle:
+            fork.socket.close()
+        self._idle = []
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    async def run(self, kind: PreparedKind, data: bytes) -> Prepared | bytes:
+        """What the route makes of a body. Cancelling it ends the process that works on it."""
+        is_large = len(data) >= LARGE_BYTES
+        async with self._large if is_large else self._small:
+            server = await self.start()
+            await server.loaded.wait()
+            fork = self._idle.pop() if self._idle and not is_large else server.fork()
+            try:
+                made, end = await fork.run(kind, data, is_large)
+            except ForkEnded:
+                raise _failure(*await server.end(fork)) from None
+            except BaseException:
+                self._end_later(server, fork)
+                raise
+            if is_large or end.is_spent or server is not self._server:
+                self._end_later(server, fork)
+            else:
+                self._idle.append(fork)
+        for one in end.logs:
+            self._say(one.level, one.text)
+        if isinstance(made, Exception):
+            raise made
+        return made
+
+    def _end_later(self, server: ForkServer, fork: Fork) -> None:
+        task = asyncio.create_task(server.end(fork))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    def _say(self, level: int, text: str) -> None:
+        if text not in self._said and len(self._said) < MAX_SAID:
+            self._said.add(text)
+            logger.log(level, "%s", text)
+
+
+def _failure(status: int, what: str) -> Exception:
+    """Why a fork ended before its answer."""
+    if status in (-signal.SIGPROF, -signal.SIGALRM):
+        return RequestError(
+            f"{what} takes more than {MAX_TEMPLATE_S} s for these messages; use a simpler one."
+        )
+    return OverloadedError(
+        "the process that prepared this request was ended, as the system does when memory runs "
+        "out; try again."
+    )
