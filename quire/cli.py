@@ -49,7 +49,7 @@ BENCHMARKS = {
     "prefix": "Repeated system prompts with prefix caching on and off.",
     "blocks": "Block sizes 4 to 64: waste, allocations and speed.",
     "memory": "Paging against reserving the maximum length: waste and requests in flight.",
-    "serve": "A load on a running server, of any make: latency, throughput, cost.",
+    "serve": "A load on a running server, Quire or another: latency, throughput, cost.",
     "host": "Host work per step with 1,024 requests and no model to wait for.",
 }
 

@@ -47,7 +47,7 @@ there are.
 SAMPLING = """\
 ## Sampling flags
 
-`quire generate` and `quire chat` take these besides the options. They are fields of
+`quire generate` and `quire chat` take these in addition to the options. They are fields of
 `SamplingParams`, which has more; see [usage](usage.md#sampling). Two things differ from Python:
 `max_tokens` is 128 for `generate` and has no limit but the context for `chat`, which has no `n`;
 and without `seed` each run draws other random numbers.
@@ -56,7 +56,7 @@ and without `seed` each run draws other random numbers.
 SERVER = """\
 ## Server flags
 
-`quire serve` takes these besides the options; see [serving](serving.md).
+`quire serve` takes these in addition to the options; see [serving](serving.md).
 """
 
 WARNED = """\

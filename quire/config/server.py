@@ -96,7 +96,7 @@ class AccessOptions(CheckedOptions):
     )
     api_key_file: str | None = option(
         None,
-        "File with one key per line, besides those of --api-key.",
+        "File with one key per line, in addition to those of --api-key.",
         default_text="none",
         convert=as_text,
     )
@@ -114,8 +114,8 @@ class AccessOptions(CheckedOptions):
     share_prefix_cache: bool = option(
         False,
         "Let tenants use prefixes that others computed. Replies then count no cached tokens, but "
-        "their timing tells whether somebody has sent the same text; /metrics and the page want "
-        "the admin key.",
+        "their timing tells whether another client has sent the same text; /metrics and the page "
+        "need the admin key.",
     )
 
 

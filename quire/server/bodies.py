@@ -26,7 +26,7 @@ NOT_IN_BODIES = {
     "logprobs": "means another thing in each protocol",
     "max_tokens": "has another default in each protocol",
     "output_kind": "follows from `stream`",
-    "flat_logprobs": "is a form of Python objects",
+    "flat_logprobs": "is a layout of Python objects",
     "extra_args": "is called vllm_xargs",
     "bad_words_token_ids": "is made from bad_words",
     "guided_decoding": "is called guided_json, guided_regex and so on",

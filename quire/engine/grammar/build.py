@@ -103,7 +103,7 @@ def build(tokenizer: LLTokenizer, text: str, where: str) -> LLMatcher:
 def _reason(error: str) -> str:
     """llguidance's message, cut to what a client can use."""
     if error.startswith(DEAD_END):
-        return "no text has this form."
+        return "no text can match it."
     text = " ".join(_SOURCE.sub("", error).split())
     place = _PLACE.match(text)
     if place is not None:

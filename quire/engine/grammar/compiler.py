@@ -137,7 +137,7 @@ class GrammarCompiler:
         oldest = next((key for key, one in self._cache.items() if one.is_over), None)
         if oldest is None:
             raise OverloadedError(
-                f"structured_outputs: {MAX_CACHED} other forms wait to be compiled; try again."
+                f"structured_outputs: {MAX_CACHED} other grammars wait to be compiled; try again."
             )
         del self._cache[oldest]
 
@@ -190,7 +190,7 @@ class GrammarCompiler:
             return submit(self._builders, make_start)
         except RuntimeError as error:  # engine or program end, or no thread can be started
             raise OverloadedError(
-                f"structured_outputs: a form cannot be compiled now: {error}."
+                f"structured_outputs: the grammar cannot be compiled now: {error}."
             ) from None
 
     def _living_trial(self, vocabulary: Vocabulary | None = None) -> Trial:

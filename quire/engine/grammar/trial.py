@@ -25,7 +25,7 @@ from quire.protocol.structured import StructuredOutputs
 
 PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import main; main()"
 MODULE = "quire.engine.grammar.trial_process"
-ENDED = "structured_outputs: the process that tries forms was ended; try again."
+ENDED = "structured_outputs: the process that compiles grammars was ended; try again."
 
 
 class StartTrial(msgspec.Struct):
@@ -98,7 +98,7 @@ class Trial:
             )
         except OSError as error:
             raise OverloadedError(
-                f"structured_outputs: the process that tries forms cannot be started: {error}."
+                f"structured_outputs: the process that compiles grammars cannot be started: {error}."
             ) from None
         self._cases = OpenCases()
         self._lock = threading.Lock()
