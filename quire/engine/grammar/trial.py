@@ -98,7 +98,7 @@ class Trial:
             )
         except OSError as error:
             raise OverloadedError(
-                f"structured_outputs: the process that compiles grammars cannot be started: {error}."
+                f"structured_outputs: the grammar process cannot be started: {error}."
             ) from None
         self._cases = OpenCases()
         self._lock = threading.Lock()
