@@ -126,7 +126,15 @@ def _safetensors_names(file: Path) -> list[str]:
 def _read_safetensors(file: Path, names: list[str]) -> Weights:
     with safe_open(file, framework="pt", device="cpu") as opened:
         for name in names:
-            yield name, opened.get_tensor(name)
+            try:
+                tensor = opened.get_tensor(name)
+            # The header allows types and shapes that torch does not have.
+            except Exception as error:
+                raise ModelError(
+                    f"{file}: tensor {name} cannot be read ({error}); use a version of the model "
+                    "with float or integer weights."
+                ) from error
+            yield name, tensor
 
 
 def _choose_tensors(shards: Shards, present: dict[Path, list[str]]) -> dict[Path, list[str]]:

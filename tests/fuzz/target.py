@@ -24,6 +24,9 @@ class Target:
     def mutate(self, corpus: Sequence[bytes], mutator: Mutator) -> bytes:
         return mutator.mutate(corpus)
 
+    def recover(self) -> None:
+        """Forget what an input that failed has left behind."""
+
     def close(self) -> None:
         """Give back what it holds."""
 

@@ -43,15 +43,25 @@ class Bodies(Target):
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        folder = Path(self._folder.name)
-        save_tiny(folder, tokenizer_config={"chat_template": TEMPLATE})
+        save_tiny(Path(self._folder.name), tokenizer_config={"chat_template": TEMPLATE})
+        self._start()
+
+    def _start(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._llm = self._loop.run_until_complete(self._start(str(folder)))
+        self._llm = self._loop.run_until_complete(self._start_engine(self._folder.name))
         self._app = build_app(ServerState.of(self._llm, ServerOptions()))
 
     @staticmethod
-    async def _start(model: str) -> AsyncLLM:
-        return AsyncLLM(model, num_threads=1, kv_cache_memory_bytes="32MiB")
+    async def _start_engine(model: str) -> AsyncLLM:
+        # Limits as servers have them, but small: much work for one body is no fault, but slow.
+        return AsyncLLM(
+            model,
+            num_threads=1,
+            kv_cache_memory_bytes="32MiB",
+            max_model_len=48,
+            max_num_seqs=16,
+            max_num_queued_reqs=32,
+        )
 
     def check(self, data: bytes) -> None:
         line, _, body = data.partition(b"\n")
@@ -61,7 +71,8 @@ class Bodies(Target):
         self._loop.run_until_complete(self._ask(path, body))
 
     async def _ask(self, path: str, body: bytes) -> None:
-        status, reply, _ = await post_asgi(self._app, path, body)
+        answer = await post_asgi(self._app, path, body)
+        status, reply = answer.status, answer.body
         assert status in STATUSES, (status, reply[:500])
         if status != 200:
             message = json.loads(reply)["error"]["message"]
@@ -78,10 +89,20 @@ class Bodies(Target):
             return line + b"\n" + mutator.mutate([body])
         return line + b"\n" + mutator.mutate_json(body, corpus)
 
+    def recover(self) -> None:
+        self._stop()
+        self._start()
+
     def close(self) -> None:
-        self._llm.shutdown()
-        self._loop.close()
+        self._stop()
         self._folder.cleanup()
+
+    def _stop(self) -> None:
+        self._llm.shutdown()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()
 
 
 def _refuse_constant(text: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import random
 import struct
 import tempfile
 from collections.abc import Sequence
@@ -27,6 +29,13 @@ from tests.fuzz.mutations import Mutator
 from tests.fuzz.target import Target
 
 SAMPLE = "Hello, wörld! 123 <s>"
+BITS = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+    **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
+}
 NUMBERS = {name: number for number, (name, _, _) in TENSOR_TYPES.items()}
 
 
@@ -103,8 +112,7 @@ class Safetensors(FileTarget):
     file_name = "model.safetensors"
     tokens = (
         *(b"dtype", b"shape", b"data_offsets", b"__metadata__", b"model.norm.weight"),
-        *(b"F32", b"F16", b"BF16", b"F64", b"I8", b"I64", b"U8", b"BOOL", b"F8_E4M3", b"F8_E5M2"),
-        *(b"U16", b"U32", b"U64", b"C64", b"F4", b"F6_E2M3", b"F8_E8M0", b"I4"),
+        *(kind.encode() for kind in BITS),
     )
 
     def check_file(self, path: Path) -> None:
@@ -113,15 +121,26 @@ class Safetensors(FileTarget):
                 pass
 
     def mutate(self, corpus: Sequence[bytes], mutator: Mutator) -> bytes:
-        """Mostly another header with its right length: little else gets past the first check."""
-        data = mutator.chance.choice(corpus)
-        end = 8 + int.from_bytes(data[:8], "little")
-        if end > len(data) or mutator.chance.random() < 0.2:
+        """Mostly a header of the right length: little else gets past the first check."""
+        chance = mutator.chance
+        if chance.random() < 0.2:
             return mutator.mutate(corpus)
-        headers = [json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}})]
-        header = mutator.mutate_json(data[8:end], [one.encode() for one in headers])
+        header, size = self._header(chance)
+        if chance.random() < 0.7:
+            header = mutator.mutate_json(header, corpus)
         header += b" " * (-len(header) % 8)
-        return len(header).to_bytes(8, "little") + header + data[end:]
+        return len(header).to_bytes(8, "little") + header + bytes(size)
+
+    @staticmethod
+    def _header(chance: random.Random) -> tuple[bytes, int]:
+        """Tensors of any types and shapes, without gaps, and how many bytes they take."""
+        tensors, end = {}, 0
+        for i in range(chance.randrange(1, 4)):
+            kind = chance.choice(list(BITS))
+            shape = [chance.choice((0, 1, 2, 3, 4, 8)) for _ in range(chance.randrange(4))]
+            start, end = end, end + math.prod(shape) * BITS[kind] // 8
+            tensors[f"t{i}"] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
+        return json.dumps(tensors).encode(), end
 
 
 class SentencePiece(Target):
