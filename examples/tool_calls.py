@@ -3,10 +3,12 @@
 Starts a server of its own; with one that runs already, give its address to the client instead.
 """
 
+import contextlib
 import json
-import re
+import socket
 import subprocess
 import sys
+import time
 
 import openai
 
@@ -51,12 +53,28 @@ def converse(client: openai.OpenAI) -> None:
     print(f"answer: {answer.choices[0].message.content}")
 
 
+def wait_for(client: openai.OpenAI, server: subprocess.Popen, seconds: int = 120) -> None:
+    """Returns when the server answers."""
+    for _ in range(seconds * 5):
+        if server.poll() is not None:
+            sys.exit(f"the server ended with status {server.returncode}")
+        with contextlib.suppress(openai.APIConnectionError, openai.APIStatusError):
+            client.with_options(max_retries=0, timeout=10).models.list()
+            return
+        time.sleep(0.2)
+    sys.exit(f"the server did not answer within {seconds} s")
+
+
 def main() -> None:
-    command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--max-model-len", "1024"]
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    with socket.socket() as probe:  # a port that is free
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = [sys.executable, "-m", "quire", "serve", "--port", port, "--max-model-len", "1024"]
+    server = subprocess.Popen(command)
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
     try:
-        found = next(filter(None, (re.search(r"serving on (\S+)", s) for s in server.stderr)))
-        converse(openai.OpenAI(base_url=f"{found[1]}/v1", api_key="none"))
+        wait_for(client, server)
+        converse(client)
     finally:
         server.terminate()
         server.wait()

@@ -184,6 +184,7 @@ def _add_pull(commands: Any) -> None:
         metavar="TEXT",
         help="Branch, tag or commit on the hub. (default: the main branch)",
     )
+    parser.add_argument("--quiet", action="store_true", help="Print where the files are alone.")
 
 
 def _add_bench(commands: Any, words: Sequence[str]) -> None:
@@ -276,7 +277,7 @@ def _pull(arguments: Arguments) -> int:
     if arguments.model is None:
         from quire.config.embedded import pull_embedded_model
 
-        path = pull_embedded_model(lambda line: print(line, file=sys.stderr))
+        path = pull_embedded_model(lambda line: None if arguments.quiet else note(line))
     else:
         from quire.config.locate import locate_model
 

@@ -181,7 +181,7 @@ def _client(arguments: Arguments) -> TerminalClient:
 
 
 def _refuse_engine_flags(arguments: Arguments, but: Collection[str] = ()) -> None:
-    unused = engine_arguments(arguments).keys() - set(but)
+    unused = engine_arguments(arguments).keys() - {"log_level", *but}
     if unused:
         flag = "--" + min(unused).replace("_", "-")
         raise OptionError(f"{flag} is of no use with --url: the server has its options already.")

@@ -24,12 +24,12 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-def run(script: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(script: Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(script)],
         cwd=folder,
         # One thread: waiting for each other at every operator, two are slow on busy cores.
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
         capture_output=True,
         text=True,
         timeout=240,
@@ -134,6 +134,16 @@ def test_example_runs(path: Path, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "quire:" not in result.stdout
     CHECKS[path.stem](result.stdout)
+
+
+@pytest.mark.skipif(find_embedded_model() is None, reason="the embedded model is not installed")
+@pytest.mark.parametrize("level", ["DEBUG", "ERROR"])
+def test_tools_are_called_at_any_log_level(level: str, tmp_path: Path) -> None:
+    """The example starts a server and must not depend on what that says, or does not say."""
+    result = run(ROOT / "examples/tool_calls.py", tmp_path, QUIRE_LOG_LEVEL=level)
+    assert result.returncode == 0, result.stderr
+    assert ("DEBUG quire: " in result.stderr) == (level == "DEBUG")
+    check_tool_calls(result.stdout)
 
 
 def test_checks_are_of_examples() -> None:

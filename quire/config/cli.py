@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from quire.config.arguments import IGNORED, REFUSED, SWITCHES, refuse_unless_neutral
 from quire.config.fields import Declaration, kinds
+from quire.config.log import QUIET
 from quire.config.options import EngineOptions, group_class, option_groups
 from quire.config.server import ServerOptions
 from quire.protocol.errors import OptionError
@@ -74,6 +75,10 @@ _REPEATED = frozenset({"stop", "bad_words", "api_key", "served_model_name", "all
 _METAVARS = {int: "N", float: "X", dict: "JSON", RepetitionDetectionParams: "JSON", list: "IDS"}
 
 
+# What other programs call a command.
+OTHER_NAMES = {"run": "chat", "start": "serve", "download": "pull", "batch": "run-batch"}
+
+
 class CommandParser(argparse.ArgumentParser):
     """Reports mistakes in one line, takes underscores for dashes, and suggests the nearest flag."""
 
@@ -121,6 +126,18 @@ class CommandParser(argparse.ArgumentParser):
         hint = f". Did you mean {_flag(close[0])}?" if close else ""
         self.error(f"unknown flag {flag}{hint}")
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """An unknown command gets a suggestion, or the list of all."""
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            near = [OTHER_NAMES.get(value), *difflib.get_close_matches(value, action.choices, n=1)]
+            found = next((name for name in near if name in action.choices), None)
+            hint = f"Did you mean `{self.prog} {found}`?"
+            every = f"There are {', '.join(action.choices)}."
+            self.error(
+                f"unknown {str(action.metavar).lower()} {value!r}. {hint if found else every}"
+            )
+        super()._check_value(action, value)
+
     def _names(self) -> list[str]:
         """The names of all flags with an effect, written as options are."""
         actions = self._option_string_actions.items()
@@ -155,10 +172,18 @@ def command_words(argv: Sequence[str] | None = None) -> list[str]:
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser, exclude: Collection[str] = ()) -> None:
-    """One flag per engine option, grouped as the options are."""
+    """One flag per engine option, grouped as the options are; and --quiet."""
     _add_option_arguments(parser, EngineOptions, exclude)
     if isinstance(parser, CommandParser):
         parser.takes_engine_options = True
+    parser.add_argument(
+        "--quiet",
+        action="store_const",
+        const=QUIET,
+        dest="log_level",
+        default=argparse.SUPPRESS,
+        help=f"Say nothing but warnings and errors: --log-level {QUIET}.",
+    )
 
 
 def add_foreign_arguments(parser: argparse.ArgumentParser) -> None:

@@ -77,7 +77,7 @@ ENVIRONMENT = """\
 
 | variable | meaning |
 | --- | --- |
-| `QUIRE_LOG_LEVEL` | How much Quire says on standard error: `DEBUG`, `INFO` (default), `WARNING` or `ERROR`. No effect where the application has set up logging itself. |
+| `QUIRE_LOG_LEVEL` | How much Quire says on standard error, where `log_level` is unset: `DEBUG`, `INFO` (default), `WARNING`, `ERROR` or `CRITICAL`. |
 | `OMP_NUM_THREADS` | CPU threads, instead of the cores that may be used; the option `num_threads` overrides it. |
 | `XDG_CACHE_HOME` | `quire pull` keeps the embedded model in its folder `quire`. (default: `~/.cache`) |
 | `HF_HOME`, `HF_TOKEN`, `HF_HUB_OFFLINE` | Read by huggingface_hub: where models from the hub are kept, the access token, and whether to stay offline. |

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import glob
+import logging
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from quire.protocol.errors import ModelError
+
+logger = logging.getLogger(__name__)
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 SMALL_FILES = (".json", ".model", ".txt", ".jinja", ".tiktoken")
@@ -58,7 +61,7 @@ def fetch_from_hub(
     except Exception as error:
         cached = _cached_folder(name, revision, download_dir)
         if cached is None:
-            raise _not_fetched(name, revision, error) from error
+            raise _not_fetched(name, revision, error) from None
         return cached
     listing = [sibling.rfilename for sibling in siblings]
     _check_listing(name, listing, load_format)
@@ -74,7 +77,7 @@ def fetch_from_hub(
             )
         )
     except Exception as error:
-        raise _not_fetched(name, revision, error) from error
+        raise _not_fetched(name, revision, error) from None
 
 
 def _cached_folder(name: str, revision: str | None, download_dir: str | None) -> Path | None:
@@ -117,6 +120,7 @@ def _check_listing(name: str, listing: list[str], load_format: str) -> None:
 def _not_fetched(name: str, revision: str | None, error: Exception) -> ModelError:
     from huggingface_hub import errors
 
+    logger.debug("the hub did not give %s", name, exc_info=error)
     where = f"model {name!r}" + (f" (revision {revision!r})" if revision else "")
     if isinstance(error, errors.GatedRepoError):
         return ModelError(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from quire.config import embedded
+from quire.config.foreign_names import remedy_for
 from quire.config.hub import FOREIGN_WEIGHTS, HUB_NAME, fetch_from_hub
 from quire.protocol.errors import ModelError, OptionError
 
@@ -51,6 +52,8 @@ def locate_model(
         return _in_folder(name, path, load_format)
     if os.path.isfile(path):
         return _single_file(name, path, load_format)
+    if remedy := remedy_for(name):
+        raise ModelError(f"model {name!r} is not on this machine. {remedy}.")
     if _looks_like_path(name):
         raise ModelError(
             f"model {name!r} looks like a path, but {path.absolute()} does not exist; "

@@ -10,6 +10,7 @@ from typing import Any
 
 from quire.config.arguments import accepted_arguments
 from quire.config.fields import check, option
+from quire.config.log import LEVELS
 from quire.config.structured import GrammarSettings
 
 AUTO_LENGTH = -1
@@ -291,6 +292,14 @@ class ObservabilityOptions(CheckedOptions):
         None,
         "Do not log a line of statistics every 10 s while there is work.",
         default_text="yes in Python, no in a server",
+    )
+    log_level: str | None = option(
+        None,
+        "How much is said on standard error: at INFO three lines when an engine starts, at DEBUG "
+        "every choice that was made. No effect where the application has set up logging itself.",
+        default_text="that of QUIRE_LOG_LEVEL, else INFO",
+        choices=LEVELS,
+        convert=lambda value: value.upper() if isinstance(value, str) else value,
     )
 
 

@@ -124,15 +124,15 @@ def main() -> int:
     _leave_signals_to_parent()
     start: StartEngine = read_line(sys.stdin.buffer.readline(), StartEngine)
     threading.Thread(target=_die_with_parent, name="quire-parent-watch", daemon=True).start()
-    configure_logging(start.log_level)
+    configure_logging(start.log_level, for_server=True)
     try:
         options = EngineOptions().replace(**start.options)
         engine = start_engine(options, find_model(options))
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         socket = open_engine_socket(context, start.address)
     except Exception as error:
-        if not isinstance(error, QuireError):
-            logger.exception("the engine failed to start")
+        level = logging.DEBUG if isinstance(error, QuireError) else logging.ERROR
+        logger.log(level, "the engine failed to start", exc_info=error)
         reports.write(line(Failed(start_failure(error))))
         return 1
     engine.core.advisor = Advisor(engine.core.scheduler)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass
 
+from quire.config.device import DeviceInfo
 from quire.config.model import ModelConfig, load_model_config
 from quire.config.options import EngineOptions
 from quire.config.resolve import check_options, resolve
@@ -40,14 +40,14 @@ def find_model(options: EngineOptions) -> ModelConfig:
 
 def start_engine(options: EngineOptions, model: ModelConfig) -> Engine:
     """An engine for `model`, which `find_model` has found."""
-    started = time.perf_counter()
     # Imported here: the executor brings torch, which `quire --help` must not wait for.
     from quire.engine.executors.local import LocalExecutor
 
     device = LocalExecutor.device(options)
     resolved = resolve(options, model, device)
     for note in resolved.notes:
-        logger.info("%s", note)
+        logger.debug("%s", note)
+    logger.info("model: %s", _description(resolved.options, model, device))
     executor = LocalExecutor(
         resolved.options, model, device, fits_max_model_len=resolved.fits_max_model_len
     )
@@ -61,10 +61,19 @@ def start_engine(options: EngineOptions, model: ModelConfig) -> Engine:
         grammar_settings=GrammarSettings.from_config(final.decoding.structured_outputs_config),
         num_threads=_mask_threads(final),
     )
-    logger.info(
-        "ready in %.1f s: %s on %s", time.perf_counter() - started, model.source.name, device.name
-    )
     return Engine(core, model, final)
+
+
+def _description(options: EngineOptions, model: ModelConfig, device: DeviceInfo) -> str:
+    """The model and what it runs on, in a line."""
+    parts = [f"{model.source.name} on {device.name}"]
+    if device.type == "cpu":
+        count = options.device.num_threads
+        parts.append(f"{count} thread" if count == 1 else f"{count} threads")
+    parts.append(f"dtype {options.model.dtype}")
+    if options.model.quantization is not None:
+        parts.append(f"quantization {options.model.quantization}")
+    return ", ".join(parts)
 
 
 def _mask_threads(options: EngineOptions) -> int:

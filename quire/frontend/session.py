@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from threading import Lock
 from typing import Any
 
@@ -22,6 +24,8 @@ from quire.frontend.tokenizer import Tokenizer, load_tokenizer
 from quire.protocol.errors import EngineDeadError, OverloadedError, QuireError, RequestError
 from quire.protocol.request import KEY_BITS
 from quire.protocol.sampling import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 class Session:
@@ -82,9 +86,21 @@ class Session:
 
 
 def start_session(arguments: dict[str, Any]) -> tuple[Session, EngineCore]:
-    """An engine in this process, and its one client."""
-    configure_logging()
+    """An engine in this process, and its one client. Where an option or the model will not do, the
+    error has no traceback of the steps in between: they are logged at DEBUG."""
+    started = time.perf_counter()
     options = EngineOptions.from_arguments(**arguments)
+    configure_logging(options.observability.log_level)
+    try:
+        session, core = _start_session(options)
+    except QuireError as error:
+        logger.debug("the engine did not start", exc_info=error)
+        raise error.with_traceback(None) from None
+    logger.info("ready in %.1f s", time.perf_counter() - started)
+    return session, core
+
+
+def _start_session(options: EngineOptions) -> tuple[Session, EngineCore]:
     with no_full_collections():  # importing torch alone would cause several
         model = find_model(options)
         # First: once its weights are loaded, the engine returns memory that was needed only for a

@@ -193,7 +193,7 @@ async def main() -> int:
     start = await orders.next()
     if not isinstance(start, StartApi):
         return 1
-    configure_logging(start.log_level)
+    configure_logging(start.log_level, for_server=True)
     try:
         await ApiProcess(orders, start, reports).run()
     except QuireError as error:

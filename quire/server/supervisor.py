@@ -58,7 +58,9 @@ class Supervisor:
         self._options = options
         self._listener = listener
         self._folder = SocketFolder()
-        self._log_level: str | None = None
+        self._log_level: str | None = engine_options.get("log_level")
+        self._started = time.monotonic()
+        self._was_ready = False
         self._engine: Child | None = None
         self._ready: EngineReady | None = None
         self._apis: dict[int, Child] = {}
@@ -140,6 +142,8 @@ class Supervisor:
                 cause = report.cause
             else:
                 self._ready = report
+                if self._was_ready:
+                    logger.info("the engine is back")
                 self._client.connect(report.address)
                 self._tell_apis(report)
                 ready.set()
@@ -203,7 +207,10 @@ class Supervisor:
     def _api_listens(self) -> None:
         self._num_listening += 1
         if self._num_listening == self._options.serving.api_server_count:
-            logger.info("serving on %s", self.url)
+            passed = time.monotonic() - self._started
+            text = "serving again" if self._was_ready else f"ready in {passed:.1f} s, serving"
+            logger.info("%s on %s", text, self.url)
+            self._was_ready = True
 
     @property
     def url(self) -> str:
@@ -259,7 +266,7 @@ class Supervisor:
 def serve(engine_options: dict[str, Any], options: ServerOptions) -> int:
     """Run a server until it is told to stop."""
     hide_from_process_list(secret_values(engine_options, options))
-    configure_logging()
+    configure_logging(engine_options.get("log_level"), for_server=True)
     if options.logging.otlp_traces_endpoint is not None:
         check_tracing(options.logging.otlp_traces_endpoint)
     check_tls(options.network)

@@ -28,7 +28,7 @@ def tool_format(state: Preparation, template: str) -> ToolFormat:
 
 
 def log_parsers(state: Preparation) -> None:
-    """Say what replies are searched for, once at start-up."""
+    """Say what replies are searched for, once at start-up, at DEBUG."""
     templates = None if state.given_tokenizer is None else state.given_tokenizer.chat_template
     if not templates:
         return
@@ -37,15 +37,15 @@ def log_parsers(state: Preparation) -> None:
     with state.limited(f"chat_template is refused: that of model {state.model_names[0]!r}"):
         found = tool_format(state, template)
     if found is JSON and serving.tool_call_parser == "auto":
-        logger.info(
+        logger.debug(
             "tool calls: the chat template shows no format that is known here, so they are read as "
             'JSON {"name": ..., "arguments": ...}; --tool-call-parser sets another format'
         )
     else:
-        logger.info("tool calls are read in the format %s", found.name)
+        logger.debug("tool calls are read in the format %s", found.name)
     tags = find_tags(template, serving.reasoning_parser)
     if tags is not None:
-        logger.info("reasoning is what stands between %s and %s", tags.start, tags.end)
+        logger.debug("reasoning is what stands between %s and %s", tags.start, tags.end)
 
 
 def message_form(

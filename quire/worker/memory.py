@@ -172,10 +172,9 @@ def count_blocks(spec: KVSpec, cache_bytes: int, max_model_len: int) -> int:
 def describe_cache(spec: KVSpec, num_blocks: int, max_model_len: int) -> str:
     tokens = num_blocks * spec.block_size
     return (
-        f"KV cache: {num_blocks:,} blocks of {spec.block_size} tokens, "
-        f"{spec.bytes_per_block / 1024:.1f} KiB each, {tokens:,} tokens fit "
-        f"({num_blocks * spec.bytes_per_block / MIB:,.0f} MiB), "
-        f"{tokens / max_model_len:.1f} requests at once at max_model_len={max_model_len}"
+        f"KV cache: {tokens:,} tokens in {num_blocks:,} blocks of {spec.block_size}, "
+        f"{num_blocks * spec.bytes_per_block / MIB:,.0f} MiB; room for "
+        f"{tokens / max_model_len:.1f} requests of max_model_len={max_model_len} at once"
     )
 
 

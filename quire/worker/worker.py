@@ -66,9 +66,9 @@ class Worker:
             spec.dtype,
         )
         reasons = "".join(f"; not {reason}" for reason in skipped)
-        logger.info("attention: %s%s", backend.describe(), reasons)
+        logger.debug("attention: %s%s", backend.describe(), reasons)
         if self.device.type == "cuda" and not backend.support.cuda_graphs:
-            logger.info("no CUDA graphs: attention by %s cannot be captured", backend.support.name)
+            logger.debug("no CUDA graphs: attention by %s cannot be captured", backend.support.name)
         check_weights_fit(count_weight_bytes(model_config, dtype), options, model_config, device)
         remedy = "Use a smaller model, or free the memory that other programs hold."
         with explaining("loading the weights", remedy, device):
@@ -88,7 +88,7 @@ class Worker:
         obstacle = self._obstacle_to_sharing()
         self.groups_prefixes = obstacle is None
         if obstacle is not None and self.device.type == "cuda":
-            logger.info("requests that share a prefix each read it for themselves: %s", obstacle)
+            logger.debug("requests that share a prefix each read it for themselves: %s", obstacle)
         self.max_model_len, self.num_blocks = self._size_cache(
             model, spec, device, fits_max_model_len
         )
@@ -99,7 +99,7 @@ class Worker:
             self.runner = self._build_runner(model, kv, self.max_model_len)
         prefill = self.runner.attention.prefill_name
         if prefill is not None:
-            logger.info("attention of prompts: %s", prefill)
+            logger.debug("attention of prompts: %s", prefill)
         self.graph_tokens = 0
         if self._has_graphs:
             remedy = f"Lower {lower} or max_num_seqs, or set enforce_eager=True."
@@ -153,7 +153,7 @@ class Worker:
         started, before = time.perf_counter(), used_bytes()
         with torch.inference_mode():
             graphs.capture(graphs.keys)
-        logger.info(
+        logger.debug(
             "captured %d graphs in %.1f s, %.0f MiB",
             len(graphs.keys),
             time.perf_counter() - started,

@@ -70,6 +70,7 @@ ENGINE_FLAGS: dict[str, tuple[str, Any]] = {
         {"jump_ahead": False},
     ),
     "disable_log_stats": ("--no-disable-log-stats", False),
+    "log_level": ("--log-level=debug", "DEBUG"),
 }
 
 SAMPLING_FLAGS: dict[str, tuple[list[str], Any]] = {

@@ -210,6 +210,42 @@ def cached_model(cache: Path, name: str) -> Path:
     return snapshot
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("llama3.2:1b", "write that"),
+        ("llama3.2:1b", "'meta-llama/Llama-3.2-1B-Instruct'"),
+        ("llama3.1:8b-instruct-q4_K_M", "'meta-llama/Llama-3.1-8B-Instruct'"),
+        ("llama2:13b", "'meta-llama/Llama-2-13b-chat-hf'"),
+        ("qwen3:0.6b", "'Qwen/Qwen3-0.6B'"),
+        ("mistral:latest", "'mistralai/Mistral-7B-Instruct-v0.3'"),
+        ("mistral", "'mistralai/Mistral-7B-Instruct-v0.3'"),
+        ("phi3:mini", "a name in Ollama's library"),
+        ("org/model:v2", "write 'org/model', with revision='v2' (--revision v2)"),
+        ("org/model@v2", "write 'org/model', with revision='v2' (--revision v2)"),
+        ("org/model-GGUF:Q4_K_M", "hf download org/model-GGUF --include '*Q4_K_M*'"),
+        ("hf.co/org/model-GGUF:Q8_0", "hf download org/model-GGUF --include '*Q8_0*'"),
+        ("hf://org/model", "write 'org/model'."),
+        ("https://huggingface.co/org/model", "write 'org/model'."),
+        ("https://huggingface.co/org/model/tree/main", "write 'org/model'."),
+        ("https://huggingface.co/org/model/tree/v2?x=1", "revision='v2'"),
+        ("https://huggingface.co/a/b/resolve/main/q/x.gguf", "hf download a/b q/x.gguf"),
+        ("s3://bucket/model", "does not read addresses"),
+    ],
+)
+def test_names_of_other_programs_say_what_to_write(name: str, remedy: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        locate_model(name)
+    assert f"model {name!r} is not on this machine" in str(caught.value)
+    assert remedy in str(caught.value)
+
+
+def test_a_file_may_have_such_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama3.2:1b").write_bytes(b"GGUF")
+    assert locate_model("llama3.2:1b").kind == "gguf"
+
+
 def test_a_cached_model_needs_no_hub(tmp_path: Path) -> None:
     snapshot = cached_model(tmp_path, "someone/model")
     assert locate_elsewhere("someone/model", tmp_path, HF_HUB_OFFLINE="1").strip() == str(snapshot)

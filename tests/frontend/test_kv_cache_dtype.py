@@ -73,7 +73,7 @@ def test_the_same_memory_holds_twice_the_tokens(
     for wanted in ("auto", "float32", "float16"):
         caplog.clear()
         with (
-            caplog.at_level(logging.INFO),
+            caplog.at_level(logging.DEBUG),
             tiny_llm(folder, quantization=quantization, kv_cache_dtype=wanted) as llm,
         ):
             runner = llm._core.executor.runner

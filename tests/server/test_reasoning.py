@@ -21,7 +21,7 @@ TOOLS: Any = [{"type": "function", "function": {"name": "f"}}]
 def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     template = tmp_path_factory.mktemp("template") / "thinks.jinja"
     template.write_text(OPENS_THINKING)
-    running = RunningServer.start(*ENGINE, "--chat-template", str(template))
+    running = RunningServer.start(*ENGINE, "--chat-template", str(template), "--log-level", "debug")
     assert running.url, "".join(running.lines)
     yield running
     assert running.stop() == 0, "".join(running.lines)
