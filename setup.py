@@ -21,7 +21,7 @@ from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("quire/kernels/cpu/src")
 # The choice among the kernels is made at run time, so each file has flags of its own.
-# Some files round exactly as their twins in torch do.
+# Some files round exactly as their twins in torch do, or alike in all their variants.
 EXACT = "-ffp-contract=off"
 PORTABLE = {
     "library.cpp": [],
@@ -34,8 +34,8 @@ PORTABLE = {
     "choice_generic.cpp": [],
     "decoder.cpp": [],
     "bitmask.cpp": [],
-    "kernel_generic.cpp": [],
-    "pointwise_generic.cpp": [],
+    "kernel_generic.cpp": [EXACT],
+    "pointwise_generic.cpp": [EXACT],
     "quantized.cpp": [EXACT],
     "linear_generic.cpp": [EXACT],
     "packing.cpp": [EXACT],
@@ -43,10 +43,10 @@ PORTABLE = {
     "penalties.cpp": [EXACT],
 }
 X86_64 = {
-    "kernel_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
-    "kernel_avx512.cpp": ["-mavx512f"],
-    "pointwise_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
-    "pointwise_avx512.cpp": ["-mavx512f"],
+    "kernel_avx2.cpp": ["-mavx2", "-mfma", "-mf16c", EXACT],
+    "kernel_avx512.cpp": ["-mavx512f", EXACT],
+    "pointwise_avx2.cpp": ["-mavx2", "-mfma", "-mf16c", EXACT],
+    "pointwise_avx512.cpp": ["-mavx512f", EXACT],
     "choice_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
     "choice_avx512.cpp": ["-mavx512f"],
     "linear_avx2.cpp": ["-mavx2", "-mfma", "-mf16c", EXACT],

@@ -62,8 +62,7 @@ class Pooler:
             if pooled is None:
                 continue
             if pooled.added.pooling == "mean":
-                part = hidden[end - count : end].sum(0, dtype=torch.float32)
-                pooled.total = part if pooled.total is None else pooled.total + part
+                pooled.total = _add(pooled.total, hidden[end - count : end])
             if samples:
                 done.append(row)
                 vectors.append(_vector(pooled, hidden[end - 1]))
@@ -71,6 +70,18 @@ class Pooler:
         if not done:
             return None
         return PooledTensors(np.array(done, np.int32), torch.stack(vectors))
+
+
+def _add(total: Tensor | None, hidden: Tensor) -> Tensor:
+    """The sum of `hidden` [tokens, hidden], and of `total`."""
+    if hidden.is_cuda:
+        part = hidden.sum(0, dtype=torch.float32)
+        return part if total is None else total + part
+    if total is None:
+        total = torch.zeros(hidden.shape[1])
+    for line in hidden.unbind(0):  # in this order however the prompt is cut into chunks
+        total += line
+    return total
 
 
 def _vector(pooled: _PooledRow, last: Tensor) -> Tensor:

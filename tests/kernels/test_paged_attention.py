@@ -7,6 +7,7 @@ these red.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -128,6 +129,44 @@ def test_result_does_not_depend_on_the_batch(
                 alone = kernel(*make_pages(smaller).arguments(), case.scale)
                 start, end = pages.query_start[index : index + 2].tolist()
                 assert torch.equal(alone[: request[0]], together[start:end])
+
+
+@given(
+    case=cases(),
+    cuts=st.lists(st.integers(1, 69), max_size=6),
+    threads=st.integers(1, 3),
+    past=st.sampled_from((0, 0, 250, 900)),
+)
+@example(
+    case=Case(((70, 800),), num_heads=9, num_kv_heads=3, window=600, narrow=True),
+    cuts=[1, 2, 4, 9],
+    threads=3,
+    past=0,
+)
+@settings(several_examples, max_examples=60)
+def test_result_does_not_depend_on_the_chunk(
+    isa: str, num_threads: None, case: Case, cuts: list[int], threads: int, past: int
+) -> None:
+    """Bitwise: the queries of a request at once, or in chunks of any size, which take either way
+    through the kernel, and whose keys are shared out to threads or not."""
+    num_queries, context = case.requests[0]
+    case = replace(case, requests=((num_queries, context + past),))
+    pages = make_pages(case)
+    torch.set_num_threads(1)
+    whole = cpu.paged_attention(*pages.arguments(), case.scale, case.window)
+    torch.set_num_threads(threads)
+    bounds = sorted({0, num_queries, *(cut for cut in cuts if cut < num_queries)})
+    for first, end in itertools.pairwise(bounds):
+        part = cpu.paged_attention(
+            pages.q[first:end],
+            pages.kv_layer,
+            torch.tensor([0, end - first], dtype=torch.int32),
+            pages.context_lens - (num_queries - end),
+            pages.block_tables,
+            case.scale,
+            case.window,
+        )
+        assert torch.equal(part, whole[first:end])
 
 
 def test_extreme_scores(isa: str) -> None:

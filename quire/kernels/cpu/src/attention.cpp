@@ -12,24 +12,21 @@
 namespace quire {
 namespace {
 
-// Keys per part when a request's keys are split. Splitting depends on nothing but the request and
-// the model's shape, so a request's result does not depend on what else is in the batch.
-constexpr int32_t kFewRowsPart = 128;
-constexpr int32_t kTilePart = 1024;
-// Tiles are split only if the request has fewer of them than this, to bound the memory for parts.
-constexpr int32_t kEnoughTiles = 64;
+// Tasks that a thread should have at least, so that threads end at about the same time.
+constexpr int64_t kTasksPerThread = 4;
+// Bounds the memory for the parts of split tiles; tiles beyond it stay whole.
+constexpr size_t kMaxPartialFloats = size_t{8} << 20;
 // Below this many multiply-adds waking other threads costs more than it gains.
 constexpr int64_t kSerialWork = 100000;
 
 // A tile whose keys are shared out to several tasks.
 struct Split {
   const float* partials;
-  int32_t count;
-  int32_t unfinished;
+  int32_t count;       // parts
+  int32_t unfinished;  // tasks
 };
 
-// Gives `visit` every tile of the step, the longest of a request first: a task with all its keys, and
-// the number of keys at which it is to be cut.
+// Gives `visit` every tile of the step, the longest of a request first: a task with all its keys.
 template <typename Visit>
 void for_each_tile(const AttentionCall& call, const Kernel& kernel, Visit visit) {
   const int32_t group = group_size(call);
@@ -38,8 +35,6 @@ void for_each_tile(const AttentionCall& call, const Kernel& kernel, Visit visit)
     const int32_t num_rows = num_queries * group;
     const int32_t first_position = call.context_lens[request] - num_queries;
     const int32_t num_tiles = (num_rows + kernel.tile_rows - 1) / kernel.tile_rows;
-    int32_t part = num_tiles * call.num_kv_heads < kEnoughTiles ? kTilePart : INT32_MAX;
-    if (num_rows <= kernel.few_rows) part = kFewRowsPart;
     for (int32_t kv_head = 0; kv_head < call.num_kv_heads; ++kv_head)
       for (int32_t tile = num_tiles - 1; tile >= 0; --tile) {
         Task task = {request, kv_head, tile * kernel.tile_rows, 0, 0, 0, -1, nullptr};
@@ -48,54 +43,96 @@ void for_each_tile(const AttentionCall& call, const Kernel& kernel, Visit visit)
         const int32_t oldest = first_position + task.first_row / group - call.window + 1;
         task.first_key = oldest > 0 ? oldest : 0;
         task.end_key = first_position + (task.first_row + task.num_rows - 1) / group + 1;
-        visit(task, part);
+        visit(task);
       }
   }
 }
 
-int32_t count_parts(const Task& task, int32_t part) {
-  return (task.end_key - 1) / part - task.first_key / part + 1;
+// How many pieces of `keys` keys, which begin at multiples of that, the task's keys lie in.
+int32_t count_pieces(const Task& task, int32_t keys) {
+  return (task.end_key - 1) / keys - task.first_key / keys + 1;
 }
+
+int64_t work_of(const Task& task) {
+  return static_cast<int64_t>(task.end_key - task.first_key) * task.num_rows;
+}
+
+struct Work {
+  size_t num_tiles = 0;
+  int64_t total = 0;  // products of a query and a key
+};
+
+Work measure(const AttentionCall& call, const Kernel& kernel) {
+  Work work;
+  for_each_tile(call, kernel, [&](const Task& task) {
+    work.num_tiles += 1;
+    work.total += work_of(task);
+  });
+  return work;
+}
+
+// Cuts tiles that are long for the step into tasks of whole parts.
+class Cutter {
+ public:
+  Cutter(const AttentionCall& call, const Work& work, int32_t num_threads)
+      : head_dim_(call.head_dim),
+        most_(num_threads > 1 ? work.total / (kTasksPerThread * num_threads) : INT64_MAX) {}
+
+  // The keys of a task of the tile; all of them if it stays whole. Tiles must come in order.
+  int32_t keys(const Task& tile) {
+    if (work_of(tile) <= most_) return INT32_MAX;
+    const size_t floats = static_cast<size_t>(count_pieces(tile, kPartKeys)) *
+                          partial_floats(tile.num_rows, head_dim_);
+    if (floats > left_) return INT32_MAX;
+    left_ -= floats;
+    const int64_t parts = most_ / (int64_t{tile.num_rows} * kPartKeys) + 1;
+    return static_cast<int32_t>(parts) * kPartKeys;
+  }
+
+ private:
+  const int64_t head_dim_, most_;
+  size_t left_ = kMaxPartialFloats;
+};
 
 struct Plan {
   size_t num_tasks = 0, num_splits = 0, partial_floats = 0;
-  int64_t work = 0;
 };
 
-Plan measure(const AttentionCall& call, const Kernel& kernel) {
+Plan count_tasks(const AttentionCall& call, const Kernel& kernel, Cutter cutter) {
   Plan plan;
-  for_each_tile(call, kernel, [&](const Task& task, int32_t part) {
-    const int32_t parts = count_parts(task, part);
-    plan.num_tasks += static_cast<size_t>(parts);
-    if (parts > 1) {
-      plan.num_splits += 1;
-      plan.partial_floats += parts * partial_floats(task.num_rows, call.head_dim);
-    }
-    plan.work += static_cast<int64_t>(task.end_key - task.first_key) * task.num_rows * call.head_dim;
+  for_each_tile(call, kernel, [&](const Task& tile) {
+    const int32_t pieces = count_pieces(tile, cutter.keys(tile));
+    plan.num_tasks += static_cast<size_t>(pieces);
+    if (pieces == 1) return;
+    plan.num_splits += 1;
+    plan.partial_floats += static_cast<size_t>(count_pieces(tile, kPartKeys)) *
+                           partial_floats(tile.num_rows, call.head_dim);
   });
   return plan;
 }
 
-void fill(const AttentionCall& call, const Kernel& kernel, Task* tasks, Split* splits,
-          float* partials) {
+void fill(const AttentionCall& call, const Kernel& kernel, Cutter cutter, Task* tasks,
+          Split* splits, float* partials) {
   int32_t num_splits = 0;
-  for_each_tile(call, kernel, [&](const Task& tile, int32_t part) {
-    const int32_t parts = count_parts(tile, part);
-    if (parts == 1) {
+  for_each_tile(call, kernel, [&](const Task& tile) {
+    const int32_t keys = cutter.keys(tile), pieces = count_pieces(tile, keys);
+    if (pieces == 1) {
       *tasks++ = tile;
       return;
     }
-    splits[num_splits] = {partials, parts, parts};
-    const int32_t first_part = tile.first_key / part;
-    for (int32_t i = 0; i < parts; ++i) {
+    const int32_t parts = count_pieces(tile, kPartKeys);
+    const size_t stride = partial_floats(tile.num_rows, call.head_dim);
+    const int32_t first_piece = tile.first_key / keys, first_part = tile.first_key / kPartKeys;
+    splits[num_splits] = {partials, parts, pieces};
+    for (int32_t i = 0; i < pieces; ++i) {
       Task task = tile;
       task.split = num_splits;
-      task.partial = partials;
-      if (i > 0) task.first_key = (first_part + i) * part;
-      if (i < parts - 1) task.end_key = (first_part + i + 1) * part;
+      if (i > 0) task.first_key = (first_piece + i) * keys;
+      if (i < pieces - 1) task.end_key = (first_piece + i + 1) * keys;
+      task.partial = partials + static_cast<size_t>(task.first_key / kPartKeys - first_part) * stride;
       *tasks++ = task;
-      partials += partial_floats(tile.num_rows, call.head_dim);
     }
+    partials += static_cast<size_t>(parts) * stride;
     ++num_splits;
   });
 }
@@ -201,7 +238,7 @@ struct AttentionJob {
 void attend_task(const AttentionJob& job, const Task& task, float* scratch) {
   job.kernel.attend(job.call, task, scratch);
   if (task.split < 0) return;
-  // Whoever finishes the last part joins them, always in the order of the keys.
+  // The thread that finishes the last task folds all parts, in the order of the keys.
   Split& split = job.splits[task.split];
   if (__atomic_sub_fetch(&split.unfinished, 1, __ATOMIC_ACQ_REL) == 0)
     job.kernel.merge(job.call, task, split.partials, split.count);
@@ -225,10 +262,12 @@ void work(void* data) {
 // Returns 0, or -1 if there is no memory.
 int attend(const AttentionCall& call, const NewTokens& tokens) {
   const Kernel& kernel = chosen_kernel();
-  const Plan plan = measure(call, kernel);
-  if (plan.num_tasks == 0) return 0;
-  int32_t num_threads = plan.work < kSerialWork ? 1 : call.num_threads;
+  const Work step = measure(call, kernel);
+  if (step.num_tiles == 0) return 0;
+  int32_t num_threads = step.total * call.head_dim < kSerialWork ? 1 : call.num_threads;
   if (num_threads < 1) num_threads = 1;
+  const Cutter cutter(call, step, num_threads);
+  const Plan plan = count_tasks(call, kernel, cutter);
   const size_t scratch = padded(sizeof(float) * kernel.scratch_floats(call.head_dim));
   const size_t partials = padded(sizeof(float) * plan.partial_floats);
   const size_t tasks = padded(sizeof(Task) * plan.num_tasks);
@@ -242,7 +281,7 @@ int attend(const AttentionCall& call, const NewTokens& tokens) {
   float* partials_at = reinterpret_cast<float*>(at);
   Task* tasks_at = reinterpret_cast<Task*>(at + partials);
   Split* splits_at = reinterpret_cast<Split*>(at + partials + tasks);
-  fill(call, kernel, tasks_at, splits_at, partials_at);
+  fill(call, kernel, cutter, tasks_at, splits_at, partials_at);
   AttentionJob job = {call,
                       kernel,
                       tokens,

@@ -77,6 +77,11 @@ struct HeadsCall {
 // The heads that share a KV head are packed as extra query rows: row = query * group + head in group.
 inline int32_t group_size(const AttentionCall& call) { return call.num_heads / call.num_kv_heads; }
 
+// The keys of a request are worked on in parts, which begin at multiples of this. What a row gets from
+// each part is folded into what it has, in the order of the keys. Tasks have whole parts: which parts
+// a task has changes nothing in the result.
+constexpr int32_t kPartKeys = 256;
+
 // Some packed rows of one request and KV head against some of its keys.
 struct Task {
   int32_t request;
@@ -85,8 +90,9 @@ struct Task {
   int32_t num_rows;
   int32_t first_key;
   int32_t end_key;
-  int32_t split;   // index of the split this task is a part of; -1: the task alone gives the result
-  float* partial;  // where a part leaves its state: maxima[rows], sums[rows], values[rows][head_dim]
+  int32_t split;  // index of the split this task belongs to; -1: the task alone gives the result
+  // Where each part of a split leaves its state: maxima[rows], sums[rows], values[rows][head_dim].
+  float* partial;
 };
 
 inline size_t partial_floats(int32_t num_rows, int32_t head_dim) {
@@ -99,7 +105,7 @@ struct Kernel {
   int32_t tile_rows;  // ... above it they hold rows, at most this many in one task
   size_t (*scratch_floats)(int32_t head_dim);
   void (*attend)(const AttentionCall& call, const Task& task, float* scratch);
-  // Joins consecutive partials of the rows of `task` into the result.
+  // Folds consecutive partials of the rows of `task` into the result.
   void (*merge)(const AttentionCall& call, const Task& task, const float* partials, int32_t count);
   int32_t tile_tokens;  // tokens of a linear layer that are computed together
   // Computes the outputs of some groups for all tokens.

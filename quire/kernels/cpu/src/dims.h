@@ -10,7 +10,7 @@ namespace {
 constexpr int kFewRows = kLanes == 16 ? 8 : 4;
 
 inline size_t dims_scratch_floats(int head_dim) {
-  return static_cast<size_t>(kFewRows) * (2 * head_dim + kTileKeys);
+  return static_cast<size_t>(kFewRows) * (3 * head_dim + kTileKeys);
 }
 
 // The state of R rows while they go over the keys.
@@ -20,47 +20,100 @@ struct DimState {
   float* q;       // [R][head_dim], scaled
   float* out;     // [R][head_dim], not normalised
   float* scores;  // [R][kTileKeys], later probabilities
+  float* folded;  // [R][head_dim], values of the parts before this one
   float maxima[R], sums[R], rescale[R];
+  RowSums earlier[R];  // parts
   int positions[R];
 };
 
-// Adds the dimensions that do not fill a vector to the scores of a group of keys.
+// Adds the dimensions that do not fill kChains to the scores of a group of keys.
 template <int R, typename E>
 QUIRE_NOINLINE void score_last_dims(const DimState<R>& state, const E* keys, int64_t stride,
                                     float* scores, int d) {
   for (; d < state.head_dim; ++d)
     for (int r = 0; r < R; ++r)
       for (int i = 0; i < kGroup; ++i)
-        scores[r * kTileKeys + i] += to_float(keys[i * stride + d]) * state.q[r * state.head_dim + d];
+        scores[r * kTileKeys + i] = fma(to_float(keys[i * stride + d]),
+                                        state.q[r * state.head_dim + d], scores[r * kTileKeys + i]);
 }
 
-// The scores of a group of keys for COUNT rows from FIRST on.
-template <int FIRST, int COUNT, int R, typename E>
-QUIRE_INLINE void score_rows(const DimState<R>& state, const E* keys, int64_t stride,
+// kChains dimensions of as many keys as fill a vector.
+constexpr int kKeysPerVector = kLanes / kChains;
+constexpr int kKeyVectors = kGroup / kKeysPerVector;  // of a group
+
+#if defined(__AVX512F__)
+
+QUIRE_INLINE Floats load_chains(const float* keys, int64_t stride) {
+  return _mm512_castpd_ps(_mm512_insertf64x4(
+      _mm512_castpd256_pd512(_mm256_castps_pd(_mm256_loadu_ps(keys))),
+      _mm256_castps_pd(_mm256_loadu_ps(keys + stride)), 1));
+}
+QUIRE_INLINE Floats load_chains(const Half* keys, int64_t stride) {
+  const __m128i first = _mm_loadu_si128(reinterpret_cast<const __m128i*>(keys));
+  const __m128i second = _mm_loadu_si128(reinterpret_cast<const __m128i*>(keys + stride));
+  return _mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(first), second, 1));
+}
+QUIRE_INLINE Floats repeat_chains(const float* q) {
+  return _mm512_castpd_ps(_mm512_broadcast_f64x4(_mm256_castps_pd(_mm256_loadu_ps(q))));
+}
+QUIRE_INLINE void store_scores(float* scores, const Floats (&x)[kKeyVectors]) {
+  const Floats halves = _mm512_shuffle_f32x4(x[0], x[1], _MM_SHUFFLE(2, 0, 2, 0)) +
+                        _mm512_shuffle_f32x4(x[0], x[1], _MM_SHUFFLE(3, 1, 3, 1));
+  store_sums(scores, _mm512_castps512_ps128(halves), _mm512_extractf32x4_ps(halves, 1),
+             _mm512_extractf32x4_ps(halves, 2), _mm512_extractf32x4_ps(halves, 3));
+}
+
+#else
+
+template <typename E>
+QUIRE_INLINE Floats load_chains(const E* keys, int64_t) {
+  return load(keys);
+}
+QUIRE_INLINE Floats repeat_chains(const float* q) { return load(q); }
+QUIRE_INLINE void store_scores(float* scores, const Floats (&x)[kKeyVectors]) {
+  store_sums(scores, fold(x[0], Add()), fold(x[1], Add()), fold(x[2], Add()), fold(x[3], Add()));
+}
+
+#endif
+
+// Groups of keys that meet the queries together.
+constexpr int kGroupsAtOnce = kKeyVectors < 4 ? 2 : 1;
+
+// The scores of G groups of keys for COUNT rows from FIRST on.
+template <int FIRST, int COUNT, int G, int R, typename E>
+QUIRE_INLINE void score_rows(const DimState<R>& state, const E* const* keys, int64_t stride,
                              float* scores) {
-  Floats acc[COUNT][kGroup] = {};
+  Floats acc[COUNT][G][kKeyVectors] = {};
   const float* q = state.q + FIRST * state.head_dim;
-  int d = 0;
-  for (; d + kLanes <= state.head_dim; d += kLanes) {
+  for (int d = 0; d + kChains <= state.head_dim; d += kChains) {
+    Floats query[COUNT];
     QUIRE_UNROLL
-    for (int i = 0; i < kGroup; ++i) {
-      const Floats key = load(keys + i * stride + d);
+    for (int r = 0; r < COUNT; ++r) query[r] = repeat_chains(q + r * state.head_dim + d);
+    QUIRE_UNROLL
+    for (int g = 0; g < G; ++g)
       QUIRE_UNROLL
-      for (int r = 0; r < COUNT; ++r) acc[r][i] += key * load(q + r * state.head_dim + d);
-    }
+      for (int i = 0; i < kKeyVectors; ++i) {
+        const Floats key = load_chains(keys[g] + i * kKeysPerVector * stride + d, stride);
+        QUIRE_UNROLL
+        for (int r = 0; r < COUNT; ++r) acc[r][g][i] = fma(key, query[r], acc[r][g][i]);
+      }
   }
   QUIRE_UNROLL
-  for (int r = 0; r < COUNT; ++r) store_sums(scores + (FIRST + r) * kTileKeys, acc[r]);
+  for (int r = 0; r < COUNT; ++r)
+    QUIRE_UNROLL
+    for (int g = 0; g < G; ++g)
+      store_scores(scores + (FIRST + r) * kTileKeys + g * kGroup, acc[r][g]);
 }
 
-// The scores of a group of keys. There are not enough registers for more than four rows at a time.
-template <int R, typename E>
-QUIRE_INLINE void score_group(const DimState<R>& state, const E* keys, int64_t stride,
-                              float* scores) {
-  score_rows<0, (R < 4 ? R : 4)>(state, keys, stride, scores);
-  if constexpr (R > 4) score_rows<4, R - 4>(state, keys, stride, scores);
-  const int d = state.head_dim / kLanes * kLanes;
-  if (d < state.head_dim) score_last_dims(state, keys, stride, scores, d);
+// The scores of G groups of keys. There are not enough registers for more than four rows at a time.
+template <int G, int R, typename E>
+QUIRE_INLINE void score_groups(const DimState<R>& state, const E* const* keys, int64_t stride,
+                               float* scores) {
+  score_rows<0, (R < 4 ? R : 4), G>(state, keys, stride, scores);
+  if constexpr (R > 4) score_rows<4, R - 4, G>(state, keys, stride, scores);
+  const int d = state.head_dim / kChains * kChains;
+  if (d < state.head_dim)
+    for (int g = 0; g < G; ++g) score_last_dims(state, keys[g], stride, scores + g * kGroup, d);
 }
 
 // Turns the scores of one row into probabilities; what the row may not see becomes 0.
@@ -83,7 +136,7 @@ inline void softmax_row(DimState<R>& state, const KeyTile<E>& tile, int row, int
     store(scores + i, p);
   }
   state.rescale[row] = exp2(splat(state.maxima[row] - maximum))[0];
-  state.sums[row] = state.sums[row] * state.rescale[row] + sum(total);
+  state.sums[row] = fma(state.sums[row], state.rescale[row], sum(total));
   state.maxima[row] = maximum;
 }
 
@@ -103,7 +156,8 @@ QUIRE_INLINE void add_values(const DimState<R>& state, const KeyTile<E>& tile, i
     for (int j = 0; j < COUNT; ++j) {
       const Floats value = load(values + j * kLanes);
       QUIRE_UNROLL
-      for (int r = 0; r < R; ++r) acc[r][j] += value * state.scores[r * kTileKeys + key];
+      for (int r = 0; r < R; ++r)
+        acc[r][j] = fma(value, splat(state.scores[r * kTileKeys + key]), acc[r][j]);
     }
   }
   QUIRE_UNROLL
@@ -120,9 +174,19 @@ QUIRE_NOINLINE void add_last_values(const DimState<R>& state, const KeyTile<E>& 
     for (int r = 0; r < R; ++r) {
       float acc = state.out[r * state.head_dim + d] * state.rescale[r];
       for (int key = tile.begin; key < tile.end; ++key)
-        acc += to_float(tile.values[key][d]) * state.scores[r * kTileKeys + key];
+        acc = fma(to_float(tile.values[key][d]), state.scores[r * kTileKeys + key], acc);
       state.out[r * state.head_dim + d] = acc;
     }
+}
+
+// Begins a part.
+template <int R>
+inline void clear(DimState<R>& state) {
+  std::memset(state.out, 0, sizeof(float) * R * state.head_dim);
+  for (int row = 0; row < R; ++row) {
+    state.maxima[row] = kMasked;
+    state.sums[row] = 0.0f;
+  }
 }
 
 template <int R>
@@ -132,26 +196,46 @@ inline void start(const AttentionCall& call, const Task& task, float* scratch,
   state.head_dim = call.head_dim;
   state.q = scratch;
   state.out = state.q + R * state.head_dim;
-  state.scores = state.out + R * state.head_dim;
-  std::memset(scratch, 0, sizeof(float) * 2 * R * state.head_dim);
+  state.folded = state.out + R * state.head_dim;
+  state.scores = state.folded + R * state.head_dim;
   const float scale = call.scale * kLog2e;
   for (int row = 0; row < R; ++row) {
     const float* q = rows.q(row);
     for (int d = 0; d < call.head_dim; ++d) state.q[row * state.head_dim + d] = q[d] * scale;
-    state.maxima[row] = kMasked;
-    state.sums[row] = 0.0f;
     state.positions[row] = rows.position(row);
+    state.earlier[row].values = state.folded + row * state.head_dim;
+  }
+  clear(state);
+}
+
+// Number `part` of the task is done: leaves it in its partial, or folds it into those before it.
+template <int R>
+inline void finish_part(const AttentionCall& call, const Task& task, DimState<R>& state, int part) {
+  const Rows rows{call, task};
+  const int head_dim = state.head_dim;
+  for (int row = 0; row < R; ++row) {
+    const float* out = state.out + row * head_dim;
+    const float maximum = state.maxima[row], sum = state.sums[row];
+    if (task.partial)
+      std::memcpy(rows.partial(part, row, maximum, sum), out, sizeof(float) * head_dim);
+    else if (part == 0)
+      state.earlier[row].set(maximum, sum, out, head_dim);
+    else
+      state.earlier[row].fold(maximum, sum, out, head_dim);
   }
 }
 
+// Writes the result of a task that has all parts.
 template <int R>
-inline void finish(const AttentionCall& call, const Task& task, const DimState<R>& state) {
+inline void finish(const AttentionCall& call, const Task& task, const DimState<R>& state,
+                   bool is_one_part) {
   const Rows rows{call, task};
   for (int row = 0; row < R; ++row) {
-    const float* from = state.out + row * state.head_dim;
-    float* out = rows.result(row, state.maxima[row], state.sums[row]);
-    const float factor = task.partial ? 1.0f : 1.0f / state.sums[row];
-    for (int d = 0; d < call.head_dim; ++d) out[d] = from[d] * factor;
+    const RowSums& earlier = state.earlier[row];
+    const float* values = is_one_part ? state.out + row * state.head_dim : earlier.values;
+    const float factor = 1.0f / (is_one_part ? state.sums[row] : earlier.sum);
+    float* out = rows.out(row);
+    for (int d = 0; d < call.head_dim; ++d) out[d] = values[d] * factor;
   }
 }
 
@@ -159,11 +243,18 @@ template <typename E, int R>
 void attend_dims(const AttentionCall& call, const Task& task, float* scratch) {
   DimState<R> state;
   start(call, task, scratch, state);
-  for (TileWalk<E> walk(call, task); !walk.done(); walk.advance()) {
+  int part = 0;
+  for (TileWalk<E> walk(call, task); !walk.done();) {
     const KeyTile<E>& tile = walk.tile();
-    for (int group = first_group(tile); group < end_group(tile); ++group) {
+    int group = first_group(tile);
+    for (; group + kGroupsAtOnce <= end_group(tile); group += kGroupsAtOnce) {
+      for (int g = 0; g < kGroupsAtOnce; ++g) walk.prefetch(group + g);
+      score_groups<kGroupsAtOnce>(state, tile.keys + group, tile.stride,
+                                  state.scores + group * kGroup);
+    }
+    for (; group < end_group(tile); ++group) {
       walk.prefetch(group);
-      score_group(state, tile.keys[group], tile.stride, state.scores + group * kGroup);
+      score_groups<1>(state, tile.keys + group, tile.stride, state.scores + group * kGroup);
     }
     for (int row = 0; row < R; ++row) softmax_row(state, tile, row, call.window);
     // Vectors of a value row that are added up in registers at a time.
@@ -173,8 +264,14 @@ void attend_dims(const AttentionCall& call, const Task& task, float* scratch) {
       add_values<kDimVectors>(state, tile, d);
     for (; d + kLanes <= call.head_dim; d += kLanes) add_values<1>(state, tile, d);
     if (d < call.head_dim) add_last_values(state, tile, d);
+    walk.advance();
+    if (ends_part(walk)) {
+      finish_part(call, task, state, part++);
+      clear(state);
+    }
   }
-  finish(call, task, state);
+  if (part > 0 || task.partial) finish_part(call, task, state, part);
+  if (!task.partial) finish(call, task, state, part == 0);
 }
 
 }  // namespace

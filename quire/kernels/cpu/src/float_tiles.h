@@ -62,7 +62,7 @@ QUIRE_NOINLINE void multiply_tile(const FloatLinearCall& call, int32_t group, in
     for (int t = 0; t < T; ++t) {
       const Floats input = splat(x[t / kRowsPerPointer][t % kRowsPerPointer * stride + k]);
       QUIRE_UNROLL
-      for (int v = 0; v < G * kPackedVectors; ++v) sums[t][v] += w[v] * input;
+      for (int v = 0; v < G * kPackedVectors; ++v) sums[t][v] = fma(w[v], input, sums[t][v]);
     }
   };
   if (ahead)

@@ -1,10 +1,6 @@
 // Vectors of float16 in memory: scales of packed weights, and keys and values.
 #pragma once
 
-#if defined(__aarch64__)
-#include <arm_neon.h>
-#endif
-
 #include "half.h"
 #include "vector.h"
 

@@ -69,7 +69,6 @@ QUIRE_INLINE int32_t sum_lanes(Ints x) {
 
 #if defined(__AVX512VNNI__)
 
-QUIRE_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 QUIRE_INLINE Ints round(Floats x) { return (Ints)_mm512_cvtps_epi32(x); }
 
 // One byte for each lane.
@@ -87,7 +86,6 @@ QUIRE_INLINE void store_narrow(int8_t* p, Ints x) {
 
 #elif defined(__AVX2__)
 
-QUIRE_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 QUIRE_INLINE Ints round(Floats x) { return (Ints)_mm256_cvtps_epi32(x); }
 
 // One byte for each lane.
@@ -109,12 +107,9 @@ QUIRE_INLINE void store_narrow(int8_t* p, Ints x) {
 
 #if defined(__aarch64__)
 
-QUIRE_INLINE Floats fma(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
 QUIRE_INLINE Ints round(Floats x) { return vcvtnq_s32_f32(x); }
 
 #else
-
-QUIRE_INLINE Floats fma(Floats a, Floats b, Floats c) { return a * b + c; }
 
 // For numbers of at most 22 bits; halves go to even, as the processor's own conversions do.
 QUIRE_INLINE Ints round(Floats x) {

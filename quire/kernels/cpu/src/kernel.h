@@ -48,23 +48,19 @@ void merge(const AttentionCall& call, const Task& task, const float* partials, i
   const Rows rows{call, task};
   const size_t stride = partial_floats(task.num_rows, call.head_dim);
   for (int row = 0; row < task.num_rows; ++row) {
-    float maximum = kMasked;
-    for (int part = 0; part < count; ++part) {
-      const float m = partials[part * stride + row];
-      maximum = m > maximum ? m : maximum;
-    }
-    float* out = rows.out(row);
-    for (int d = 0; d < call.head_dim; ++d) out[d] = 0.0f;
-    float total = 0.0f;
+    RowSums sums;
+    sums.values = rows.out(row);
     for (int part = 0; part < count; ++part) {
       const float* partial = partials + part * stride;
-      const float weight = exp2(splat(partial[row] - maximum))[0];
       const float* values = partial + 2 * task.num_rows + static_cast<size_t>(row) * call.head_dim;
-      total += weight * partial[task.num_rows + row];
-      for (int d = 0; d < call.head_dim; ++d) out[d] += weight * values[d];
+      const float maximum = partial[row], sum = partial[task.num_rows + row];
+      if (part == 0)
+        sums.set(maximum, sum, values, call.head_dim);
+      else
+        sums.fold(maximum, sum, values, call.head_dim);
     }
-    const float factor = 1.0f / total;
-    for (int d = 0; d < call.head_dim; ++d) out[d] *= factor;
+    const float factor = 1.0f / sums.sum;
+    for (int d = 0; d < call.head_dim; ++d) sums.values[d] *= factor;
   }
 }
 

@@ -9,6 +9,17 @@ namespace {
 
 constexpr float kLog2e = 1.4426950408889634f;
 
+// Both ways to attend (dims.h, rows.h) do the same operations in the same order for every row, so that
+// a token gets the same bits in a chunk of any size:
+//   score     kChains sums: number r is over the dimensions d with d % kChains == r, in order. The sums
+//             are added as a tree: r and r + kChains / 2, and so on. Dimensions that do not fill
+//             kChains follow one by one.
+//   softmax   the probabilities of a tile are added up as kLanes sums, joined as `sum` does.
+//   value     over the keys, in order.
+//   parts     each part of kPartKeys keys starts afresh; parts are folded in order.
+// A key that a row may not see counts as a probability of exactly 0, which changes no sum.
+constexpr int kChains = kLanes < 8 ? 4 : 8;
+
 // Keys are taken in tiles of this many, aligned to their absolute position, so that a request is
 // always cut in the same way.
 constexpr int kTileKeys = 64;
@@ -104,6 +115,48 @@ class TileWalk {
   int current_ = 0;
 };
 
+// Whether the walk has come to the end of a part, with more to follow.
+template <typename E>
+QUIRE_INLINE bool ends_part(const TileWalk<E>& walk) {
+  return !walk.done() && walk.tile().start % kPartKeys == 0;
+}
+
+// How to join two parts: both maxima become the larger one.
+template <typename F>
+struct Joint {
+  F maximum, kept, added;  // the factors of what is there, and of what comes
+
+  QUIRE_INLINE Joint(F there, F coming) : maximum(coming > there ? coming : there) {
+    kept = power(there - maximum);
+    added = power(coming - maximum);
+  }
+  QUIRE_INLINE F join(F there, F coming) const { return fma(there, kept, coming * added); }
+
+ private:
+  static QUIRE_INLINE Floats power(Floats x) { return exp2(x); }
+  static QUIRE_INLINE float power(float x) { return exp2(splat(x))[0]; }
+};
+
+// The state of one row, and its values [head_dim], which are not normalised.
+struct RowSums {
+  float maximum, sum;
+  float* values;
+
+  // Takes the first part.
+  void set(float part_maximum, float part_sum, const float* part_values, int head_dim) {
+    maximum = part_maximum;
+    sum = part_sum;
+    std::memcpy(values, part_values, sizeof(float) * static_cast<size_t>(head_dim));
+  }
+  // Takes another part.
+  void fold(float part_maximum, float part_sum, const float* part_values, int head_dim) {
+    const Joint<float> joint(maximum, part_maximum);
+    maximum = joint.maximum;
+    sum = joint.join(sum, part_sum);
+    for (int d = 0; d < head_dim; ++d) values[d] = joint.join(values[d], part_values[d]);
+  }
+};
+
 // What the packed rows of a task stand for.
 struct Rows {
   const AttentionCall& call;
@@ -116,12 +169,12 @@ struct Rows {
   }
   const float* q(int row) const { return call.q + offset(row, call.q_stride); }
   float* out(int row) const { return call.out + offset(row, call.out_stride); }
-  // Where the row's values go: into the result, or with the rest of its state into the partial.
-  float* result(int row, float maximum, float sum) const {
-    if (!task.partial) return call.out + offset(row, call.out_stride);
-    task.partial[row] = maximum;
-    task.partial[task.num_rows + row] = sum;
-    return task.partial + 2 * task.num_rows + static_cast<size_t>(row) * call.head_dim;
+  // Leaves a row's state in the partial of the part with this number, and returns where its values go.
+  float* partial(int part, int row, float maximum, float sum) const {
+    float* at = task.partial + part * partial_floats(task.num_rows, call.head_dim);
+    at[row] = maximum;
+    at[task.num_rows + row] = sum;
+    return at + 2 * task.num_rows + static_cast<size_t>(row) * call.head_dim;
   }
 
  private:

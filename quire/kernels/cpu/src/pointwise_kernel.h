@@ -44,7 +44,7 @@ void normalize(const float* x, const float* residual, const float* weight, float
     });
   for_each_vector(n, [&](int32_t i, auto get, auto) __attribute__((always_inline)) {
     const Floats value = get(from + i);
-    squares += value * value;
+    squares = fma(value, value, squares);
   });
   const Floats scale = splat(1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(n) + eps));
   for_each_vector(n, [&](int32_t i, auto get, auto put) __attribute__((always_inline)) {
@@ -68,8 +68,8 @@ void rotate(const float* x, const float* cos, const float* sin, int32_t half, fl
   for_each_vector(half, [&](int32_t i, auto get, auto put) __attribute__((always_inline)) {
     const Floats first = get(x + i), second = get(x + half + i);
     const Floats c = get(cos + i), s = get(sin + i);
-    put(out + i, first * c - second * s);
-    put(out + half + i, second * c + first * s);
+    put(out + i, fma(first, c, -(second * s)));
+    put(out + half + i, fma(second, c, first * s));
   });
 }
 

@@ -15,7 +15,7 @@ namespace {
 constexpr int kRowVectors = kRegisters == 32 ? 4 : 2;
 
 inline size_t rows_scratch_floats(int head_dim) {
-  return static_cast<size_t>(2 * head_dim + kTileKeys) * kRowVectors * kLanes +
+  return static_cast<size_t>(3 * head_dim + kTileKeys) * kRowVectors * kLanes +
          static_cast<size_t>(head_dim) * kTileKeys;
 }
 
@@ -28,33 +28,69 @@ struct RowState {
   float* q;       // [head_dim][kWidth], scaled
   float* out;     // [head_dim][kWidth], not normalised
   float* scores;  // [kTileKeys][kWidth], later probabilities
+  float* folded;  // [head_dim][kWidth], values of the parts before this one
   float* wide;    // [kTileKeys][head_dim], keys or values in float32
   Floats maxima[V], sums[V], rescale[V];
+  Floats folded_maxima[V], folded_sums[V];
   Ints positions[V];
   int first_position, last_position;
 };
 
 // The scores of the keys in COUNT groups from `group` on.
 template <int V, int COUNT>
-QUIRE_INLINE void score_groups(const RowState<V>& state, const KeyTile<float>& tile, int group,
-                               int head_dim) {
-  Floats acc[COUNT * kGroup][V] = {};
-  for (int d = 0; d < head_dim; ++d) {
-    Floats q[V];
-    QUIRE_UNROLL
-    for (int v = 0; v < V; ++v) q[v] = load(state.q + (d * V + v) * kLanes);
-    QUIRE_UNROLL
-    for (int i = 0; i < COUNT * kGroup; ++i) {
-      const float key = tile.keys[group + i / kGroup][i % kGroup * tile.stride + d];
+struct GroupScores {
+  static constexpr int kKeys = COUNT * kGroup;
+  Floats sums[kKeys][V];
+
+  // Adds the dimensions from `d` on, STEP apart.
+  template <int STEP>
+  QUIRE_INLINE void add(const RowState<V>& state, const KeyTile<float>& tile, int group, int d,
+                        int end) {
+    for (; d < end; d += STEP) {
+      Floats q[V];
       QUIRE_UNROLL
-      for (int v = 0; v < V; ++v) acc[i][v] += key * q[v];
+      for (int v = 0; v < V; ++v) q[v] = load(state.q + (d * V + v) * kLanes);
+      QUIRE_UNROLL
+      for (int i = 0; i < kKeys; ++i) {
+        const Floats key = splat(tile.keys[group + i / kGroup][i % kGroup * tile.stride + d]);
+        QUIRE_UNROLL
+        for (int v = 0; v < V; ++v) sums[i][v] = fma(key, q[v], sums[i][v]);
+      }
     }
   }
-  float* scores = state.scores + group * kGroup * V * kLanes;
+};
+
+// The sums over the dimensions that are FIRST modulo STEP, up to `end`.
+template <int V, int COUNT, int FIRST = 0, int STEP = 1>
+QUIRE_INLINE GroupScores<V, COUNT> score_chains(const RowState<V>& state,
+                                                const KeyTile<float>& tile, int group, int end) {
+  if constexpr (STEP < kChains) {
+    GroupScores<V, COUNT> a = score_chains<V, COUNT, FIRST, 2 * STEP>(state, tile, group, end);
+    const GroupScores<V, COUNT> b =
+        score_chains<V, COUNT, FIRST + STEP, 2 * STEP>(state, tile, group, end);
+    QUIRE_UNROLL
+    for (int i = 0; i < COUNT * kGroup; ++i)
+      QUIRE_UNROLL
+      for (int v = 0; v < V; ++v) a.sums[i][v] += b.sums[i][v];
+    return a;
+  } else {
+    GroupScores<V, COUNT> scores = {};
+    scores.template add<STEP>(state, tile, group, FIRST, end);
+    return scores;
+  }
+}
+
+template <int V, int COUNT>
+QUIRE_INLINE void score_groups(const RowState<V>& state, const KeyTile<float>& tile, int group,
+                               int head_dim) {
+  const int whole = head_dim / kChains * kChains;
+  GroupScores<V, COUNT> scores = score_chains<V, COUNT>(state, tile, group, whole);
+  if (whole < head_dim) scores.template add<1>(state, tile, group, whole, head_dim);
+  float* out = state.scores + group * kGroup * V * kLanes;
   QUIRE_UNROLL
   for (int i = 0; i < COUNT * kGroup; ++i)
     QUIRE_UNROLL
-    for (int v = 0; v < V; ++v) store(scores + (i * V + v) * kLanes, acc[i][v]);
+    for (int v = 0; v < V; ++v) store(out + (i * V + v) * kLanes, scores.sums[i][v]);
 }
 
 template <int V>
@@ -79,6 +115,25 @@ inline void mask(const RowState<V>& state, const KeyTile<float>& tile, int windo
   }
 }
 
+// The sum of the probabilities whose place in the tile is FIRST modulo STEP, in the order of `sum`;
+// `p` is where those of the tile's first key lie.
+template <int V, int FIRST = 0, int STEP = 4>
+QUIRE_INLINE Floats add_tree(const float* p) {
+  if constexpr (STEP < kLanes) {
+    return add_tree<V, FIRST, 2 * STEP>(p) + add_tree<V, FIRST + STEP, 2 * STEP>(p);
+  } else {
+    Floats total = load(p + FIRST * V * kLanes);
+    QUIRE_UNROLL
+    for (int i = FIRST + STEP; i < kTileKeys; i += STEP) total += load(p + i * V * kLanes);
+    return total;
+  }
+}
+
+template <int V>
+QUIRE_INLINE Floats add_probabilities(const float* p) {
+  return (add_tree<V, 0>(p) + add_tree<V, 1>(p)) + (add_tree<V, 2>(p) + add_tree<V, 3>(p));
+}
+
 template <int V>
 inline void softmax(RowState<V>& state, const KeyTile<float>& tile) {
   for (int v = 0; v < V; ++v) {
@@ -87,13 +142,11 @@ inline void softmax(RowState<V>& state, const KeyTile<float>& tile) {
     for (int i = tile.begin; i < tile.end; ++i) top = max(load(scores + i * V * kLanes), top);
     state.rescale[v] = exp2(state.maxima[v] - top);
     state.maxima[v] = top;
-    Floats total = state.sums[v] * state.rescale[v];
-    for (int i = tile.begin; i < tile.end; ++i) {
-      const Floats p = exp2(load(scores + i * V * kLanes) - top);
-      total += p;
-      store(scores + i * V * kLanes, p);
-    }
-    state.sums[v] = total;
+    for (int i = 0; i < tile.begin; ++i) store(scores + i * V * kLanes, Floats{});
+    for (int i = tile.begin; i < tile.end; ++i)
+      store(scores + i * V * kLanes, exp2(load(scores + i * V * kLanes) - top));
+    for (int i = tile.end; i < kTileKeys; ++i) store(scores + i * V * kLanes, Floats{});
+    state.sums[v] = fma(state.sums[v], state.rescale[v], add_probabilities<V>(scores));
   }
 }
 
@@ -114,9 +167,9 @@ QUIRE_INLINE void add_values(const RowState<V>& state, const KeyTile<float>& til
     for (int v = 0; v < V; ++v) p[v] = load(state.scores + (key * V + v) * kLanes);
     QUIRE_UNROLL
     for (int i = 0; i < DIMS; ++i) {
-      const float value = values[i];
+      const Floats value = splat(values[i]);
       QUIRE_UNROLL
-      for (int v = 0; v < V; ++v) acc[i][v] += value * p[v];
+      for (int v = 0; v < V; ++v) acc[i][v] = fma(value, p[v], acc[i][v]);
     }
   }
   QUIRE_UNROLL
@@ -149,6 +202,17 @@ inline void load_queries(const AttentionCall& call, const Task& task, const RowS
   }
 }
 
+// Begins a part.
+template <int V>
+inline void clear(const AttentionCall& call, RowState<V>& state) {
+  const size_t size = static_cast<size_t>(call.head_dim) * RowState<V>::kWidth;
+  std::memset(state.out, 0, sizeof(float) * size);
+  for (int v = 0; v < V; ++v) {
+    state.maxima[v] = splat(kMasked);
+    state.sums[v] = Floats{};
+  }
+}
+
 template <int V>
 inline void start(const AttentionCall& call, const Task& task, float* scratch,
                   RowState<V>& state) {
@@ -157,47 +221,85 @@ inline void start(const AttentionCall& call, const Task& task, float* scratch,
   const size_t size = static_cast<size_t>(call.head_dim) * kWidth;
   state.q = scratch;
   state.out = state.q + size;
-  state.scores = state.out + size;
+  state.folded = state.out + size;
+  state.scores = state.folded + size;
   state.wide = state.scores + kTileKeys * kWidth;
   load_queries(call, task, state);
-  std::memset(state.out, 0, sizeof(float) * size);
   state.first_position = rows.position(0);
   state.last_position = rows.position(task.num_rows - 1);
   for (int v = 0; v < V; ++v) {
-    state.maxima[v] = splat(kMasked);
-    state.sums[v] = Floats{};
     for (int i = 0; i < kLanes; ++i) {
       const int row = v * kLanes + i;
       state.positions[v][i] = row < task.num_rows ? rows.position(row) : state.last_position;
     }
   }
+  clear(call, state);
 }
 
+// Folds the part that is done into those before it.
 template <int V>
-inline void finish(const AttentionCall& call, const Task& task, const RowState<V>& state) {
+inline void fold_part(const AttentionCall& call, RowState<V>& state, bool is_first) {
+  const size_t size = static_cast<size_t>(call.head_dim) * RowState<V>::kWidth;
+  if (is_first) {
+    std::memcpy(state.folded, state.out, sizeof(float) * size);
+    std::memcpy(state.folded_maxima, state.maxima, sizeof state.maxima);
+    std::memcpy(state.folded_sums, state.sums, sizeof state.sums);
+    return;
+  }
+  for (int v = 0; v < V; ++v) {
+    const Joint<Floats> joint(state.folded_maxima[v], state.maxima[v]);
+    state.folded_maxima[v] = joint.maximum;
+    state.folded_sums[v] = joint.join(state.folded_sums[v], state.sums[v]);
+    for (size_t i = static_cast<size_t>(v) * kLanes; i < size; i += V * kLanes)
+      store(state.folded + i, joint.join(load(state.folded + i), load(state.out + i)));
+  }
+}
+
+// Gives every row the values [head_dim] that are its own, each times the row's factor.
+template <int V, typename Place>
+inline void scatter(int head_dim, int num_rows, const float* values, const float* factors,
+                    Place place) {
+  constexpr int kWidth = RowState<V>::kWidth;
+  for (int row = 0; row < num_rows; row += 4) {
+    const int count = num_rows - row < 4 ? num_rows - row : 4;
+    float* out[4];
+    for (int i = 0; i < count; ++i) out[i] = place(row + i);
+    int d = 0;
+    for (; d + 4 <= head_dim; d += 4) {
+      Floats4 x[4];
+      for (int i = 0; i < 4; ++i) x[i] = load4(values + (d + i) * kWidth + row);
+      transpose(x);
+      for (int i = 0; i < count; ++i) store4(out[i] + d, x[i] * factors[row + i]);
+    }
+    for (; d < head_dim; ++d)
+      for (int i = 0; i < count; ++i) out[i][d] = values[d * kWidth + row + i] * factors[row + i];
+  }
+}
+
+// Leaves the part with this number in its partial.
+template <int V>
+inline void store_part(const AttentionCall& call, const Task& task, const RowState<V>& state,
+                       int part) {
   constexpr int kWidth = RowState<V>::kWidth;
   const Rows rows{call, task};
-  float maxima[kWidth], sums[kWidth];
+  float maxima[kWidth], sums[kWidth], ones[kWidth];
   std::memcpy(maxima, state.maxima, sizeof maxima);
   std::memcpy(sums, state.sums, sizeof sums);
-  for (int row = 0; row < task.num_rows; row += 4) {
-    const int count = task.num_rows - row < 4 ? task.num_rows - row : 4;
-    float* out[4];
-    float factor[4];
-    for (int i = 0; i < count; ++i) {
-      out[i] = rows.result(row + i, maxima[row + i], sums[row + i]);
-      factor[i] = task.partial ? 1.0f : 1.0f / sums[row + i];
-    }
-    int d = 0;
-    for (; d + 4 <= call.head_dim; d += 4) {
-      Floats4 x[4];
-      for (int i = 0; i < 4; ++i) x[i] = load4(state.out + (d + i) * kWidth + row);
-      transpose(x);
-      for (int i = 0; i < count; ++i) store4(out[i] + d, x[i] * factor[i]);
-    }
-    for (; d < call.head_dim; ++d)
-      for (int i = 0; i < count; ++i) out[i][d] = state.out[d * kWidth + row + i] * factor[i];
-  }
+  for (float& factor : ones) factor = 1.0f;
+  scatter<V>(call.head_dim, task.num_rows, state.out, ones,
+             [&](int row) { return rows.partial(part, row, maxima[row], sums[row]); });
+}
+
+// Writes the result of a task that has all parts.
+template <int V>
+inline void finish(const AttentionCall& call, const Task& task, const RowState<V>& state,
+                   bool is_one_part) {
+  const Rows rows{call, task};
+  float factors[RowState<V>::kWidth];
+  std::memcpy(factors, is_one_part ? state.sums : state.folded_sums, sizeof factors);
+  for (float& factor : factors) factor = 1.0f / factor;
+  scatter<V>(call.head_dim, task.num_rows, is_one_part ? state.out : state.folded, factors,
+             [&](int row) { return rows.out(row); });
 }
 
 template <typename E, int V>
@@ -205,7 +307,14 @@ void attend_rows(const AttentionCall& call, const Task& task, float* scratch) {
   RowState<V> state;
   start(call, task, scratch, state);
   Widening<E> widening(call.head_dim, state.wide);
-  for (TileWalk<E> walk(call, task); !walk.done(); walk.advance()) {
+  int part = 0;
+  const auto finish_part = [&] {
+    if (task.partial)
+      store_part(call, task, state, part);
+    else
+      fold_part(call, state, part == 0);
+  };
+  for (TileWalk<E> walk(call, task); !walk.done();) {
     const KeyTile<E>& stored = walk.tile();
     if (V == 1)
       for (int group = first_group(stored); group < end_group(stored); ++group) walk.prefetch(group);
@@ -220,8 +329,15 @@ void attend_rows(const AttentionCall& call, const Task& task, float* scratch) {
     constexpr int kDims = kGroup * RowState<V>::kGroups;
     for (; d + kDims <= call.head_dim; d += kDims) add_values<V, kDims>(state, tile, d);
     for (; d < call.head_dim; ++d) add_values<V, 1>(state, tile, d);
+    walk.advance();
+    if (ends_part(walk)) {
+      finish_part();
+      clear(call, state);
+      ++part;
+    }
   }
-  finish(call, task, state);
+  if (part > 0 || task.partial) finish_part();
+  if (!task.partial) finish(call, task, state, part == 0);
 }
 
 }  // namespace

@@ -9,6 +9,8 @@
 #include <cstring>
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__clang__)
@@ -53,6 +55,23 @@ QUIRE_INLINE void store4(float* p, Floats4 x) { *reinterpret_cast<UnalignedFloat
 QUIRE_INLINE Floats splat(float x) { return x - Floats{}; }
 QUIRE_INLINE Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
+// a * b + c, rounded once where the processor can. Sums that must not depend on how the compiler sees
+// the code around them use it, in files that are compiled without contraction.
+#if defined(__AVX512F__)
+QUIRE_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+#elif defined(__AVX2__)
+QUIRE_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+#elif defined(__aarch64__)
+QUIRE_INLINE Floats fma(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
+#else
+QUIRE_INLINE Floats fma(Floats a, Floats b, Floats c) { return a * b + c; }
+#endif
+#if defined(__AVX512F__) || defined(__AVX2__) || defined(__aarch64__)
+QUIRE_INLINE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+#else
+QUIRE_INLINE float fma(float a, float b, float c) { return a * b + c; }
+#endif
+
 #if defined(__clang__) || __GNUC__ >= 12
 #define QUIRE_SHUFFLE(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
 #else
@@ -94,10 +113,8 @@ QUIRE_INLINE float reduce(Floats x, Join join) {
 QUIRE_INLINE float sum(Floats x) { return reduce(x, Add()); }
 QUIRE_INLINE float max(Floats x) { return reduce(x, Max()); }
 
-// Stores the sum over the lanes of each of four vectors.
-QUIRE_INLINE void store_sums(float* p, const Floats (&x)[4]) {
-  const Floats4 a = fold(x[0], Add()), b = fold(x[1], Add());
-  const Floats4 c = fold(x[2], Add()), d = fold(x[3], Add());
+// Stores the sums of four vectors of four.
+QUIRE_INLINE void store_sums(float* p, Floats4 a, Floats4 b, Floats4 c, Floats4 d) {
   const Floats4 ab = QUIRE_SHUFFLE(a, b, 0, 4, 1, 5) + QUIRE_SHUFFLE(a, b, 2, 6, 3, 7);
   const Floats4 cd = QUIRE_SHUFFLE(c, d, 0, 4, 1, 5) + QUIRE_SHUFFLE(c, d, 2, 6, 3, 7);
   const Floats4 sums = QUIRE_SHUFFLE(ab, cd, 0, 1, 4, 5) + QUIRE_SHUFFLE(ab, cd, 2, 3, 6, 7);
@@ -125,12 +142,12 @@ QUIRE_INLINE Floats exp2(Floats x) {
   const Floats shifted = clamped + round;
   const Floats f = clamped - (shifted - round);
   Floats y = splat(0.0001534581242594868f);
-  y = y * f + 0.0013399930903688073f;
-  y = y * f + 0.009618489071726799f;
-  y = y * f + 0.05550328642129898f;
-  y = y * f + 0.24022646248340607f;
-  y = y * f + 0.6931471824645996f;
-  y = y * f + 1.0f;
+  y = fma(y, f, splat(0.0013399930903688073f));
+  y = fma(y, f, splat(0.009618489071726799f));
+  y = fma(y, f, splat(0.05550328642129898f));
+  y = fma(y, f, splat(0.24022646248340607f));
+  y = fma(y, f, splat(0.6931471824645996f));
+  y = fma(y, f, splat(1.0f));
   Ints power;
   std::memcpy(&power, &shifted, sizeof power);
   power = (power - 0x4b400000 + 127) << 23;
