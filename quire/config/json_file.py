@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,6 +11,11 @@ from typing import Any, NoReturn
 from quire.protocol.errors import ModelError
 
 REPAIR = "repair the file, download the model again, or pass a corrected value in hf_overrides"
+
+MAX_SIZE = 1 << 24
+"""Of one dimension of a tensor, such as the vocabulary: more is no model of today."""
+MAX_BYTES = 64 << 20
+"""The index of a large model has a few megabytes."""
 
 
 class _Required:
@@ -23,6 +28,12 @@ REQUIRED = _Required()
 def read_json_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file."""
     try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise ModelError(
+                f"{path} has {size} bytes, and JSON files of a model at most {MAX_BYTES}; "
+                "download the model again."
+            )
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error.strerror or error}).") from error
@@ -36,6 +47,14 @@ def read_json_object(path: Path) -> dict[str, Any]:
             f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); "
             "download the model again."
         ) from error
+    except RecursionError as error:
+        raise ModelError(
+            f"{path} is nested too deeply to be read; download the model again."
+        ) from error
+    except ValueError as error:  # such as an integer of a million digits
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"{path} cannot be read ({error}); download the model again.") from error
     if not isinstance(value, dict):
         raise ModelError(
             f"{path} must hold a JSON object, got {str(value)[:80]!r}; download the model again."
@@ -51,10 +70,12 @@ class CheckedValues:
     values: dict[str, Any]
 
     def fail(self, key: str, rule: str, value: object) -> NoReturn:
-        raise ModelError(f"{self.file}: {key} must be {rule}, got {value!r}; {REPAIR}.")
+        raise ModelError(f"{self.file}: {key} must be {rule}, got {_shown(value)}; {REPAIR}.")
 
-    def integer(self, key: str, default: int | _Required | None = REQUIRED) -> int | None:
-        """A whole number of at least 1."""
+    def integer(
+        self, key: str, default: int | _Required | None = REQUIRED, maximum: int = MAX_SIZE
+    ) -> int | None:
+        """A whole number from 1 to `maximum`."""
         value = self._get(key, default)
         if value is None:
             return None
@@ -62,11 +83,13 @@ class CheckedValues:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             self.fail(key, "a positive integer", value)
+        if value > maximum:
+            self.fail(key, f"at most {maximum}", value)
         return value
 
-    def count(self, key: str, default: int | _Required = REQUIRED) -> int:
+    def count(self, key: str, default: int | _Required = REQUIRED, maximum: int = MAX_SIZE) -> int:
         """As `integer`, for keys that cannot be null."""
-        value = self.integer(key, default)
+        value = self.integer(key, default, maximum)
         if value is None:
             self.fail(key, "a positive integer", value)
         return value
@@ -76,7 +99,7 @@ class CheckedValues:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             self.fail(key, "a positive number", value)
-        if not math.isfinite(value) or value <= 0:
+        if not 0 < value <= sys.float_info.max:  # true of no NaN
             self.fail(key, "a positive number", value)
         return float(value)
 
@@ -120,3 +143,11 @@ class CheckedValues:
                 self.fail(key, "set", value)
             raise ModelError(f"{self.file}: {key} is missing; {REPAIR}.")
         return default
+
+
+def _shown(value: object) -> str:
+    """A value in an error: some have millions of digits."""
+    if isinstance(value, int) and value.bit_length() > 1000:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -111,8 +111,14 @@ def _in_folder(name: str, folder: Path, load_format: str) -> ModelSource:
 
 
 def _has_weights(folder: Path, load_format: str) -> bool:
-    return load_format == "dummy" or any(
-        not FOREIGN_WEIGHTS.match(file.name)
+    return load_format == "dummy" or bool(weight_files(folder))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Files of a folder that may hold weights, in any of its formats."""
+    return [
+        file
         for pattern in ("*.safetensors", "*.bin")
         for file in folder.glob(pattern)
-    )
+        if file.is_file() and not FOREIGN_WEIGHTS.match(file.name)
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ from typing import Any
 from quire.config.architectures import SUPPORTED_ARCHITECTURES
 from quire.config.gguf import GGUFFile
 from quire.config.gguf_model import translate_gguf
-from quire.config.json_file import REQUIRED, CheckedValues, read_json_object
-from quire.config.locate import ModelSource, locate_model
+from quire.config.json_file import REPAIR, REQUIRED, CheckedValues, read_json_object
+from quire.config.locate import ModelSource, locate_model, weight_files
 from quire.protocol.errors import ModelError, OptionError
 
 __all__ = ["ModelConfig", "ModelSource", "load_model_config"]
@@ -29,6 +30,21 @@ ROPE_FACTORS = {
     ),
 }
 """Numbers that each kind of rope scaling needs."""
+SHAPE = (
+    "num_layers",
+    "hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_tokens",
+)
+MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM = 4096, 1 << 16, 1 << 16
+MAX_POSITIONS = 1 << 25
+"""The longest context of a published model has 10 million tokens."""
+ALWAYS_TRIED = 1 << 24
+"""Weights that are allocated without a look at the files: a missing tensor is then told by name."""
 STRETCHED_ROPES = ("linear", "dynamic", "yarn")
 """Scalings whose `max_position_embeddings` is the length before scaling."""
 
@@ -72,6 +88,16 @@ class ModelConfig:
     raw: dict[str, Any]
     """config.json (or GGUF metadata under the same names) with overrides; rope settings are always
     in `rope_theta` and `rope_scaling`."""
+
+    @property
+    def num_weights(self) -> int:
+        """The large matrices: attention, MLP and embeddings, a tied head counted once."""
+        heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        is_gated = self.model_type not in ("opt", "gpt2")
+        layer = self.hidden_size * (heads + (3 if is_gated else 2) * self.intermediate_size)
+        rows = self.vocab_size * (1 if self.tie_word_embeddings else 2)
+        rows += 0 if is_gated else self.max_position_tokens
+        return self.num_layers * layer + rows * self.hidden_size
 
     def layer_window(self, layer: int) -> int | None:
         """The sliding window of one layer."""
@@ -165,7 +191,24 @@ def load_model_config(
         if (source.path / "generation_config.json").is_file():
             generation = read_json_object(source.path / "generation_config.json")
     raw = {**_normalise_rope(file, raw), **_normalise_rope(file, hf_overrides or {})}
-    return _build(source, CheckedValues(file, raw), generation)
+    config = _build(source, CheckedValues(file, raw), generation)
+    if load_format != "dummy":
+        check_size(config, file)
+    return config
+
+
+def check_size(config: ModelConfig, file: Path) -> None:
+    """Refuse a shape that the weight files are far too small for, before memory is taken for it."""
+    source = config.source
+    files = [source.path] if source.kind == "gguf" else weight_files(source.path)
+    stored = sum(path.stat().st_size for path in files)
+    # One bit for each weight is less than any format takes.
+    if stored and config.num_weights > max(8 * stored, ALWAYS_TRIED):
+        shape = ", ".join(f"{name}={getattr(config, name)}" for name in SHAPE)
+        raise ModelError(
+            f"{file} describes a model of {config.num_weights} weights ({shape}), but its weight "
+            f"files have {stored} bytes; {REPAIR}."
+        )
 
 
 def _build(source: ModelSource, values: CheckedValues, generation: dict[str, Any]) -> ModelConfig:
@@ -184,7 +227,7 @@ def _build(source: ModelSource, values: CheckedValues, generation: dict[str, Any
         architecture=architecture,
         model_type=model_type,
         hidden_size=hidden,
-        num_layers=values.count(family.layers),
+        num_layers=values.count(family.layers, maximum=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -229,7 +272,7 @@ def _heads(
     values: CheckedValues, family: _Family, model_type: str, hidden: int
 ) -> tuple[int, int, int]:
     """Query heads, key/value heads and the size of a head."""
-    num_heads = values.count(family.heads)
+    num_heads = values.count(family.heads, maximum=MAX_HEADS)
     num_kv_heads = num_heads
     if family.kv_heads is not None:
         # Only the first Llama models left the key out.
@@ -239,7 +282,9 @@ def _heads(
         values.fail(
             str(family.kv_heads), f"a divisor of {family.heads} ({num_heads})", num_kv_heads
         )
-    head_dim = values.integer("head_dim", family.head_dim) if family.kv_heads else None
+    head_dim = None
+    if family.kv_heads:
+        head_dim = values.integer("head_dim", family.head_dim, maximum=MAX_HEAD_DIM)
     if head_dim is None:
         if hidden % num_heads:
             values.fail(family.heads, f"a divisor of {family.hidden} ({hidden})", num_heads)
@@ -276,8 +321,9 @@ def _rope_scaling(values: CheckedValues) -> dict[str, Any] | None:
     if kind == "default":
         return None
     for key in ROPE_FACTORS.get(kind, ()):
-        number = scaling.get(key)
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or not number > 0:
+        number: Any = scaling.get(key)
+        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+        if not is_number or not 0 < number <= sys.float_info.max:
             values.fail(f"rope_scaling[{key!r}]", f"a positive number for {kind}", number)
     return scaling
 
@@ -285,15 +331,23 @@ def _rope_scaling(values: CheckedValues) -> dict[str, Any] | None:
 def _max_positions(
     values: CheckedValues, family: _Family, rope_scaling: dict[str, Any] | None
 ) -> int:
-    positions = values.count(family.positions, family.default_positions)
+    positions = values.count(family.positions, family.default_positions, MAX_POSITIONS)
     if rope_scaling is None or rope_scaling["rope_type"] not in STRETCHED_ROPES:
         return positions
     original = rope_scaling.get("original_max_position_embeddings", positions)
-    if isinstance(original, bool) or not isinstance(original, (int, float)) or original < 1:
+    is_number = isinstance(original, (int, float)) and not isinstance(original, bool)
+    if not is_number or not 1 <= original <= MAX_POSITIONS:
         values.fail(
             "rope_scaling['original_max_position_embeddings']", "a positive integer", original
         )
-    return max(positions, int(original * rope_scaling["factor"]))
+    stretched = original * rope_scaling["factor"]
+    if not stretched <= MAX_POSITIONS:
+        values.fail(
+            "rope_scaling['factor']",
+            f"such that positions stay below {MAX_POSITIONS}",
+            rope_scaling["factor"],
+        )
+    return max(positions, int(stretched))
 
 
 def _sliding_window(values: CheckedValues, model_type: str) -> int | None:

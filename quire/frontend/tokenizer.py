@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Backend
 from quire.config.gguf import GGUFFile
 from quire.frontend.chat_template import read_chat_template, render_chat, select_template
 from quire.frontend.text_stream import TextStreams
+from quire.frontend.tokenizer_check import is_panic
 from quire.frontend.tokenizer_files import TokenizerParts, read_folder
 from quire.frontend.tokenizer_gguf import read_gguf
 from quire.protocol.errors import RequestError
@@ -87,6 +88,11 @@ class Tokenizer:
         except TypeError:
             _explain_bad_text(texts)
             raise
+        except BaseException as error:
+            # Such as a text with a character that the vocabulary has no token for.
+            if type(error) is not Exception and not is_panic(error):
+                raise
+            raise RequestError(f"prompt cannot be tokenised by this model ({error}).") from error
         return [encoding.ids for encoding in encodings]
 
     def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> EncodedText:

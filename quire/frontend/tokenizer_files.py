@@ -6,6 +6,7 @@ none of these goes through transformers itself, if that is installed.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,11 +24,13 @@ from quire.frontend.sentencepiece_model import (
     read_sentencepiece,
     set_llama_pipeline,
 )
+from quire.frontend.tokenizer_check import check_tokenizer_json, is_panic, panics_named
 from quire.frontend.tokenizer_settings import TokenizerSettings, added_token, read_settings
 from quire.protocol.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
+TRIAL_TEXT = "a b"
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -62,11 +65,15 @@ def read_folder(folder: Path) -> TokenizerParts:
     else:
         reason = "it has no tokenizer.json, tokenizer.model, or vocab.json with merges.txt"
         return _from_transformers(folder, reason)
-    settings.add_tokens_to(backend)
-    _set_bos_and_eos(backend, settings)
-    backend.no_truncation()
-    backend.no_padding()
-    backend.encode_special_tokens = settings.split_special_tokens
+    kinds = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    source = next(folder / name for name in kinds if (folder / name).is_file())
+    with panics_named(source):
+        settings.add_tokens_to(backend)
+        _set_bos_and_eos(backend, settings)
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = settings.split_special_tokens
+        _try(backend)
     is_bpe = isinstance(backend.model, BPE)
     return TokenizerParts(
         backend=backend,
@@ -78,15 +85,17 @@ def read_folder(folder: Path) -> TokenizerParts:
     )
 
 
+def _try(backend: Tokenizer) -> None:
+    """Some panic only when they are used. What they cannot encode is told to who sends it."""
+    with contextlib.suppress(Exception):
+        backend.decode(backend.encode(TRIAL_TEXT).ids)
+
+
 def _from_tokenizer_json(path: Path, settings: TokenizerSettings) -> Tokenizer:
-    try:
+    with panics_named(path):
         text = path.read_text(encoding="utf-8")
+        check_tokenizer_json(path, text)
         backend = Tokenizer.from_str(text)
-    # `tokenizers` raises plain Exception for whatever it cannot read.
-    except Exception as error:
-        raise ModelError(
-            f"{path} cannot be read as a tokenizer ({error}); download the model again."
-        ) from error
     # transformers lets `legacy` and `add_prefix_space` of tokenizer_config.json decide here, where
     # older tokenizer.json files always put a space after special tokens.
     if (
@@ -115,7 +124,9 @@ def _from_vocab_and_merges(folder: Path, settings: TokenizerSettings) -> Tokeniz
     try:
         vocab, merges = BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
         model = BPE(vocab, merges, continuing_subword_prefix="", end_of_word_suffix="")
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         raise ModelError(
             f"vocab.json and merges.txt in {folder} do not make a tokenizer ({error}); "
             "download the model again."

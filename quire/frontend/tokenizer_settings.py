@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,8 @@ class TokenizerSettings:
     @property
     def model_max_length(self) -> int | None:
         value = self.config.get("model_max_length")
+        if isinstance(value, float) and not math.isfinite(value):
+            return None
         return int(value) if isinstance(value, (int, float)) else None
 
     def clean_up_spaces(self, is_bpe: bool) -> bool:
@@ -185,14 +188,23 @@ def _content(value: str | dict[str, Any] | AddedToken) -> str:
     return added_token(value).content
 
 
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(
+            f"{path} cannot be read as text ({error}); download the model again."
+        ) from error
+
+
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
     """Files of their own go before tokenizer_config.json; several templates are named."""
     templates: dict[str, str] = {}
     main = folder / "chat_template.jinja"
     if main.is_file():
-        templates["default"] = main.read_text(encoding="utf-8")
+        templates["default"] = _read_template(main)
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[path.stem] = path.read_text(encoding="utf-8")
+        templates[path.stem] = _read_template(path)
     if not templates:
         declared = config.get("chat_template")
         if declared is None or isinstance(declared, str):

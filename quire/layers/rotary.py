@@ -31,7 +31,10 @@ class Rotary(nn.Module):
     ) -> None:
         super().__init__()
         frequencies, magnitude = rotary_frequencies(head_dim, theta, scaling)
-        angles = torch.arange(max_positions, dtype=torch.float32).unsqueeze(1) * frequencies
+        # On a CPU, whose rounding all devices share; where sizes are only counted, nowhere.
+        where = "meta" if device.type == "meta" else "cpu"
+        positions = torch.arange(max_positions, dtype=torch.float32, device=where)
+        angles = positions.unsqueeze(1) * frequencies.to(where)
         self.register_buffer("cos", (angles.cos() * magnitude).to(device), persistent=False)
         self.register_buffer("sin", (angles.sin() * magnitude).to(device), persistent=False)
 

@@ -76,16 +76,15 @@ def _read_index(index: Path) -> Shards:
             f"{index}: weight_map must name the file of each tensor, got {str(weight_map)[:80]}; "
             f"{DOWNLOAD_AGAIN}."
         )
-    shards: dict[Path, set[str] | None] = {}
+    by_file: dict[str, set[str]] = {}
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or (file not in by_file and Path(file).name != file):
             raise ModelError(
                 f"{index}: weight_map[{name!r}] must be the name of a file in the same folder, "
                 f"got {file!r}; {DOWNLOAD_AGAIN}."
             )
-        names = shards.setdefault(index.parent / file, set())
-        assert names is not None
-        names.add(name)
+        by_file.setdefault(file, set()).add(name)
+    shards: dict[Path, set[str] | None] = {index.parent / file: by_file[file] for file in by_file}
     missing = [file for file in shards if not file.is_file()]
     if missing:
         raise ModelError(
