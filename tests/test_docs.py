@@ -30,6 +30,14 @@ def test_nothing_names_a_package_that_no_index_has() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_words_that_readers_stumble_over(page: Path) -> None:
+    """Plain technical English, and about the product alone."""
+    words = r"\b(besides|whoever|somebody|nobody|of whatever make|machines? (was|were) lent)\b"
+    text = page.read_text(encoding="utf-8")
+    assert not [found[0] for found in re.finditer(words, text, re.IGNORECASE)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     """To a file of the repository, and to a heading that it has."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
