@@ -37,7 +37,14 @@ class NetworkOptions(CheckedOptions):
         accepts=lambda value: 0 <= value <= 65535,
         rule="from 0 to 65535",
     )
-    root_path: str = option("", "Path under which a proxy shows this server.", default_text="none")
+    root_path: str = option(
+        "",
+        "Path under which a proxy shows this server, such as /llm; routes are served with it and "
+        "without.",
+        default_text="none",
+        accepts=lambda value: not value or value[0] == "/" != value[-1],
+        rule="a path that begins with '/' and does not end with it",
+    )
     ssl_keyfile: str | None = option(
         None, "Private key for HTTPS (PEM).", default_text="plain HTTP", convert=as_text
     )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from quire.config.options import EngineOptions
 from quire.frontend.tokenizer import Tokenizer
-from quire.protocol.errors import RequestError
+from quire.protocol.errors import ContextLengthError, RequestError
 from quire.protocol.plan import Int32Array
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import BeamSearchParams, SamplingParams
@@ -199,7 +199,7 @@ class naming_index:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, RequestError):
-            raise RequestError(f"prompts[{self.index}]: {error}") from None
+            error.args = (f"prompts[{self.index}]: {error}",)  # it keeps its kind
 
 
 class InputProcessor:
@@ -263,10 +263,8 @@ class InputProcessor:
             return
         most = self.max_model_len * self.tokenizer.max_chars_per_token
         if len(text) > max(most, least):
-            raise RequestError(
-                f"prompt has {len(text)} characters, but the {self.max_model_len} tokens of "
-                f"max_model_len hold at most {most}. Shorten the prompt or raise max_model_len."
-            )
+            num_tokens = -(-len(text) // self.tokenizer.max_chars_per_token)
+            raise ContextLengthError(self.max_model_len, num_tokens, is_bound=True)
 
     def check_prompt(self, prompt: Prompt, options: TokenizationOptions) -> None:
         """Make its token ids final, unless they cannot be used."""
@@ -287,11 +285,7 @@ class InputProcessor:
                 f"{self.vocab_size} tokens (0 to {self.vocab_size - 1})."
             )
         if len(ids) >= self.max_model_len:
-            raise RequestError(
-                f"prompt has {len(ids)} tokens, but max_model_len={self.max_model_len} leaves room "
-                f"for at most {self.max_model_len - 1} and one generated token. Shorten the prompt "
-                "or raise max_model_len."
-            )
+            raise ContextLengthError(self.max_model_len, len(ids))
 
     def prepare_params(self, params: SamplingParams) -> SamplingParams:
         """Check parameters against the model and fill in what only the tokenizer knows."""
@@ -370,12 +364,10 @@ class InputProcessor:
         """A request from a checked prompt and prepared parameters. `beams`, if it is a beam search;
         then `params` are `beams.sampling()`."""
         assert prompt.token_ids is not None
-        room = self.max_model_len - len(prompt.token_ids)
-        if params.min_tokens > room:
-            raise RequestError(
-                f"min_tokens={params.min_tokens} is more than the {room} tokens that "
-                f"max_model_len={self.max_model_len} leaves after a prompt of "
-                f"{len(prompt.token_ids)}. Lower min_tokens or shorten the prompt."
+        num_tokens = len(prompt.token_ids)
+        if params.min_tokens > self.max_model_len - num_tokens:
+            raise ContextLengthError(
+                self.max_model_len, num_tokens, params.min_tokens, "min_tokens"
             )
         return NewRequest(
             key=key,

@@ -19,6 +19,39 @@ class RequestError(QuireError):
     """A request is malformed or can never be served (HTTP 400)."""
 
 
+class ContextLengthError(RequestError):
+    """A prompt, or a prompt and the completion that is asked for, is longer than the context. Its
+    words are those that clients of OpenAI's protocol look for."""
+
+    def __init__(
+        self,
+        max_model_len: int,
+        prompt_tokens: int,
+        completion_tokens: int = 1,
+        field: str = "prompt",
+        *,
+        is_bound: bool = False,
+    ) -> None:
+        """`field` is the one to change: the prompt's, or that of the completion's length;
+        `is_bound`: the prompt, which was not tokenised, has at least so many tokens."""
+        asked = "at least 1" if field == "prompt" else str(completion_tokens)
+        total = prompt_tokens + completion_tokens
+        remedy = (
+            "Shorten the prompt, or start the engine with a larger max_model_len."
+            if field == "prompt"
+            else f"Lower {field} or shorten the prompt."
+        )
+        super().__init__(
+            f"This model's maximum context length is {max_model_len} tokens. However, you "
+            f"requested {'at least ' if is_bound else ''}{total} tokens ({prompt_tokens} in the "
+            f"prompt, {asked} in the completion). {remedy}"
+        )
+        self.max_model_len = max_model_len
+        self.prompt_tokens = prompt_tokens
+        self.completion_tokens = completion_tokens
+        self.field = field
+
+
 class OverloadedError(QuireError):
     """The engine cannot take more requests now (HTTP 503 with Retry-After)."""
 

@@ -177,7 +177,6 @@ def uvicorn_config(app: Any, options: ServerOptions) -> uvicorn.Config:
         log_level="error",
         access_log=False,
         server_header=False,
-        root_path=network.root_path,
         ssl_keyfile=network.ssl_keyfile,
         ssl_certfile=network.ssl_certfile,
         ssl_ca_certs=network.ssl_ca_certs,

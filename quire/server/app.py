@@ -19,6 +19,7 @@ from quire.server.hosts import Hosts
 from quire.server.load import CountedRequests
 from quire.server.openai import chat, completions, embeddings, responses
 from quire.server.request_log import RequestLog
+from quire.server.root_path import RootPath
 from quire.server.state import ServerState
 
 
@@ -46,7 +47,7 @@ def build_app(state: ServerState) -> Any:
             allow_methods=("*",),
             allow_headers=("*",),
         )
-    return gated
+    return RootPath(gated, network.root_path) if network.root_path else gated
 
 
 def _observers(state: ServerState) -> list[Observer]:

@@ -111,7 +111,7 @@ class GenerationBody(RequestBody):
 
     prepared_fields: ClassVar[frozenset[str]] = frozenset(
         {
-            *("stop", "stop_token_ids", "logprob_token_ids", "logit_bias", "allowed_token_ids"),
+            *("stop", "stop_token_ids", "logit_bias", "allowed_token_ids"),
             *("bad_words", "repetition_detection", "structured_outputs", "vllm_xargs"),
             *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
         }
@@ -176,6 +176,9 @@ class GenerationBody(RequestBody):
             for item in dataclasses.fields(SamplingParams)
             if item.name not in NOT_IN_BODIES and getattr(self, item.name) is not None
         }
+        for name, value in given.items():
+            if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+                raise RequestError(f"{name} must fit in 64 bits, got {value}; use a smaller one.")
         if self.repetition_detection is not None:
             values = self.repetition_detection.model_dump()
             given["repetition_detection"] = RepetitionDetectionParams(**values)
@@ -199,6 +202,11 @@ class ConversationBody(GenerationBody):
     add_special_tokens: bool | None = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def conversation_field(self) -> str:
+        """Where this protocol has the conversation."""
+        return "messages"
 
 
 class MessageBody(ConversationBody):

@@ -87,7 +87,8 @@ def conversation_prompt(
         **settings,
     )
     prompt.cache_salt = body.cache_salt
-    tokenize(state, [prompt], body.tokenization(bool(body.add_special_tokens)))
+    options = body.tokenization(bool(body.add_special_tokens))
+    tokenize(state, [prompt], options, body.conversation_field)
     return prompt
 
 

@@ -13,8 +13,10 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 
 from quire.protocol.errors import (
+    ContextLengthError,
     EngineDeadError,
     OverloadedError,
     QuireError,
@@ -35,7 +37,7 @@ class ErrorDetail(BaseModel):
     message: str
     type: str
     param: str | None
-    code: int
+    code: int | str
 
 
 class ErrorReply(BaseModel):
@@ -62,13 +64,17 @@ class InvalidBodyError(RequestError):
 
 
 def error_body(
-    status: int, message: str, param: str | None = None, dialect: Dialect = OPENAI
+    status: int,
+    message: str,
+    param: str | None = None,
+    dialect: Dialect = OPENAI,
+    code: str | None = None,
 ) -> dict[str, Any]:
     # Messages repeat what the client sent, however long, and even half a character.
     if len(message) > MAX_MESSAGE:
         message = f"{message[:MAX_MESSAGE]}... ({len(message)} characters)"
     message = message.encode("utf-8", "replace").decode()
-    return dialect.error_body(status, message, param)
+    return dialect.error_body(status, message, param, code)
 
 
 def error_response(
@@ -77,11 +83,12 @@ def error_response(
     param: str | None = None,
     retry_after_s: float | None = None,
     dialect: Dialect = OPENAI,
+    code: str | None = None,
 ) -> Response:
     headers = (
         {} if retry_after_s is None else {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
     )
-    body = msgspec.json.encode(error_body(status, message, param, dialect))
+    body = msgspec.json.encode(error_body(status, message, param, dialect, code))
     return Response(body, status, headers, "application/json")
 
 
@@ -96,16 +103,26 @@ def status_of(error: QuireError) -> int:
 def quire_error_response(
     error: QuireError, dialect: Dialect, form_fields: FormFields | None = None
 ) -> Response:
-    status, text = status_of(error), str(error)
+    status, text = status_of(error), dialect.message_of(error)
     if form_fields is not None:
         text = form_fields.named(text)
     retry = RETRY_AFTER_S if isinstance(error, EngineDeadError) else None
     if isinstance(error, OverloadedError):
         retry = error.retry_after_s
-    param = "model" if isinstance(error, UnknownModelError) else field_of(text)
+    return error_response(status, text, _param_of(error, text), retry, dialect, code_of(error))
+
+
+def code_of(error: QuireError) -> str | None:
+    """The code that clients act on, where there is one beside the status."""
+    return "context_length_exceeded" if isinstance(error, ContextLengthError) else None
+
+
+def _param_of(error: QuireError, text: str) -> str | None:
+    if isinstance(error, UnknownModelError):
+        return "model"
     if isinstance(error, InvalidBodyError):
-        param = error.param
-    return error_response(status, text, param, retry, dialect)
+        return error.param
+    return error.field if isinstance(error, ContextLengthError) else field_of(text)
 
 
 def field_of(message: str) -> str | None:
@@ -116,6 +133,15 @@ def field_of(message: str) -> str | None:
         message,
     )
     return match[1] if match else None
+
+
+def _methods_of(app: FastAPI, request: Request) -> list[str]:
+    """Of all routes with this path: each knows but its own."""
+    return [
+        method
+        for method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+        if any(r.matches({**request.scope, "method": method})[0] == Match.FULL for r in app.routes)
+    ]
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -137,7 +163,9 @@ def add_error_handlers(app: FastAPI) -> None:
         if error.status_code == 400 and isinstance(cause, ValueError | RecursionError):
             text = f"the body is not JSON that can be read: {cause}."
         response = error_response(error.status_code, text, dialect=dialect)
-        response.headers.update(error.headers or {})  # such as the methods that a route has
+        response.headers.update(error.headers or {})
+        if error.status_code == 405:
+            response.headers["Allow"] = ", ".join(_methods_of(app, request))
         return response
 
     @app.exception_handler(RecursionError)
@@ -154,7 +182,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 def validation_response(error: RequestValidationError, dialect: Dialect) -> Response:
     first = error.errors()[0]
-    where = [str(part) for part in first.get("loc", ()) if part != "body"]
+    where = [str(part) for part in first.get("loc", ()) if part not in ("body", "query")]
     if first.get("type") == "json_invalid":
         reason = first.get("ctx", {}).get("error", "")
         text = f"the body is not JSON: {reason} (at character {where[0]})."

@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import Response
 
 from quire.protocol.errors import QuireError
-from quire.server.errors import error_body, status_of
+from quire.server.errors import code_of, error_body, status_of
 from quire.server.generation import unless_disconnected
 
 CLIENT_LEFT = 499
@@ -20,7 +20,8 @@ DONE = b"data: [DONE]\n\n"
 
 
 def error_event(error: QuireError) -> bytes:
-    return b"data: %b\n\n" % msgspec.json.encode(error_body(status_of(error), str(error)))
+    body = error_body(status_of(error), str(error), code=code_of(error))
+    return b"data: %b\n\n" % msgspec.json.encode(body)
 
 
 class EventStream(Response):

@@ -35,7 +35,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers, path = dict(scope["headers"]), _route(scope)
-        request_id, dialect = _request_id(headers), dialect_of(path)
+        request_id, dialect = _request_id(headers), dialect_of(path, headers)
         state = scope.setdefault("state", {})
         state |= {"request_id": request_id, "dialect": dialect}
         ids = [(name, request_id.encode()) for name in dialect.id_headers]

@@ -12,7 +12,7 @@ from quire.frontend.async_llm import OutputStream, RequestTerms
 from quire.frontend.embedding import PoolingParams
 from quire.frontend.inputs import Prompt, TokenizationOptions
 from quire.frontend.outputs import EmbeddingRequestOutput, RequestOutput
-from quire.protocol.errors import RequestError
+from quire.protocol.errors import ContextLengthError, RequestError
 from quire.protocol.sampling import BeamSearchParams, SamplingParams
 from quire.server.preparation.context import Preparation
 from quire.server.state import ServerState
@@ -25,9 +25,18 @@ def state_of(request: Request) -> ServerState:
     return state
 
 
-def tokenize(state: Preparation, prompts: list[Prompt], options: Mapping[str, Any]) -> None:
+def tokenize(
+    state: Preparation, prompts: list[Prompt], options: Mapping[str, Any], field: str = "prompt"
+) -> None:
+    """Fill in the token ids of prompts; `field` is where the body has them."""
     given = {name: value for name, value in options.items() if value is not None}
-    state.inputs.tokenize(prompts, TokenizationOptions.from_kwargs(given))
+    try:
+        state.inputs.tokenize(prompts, TokenizationOptions.from_kwargs(given))
+    except ContextLengthError as error:
+        error.field = field
+        if len(prompts) == 1:  # the client knows of no list
+            error.args = (str(error).removeprefix("prompts[0]: "),)
+        raise
 
 
 def check_max_tokens(
@@ -42,13 +51,8 @@ def check_max_tokens(
     limit = state.inputs.max_model_len
     for prompt in prompts:
         assert prompt.token_ids is not None
-        room = limit - len(prompt.token_ids)
-        if max_tokens > room:
-            raise RequestError(
-                f"{name}={max_tokens} is more than the {room} tokens that max_model_len={limit} "
-                f"leaves after a prompt of {len(prompt.token_ids)}; lower {name} or shorten the "
-                "prompt."
-            )
+        if max_tokens > limit - len(prompt.token_ids):
+            raise ContextLengthError(limit, len(prompt.token_ids), max_tokens, name)
 
 
 class Generation:

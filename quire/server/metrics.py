@@ -11,7 +11,11 @@ from quire.server.generation import state_of
 router = APIRouter()
 
 
-@router.get("/metrics")
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+)
 async def metrics(request: Request) -> Response:
     state = state_of(request)
     readings = await state.llm.get_metrics()

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Request
-from pydantic import BaseModel
+from pydantic import BaseModel, Strict
 from starlette.responses import Response
 
 from quire import __version__
 from quire.frontend.tools.declared import ToolUse, chat_tools
 from quire.protocol.errors import RequestError
+from quire.server.anthropic.models import DEFAULT_PAGE, model_record, page
 from quire.server.conversation import render_chat
+from quire.server.dialect import ANTHROPIC
 from quire.server.errors import RETRY_AFTER_S, error_response
 from quire.server.generation import state_of
 from quire.server.preparation.context import Preparation
 from quire.server.preparation.routes import answered_already, prepared_route
 
 router = APIRouter()
+BODILESS: Any = {"response_class": Response, "response_description": "The engine serves requests."}
 
 COUNTED_CHARACTERS = 1 << 20
 """Of a text that /tokenize counts the tokens of, though no context may hold it."""
 
 
-@router.get("/health")
+@router.get("/health", **BODILESS)
 @router.head("/health", include_in_schema=False)  # load balancers ask so
-@router.get("/ping")
+@router.get("/ping", **BODILESS)
 @router.head("/ping", include_in_schema=False)
-@router.post("/ping")
+@router.post("/ping", **BODILESS)
 async def health(request: Request) -> Response:
     state = state_of(request)
     death = state.llm.client.death
@@ -50,9 +53,17 @@ async def load(request: Request) -> dict[str, int]:
 
 
 @router.get("/v1/models")
-async def models(request: Request) -> dict[str, Any]:
-    state = state_of(request)
-    return {"object": "list", "data": [_model(request, name) for name in state.model_names]}
+async def models(
+    request: Request,
+    limit: int = DEFAULT_PAGE,
+    after_id: str | None = None,
+    before_id: str | None = None,
+) -> dict[str, Any]:
+    """In the form of the client's protocol; the parameters are those of Anthropic's."""
+    records = [_model(request, name) for name in state_of(request).model_names]
+    if request.state.dialect is ANTHROPIC:
+        return page(records, limit, after_id, before_id)
+    return {"object": "list", "data": records}
 
 
 @router.get("/v1/models/{name:path}")
@@ -62,6 +73,8 @@ async def model(name: str, request: Request) -> dict[str, Any]:
 
 def _model(request: Request, name: str) -> dict[str, Any]:
     state = state_of(request)
+    if request.state.dialect is ANTHROPIC:
+        return model_record(name, state.created, state.llm.session.inputs.max_model_len)
     return {
         "id": name,
         "object": "model",
@@ -88,7 +101,7 @@ class TokenizeBody(BaseModel):
 
 class DetokenizeBody(BaseModel):
     model: str | None = None
-    tokens: list[int]
+    tokens: list[Annotated[int, Strict()]]
 
 
 def tokenize_text(state: Preparation, body: TokenizeBody) -> bytes:

@@ -51,7 +51,7 @@ BAD_PROMPTS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "no token ids": ({"prompt_token_ids": []}, ("prompt_token_ids is empty",)),
     "too long": (
         [5] * MAX_LEN,
-        (f"prompt has {MAX_LEN} tokens", f"max_model_len={MAX_LEN}", "Shorten the prompt"),
+        (f"{MAX_LEN} in the prompt", f"context length is {MAX_LEN} tokens", "max_model_len"),
     ),
     "id outside": ([1, VOCAB], (f"holds {VOCAB}", "outside the vocabulary", f"0 to {VOCAB - 1}")),
     "negative id": ({"prompt_token_ids": [3, -1]}, ("holds -1", "outside the vocabulary")),

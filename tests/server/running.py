@@ -66,7 +66,8 @@ class HttpReply:
     def error(self) -> dict[str, Any]:
         """The error that the body holds; fails if it is of another form."""
         error: dict[str, Any] = self.json["error"]
-        assert set(error) == {"message", "type", "param", "code"} and error["code"] == self.status
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["code"] in (self.status, "context_length_exceeded")
         return error
 
 

@@ -35,9 +35,11 @@ def prepare_conversation(
 
 
 def _with_content(message: dict[str, Any]) -> dict[str, Any]:
-    """Clients leave out the content of messages that only call tools; templates print it."""
-    if message.get("tool_calls") and message.get("content") is None:
-        return {**message, "content": ""}
+    """Clients leave out the content of messages that call tools or refuse; templates print it."""
+    is_spoken = message.get("role") == "assistant" or message.get("tool_calls")
+    if is_spoken and message.get("content") is None:
+        refusal = message.get("refusal")
+        return {**message, "content": refusal if isinstance(refusal, str) else ""}
     return message
 
 

@@ -19,6 +19,7 @@ from quire.protocol.sampling import RequestOutputKind, SamplingParams
 from quire.server.answering import answer
 from quire.server.anthropic.blocks import TextBlock, ThinkingBlock, ToolBlock, event
 from quire.server.anthropic.body import CountBody, MessagesBody
+from quire.server.anthropic.errors import ERRORS
 from quire.server.conversation import conversation_prompt
 from quire.server.dialect import ANTHROPIC
 from quire.server.errors import error_body, status_of
@@ -27,7 +28,7 @@ from quire.server.preparation.context import Preparation, Prepared
 from quire.server.preparation.routes import answered_already, prepared_route
 from quire.server.tool_use import message_form, with_form
 
-router = APIRouter()
+router = APIRouter(responses=ERRORS)
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 """The protocol has no name for a deadline, an abort or a repetition: null stands for these."""
@@ -89,7 +90,7 @@ def _params(state: Preparation, body: MessagesBody, prompt: Prompt) -> SamplingP
 
 
 def _error_event(error: QuireError) -> bytes:
-    body = error_body(status_of(error), str(error), dialect=ANTHROPIC)
+    body = error_body(status_of(error), ANTHROPIC.message_of(error), dialect=ANTHROPIC)
     return event(body.pop("type"), **body)
 
 

@@ -23,7 +23,7 @@ from quire.server.form_fields import FormFields
 from quire.server.generation import Generation, check_max_tokens
 from quire.server.openai.beam_search import beam_search_params
 from quire.server.openai.chat_messages import delta_record, finish_reason, whole_message
-from quire.server.openai.logprobs import chat_logprobs
+from quire.server.openai.logprobs import Candidates, chat_logprobs
 from quire.server.openai.schemas import ChatBody
 from quire.server.openai.stream import ChunkWriter, printable
 from quire.server.openai.usage import Usage
@@ -82,7 +82,7 @@ def _params(
     params = body.sampling_params(
         state.default_params,
         max_tokens=max_tokens,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        logprobs=body.num_logprobs,
         output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
     )
     params, fields = with_form(state, body, params, form, use)
@@ -102,7 +102,8 @@ class ChatReply:
         """By choice: where the parsing of its text stands."""
         self._model = model
         self._created = int(time.time())
-        self._plain = not (body.logprobs or body.return_token_ids)
+        self._plain = not (body.wants_logprobs or body.return_token_ids)
+        self._candidates = Candidates(body.top_logprobs or 0, body.logprob_token_ids)
         self._continuous = bool(
             body.usage_options.include_usage and body.usage_options.continuous_usage_stats
         )
@@ -138,7 +139,7 @@ class ChatReply:
 
     def _message(self, one: CompletionOutput) -> dict[str, Any]:
         if self._form.is_plain:
-            message = {"role": self._role, "content": one.text}
+            message = {"role": self._role, "content": one.text, "refusal": None}
             return {"message": message, **self._details(one, one.finish_reason)}
         parsed = self._form.parse(one.text)
         message = whole_message(parsed, self._role, self._body.include_reasoning is not False)
@@ -146,7 +147,13 @@ class ChatReply:
         return {"message": message, **self._details(one, reason)}
 
     async def events(self, generation: Generation) -> AsyncIterator[bytes]:
-        writer = ChunkWriter(self.id, "chat.completion.chunk", self._created, self._model)
+        writer = ChunkWriter(
+            self.id,
+            "chat.completion.chunk",
+            self._created,
+            self._model,
+            tells_usage=bool(self._body.usage_options.include_usage),
+        )
         usage = Usage()
         opened = False
         async with aclosing(generation.news()) as all_news:
@@ -159,15 +166,15 @@ class ChatReply:
                     usage.add(index, output)
                     if not opened:
                         opened = True
-                        data.append(self._opening(writer, output))
+                        data.append(self._opening(writer, output, usage))
                     data += [self._chunk(writer, one, usage) for one in output.outputs]
                 yield b"".join(data)
         if self._body.usage_options.include_usage:
             yield writer.bare(usage=usage.record())
 
-    def _opening(self, writer: ChunkWriter, output: RequestOutput) -> bytes:
+    def _opening(self, writer: ChunkWriter, output: RequestOutput, usage: Usage) -> bytes:
         """The role of each choice, before its text."""
-        extra = self._about_prompt(output)
+        extra = self._about_prompt(output) | self._running_usage(usage)
         return b"".join(
             writer.choice(
                 {
@@ -202,11 +209,12 @@ class ChatReply:
         ]
         *early, last = deltas or [{}]
         quiet = {"logprobs": None, "finish_reason": None}
-        data = [writer.choice({"index": one.index, "delta": d, **quiet}) for d in early]
+        running = self._running_usage(usage)
+        data = [writer.choice({"index": one.index, "delta": d, **quiet}, **running) for d in early]
         if last or ends or not self._plain or self._continuous:
             details = self._details(one, finish_reason(one.finish_reason, stream.has_calls))
             choice = {"index": one.index, "delta": last, **details}
-            data.append(writer.choice(choice, **self._running_usage(usage)))
+            data.append(writer.choice(choice, **running))
         return b"".join(data)
 
     def _running_usage(self, usage: Usage) -> dict[str, Any]:
@@ -219,11 +227,11 @@ class ChatReply:
             "finish_reason": finish_reason,
             "stop_reason": one.stop_reason,
         }
-        if self._body.logprobs and one.logprobs is not None:
+        if self._body.wants_logprobs and one.logprobs is not None:
             details["logprobs"] = chat_logprobs(
                 one.token_ids,
                 list(one.logprobs),  # type: ignore[arg-type]
-                self._body.top_logprobs or 0,
+                self._candidates,
                 bool(self._body.return_tokens_as_token_ids),
             )
         if self._body.return_token_ids:

@@ -8,7 +8,11 @@ from quire.frontend.tools.deltas import CallDelta, Delta, Message, ReasoningDelt
 
 
 def whole_message(parsed: Message, role: str, with_reasoning: bool) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": role, "content": parsed.content or None}
+    message: dict[str, Any] = {
+        "role": role,
+        "content": parsed.content or None,
+        "refusal": None,
+    }
     if parsed.reasoning and with_reasoning:
         message["reasoning"] = parsed.reasoning
     if parsed.calls:

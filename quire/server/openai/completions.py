@@ -20,7 +20,7 @@ from quire.server.answering import answer
 from quire.server.form_fields import FormFields
 from quire.server.generation import Generation, check_max_tokens, state_of, tokenize
 from quire.server.openai.beam_search import beam_search_params
-from quire.server.openai.logprobs import CompletionLogprobs
+from quire.server.openai.logprobs import Candidates, CompletionLogprobs
 from quire.server.openai.response_format import form_field
 from quire.server.openai.schemas import CompletionBody
 from quire.server.openai.stream import ChunkWriter
@@ -76,6 +76,8 @@ def _params(
     own: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": body.logprobs}
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         own["prompt_logprobs"] = body.logprobs
+    if body.echo and body.logprobs is None and not body.asks_about_prompt:
+        own["prompt_logprob_token_ids"] = body.logprob_token_ids
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     params = body.sampling_params(defaults, output_kind=kind, **own)
     if body.use_beam_search:
@@ -108,9 +110,9 @@ class CompletionReply:
         self._echoes = echoes
         self._created = int(time.time())
         self._num_each = body.n or 1
-        asks_prompt = body.prompt_logprobs is not None or body.prompt_logprob_token_ids is not None
         self._prompt_only = bool(body.echo) and body.max_tokens == 0
-        self._plain = not (body.logprobs is not None or body.return_token_ids or asks_prompt)
+        self._wants_logprobs = body.logprobs is not None or body.logprob_token_ids is not None
+        self._plain = not (self._wants_logprobs or body.return_token_ids or body.asks_about_prompt)
         self._continuous = bool(
             body.usage_options.include_usage and body.usage_options.continuous_usage_stats
         )
@@ -152,7 +154,13 @@ class CompletionReply:
         return choice
 
     async def events(self, generation: Generation) -> AsyncIterator[bytes]:
-        writer = ChunkWriter(self._id, "text_completion", self._created, self._model)
+        writer = ChunkWriter(
+            self._id,
+            "text_completion",
+            self._created,
+            self._model,
+            tells_usage=bool(self._body.usage_options.include_usage),
+        )
         usage = Usage()
         begun: set[int] = set()
         async with aclosing(generation.news()) as all_news:
@@ -206,7 +214,7 @@ class CompletionReply:
             "finish_reason": one.finish_reason,
             "stop_reason": one.stop_reason,
         }
-        if self._body.logprobs is not None and one.logprobs is not None:
+        if self._wants_logprobs and one.logprobs is not None:
             ids, entries = one.token_ids, list(one.logprobs)
             if about_prompt:
                 ids = output.prompt_token_ids + ids
@@ -218,6 +226,6 @@ class CompletionReply:
         return choice
 
     def _new_logprobs(self) -> CompletionLogprobs:
-        return CompletionLogprobs(
-            self._body.logprobs or 0, bool(self._body.return_tokens_as_token_ids), self._text_of
-        )
+        candidates = Candidates(self._body.logprobs or 0, self._body.logprob_token_ids)
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        return CompletionLogprobs(candidates, as_ids, self._text_of)

@@ -61,9 +61,10 @@ def _prompts(state: Preparation, body: EmbeddingBody) -> list[Prompt]:
             raise RequestError("it is an empty list; give at least one text.")
         for prompt in prompts:
             prompt.cache_salt = body.cache_salt
-        tokenize(state, prompts, body.tokenization(body.add_special_tokens))
+        tokenize(state, prompts, body.tokenization(body.add_special_tokens), "input")
     except RequestError as error:  # names fields of completions
-        raise RequestError(f"input is refused: {error}") from None
+        error.args = (f"input is refused: {error}",)
+        raise
     return prompts
 
 

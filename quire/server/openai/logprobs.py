@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from quire.frontend.outputs import Logprob
@@ -15,8 +16,26 @@ def token_text(token_id: int, entry: Logprob, as_ids: bool) -> str:
     return f"token_id:{token_id}" if as_ids else entry.decoded_token or ""
 
 
+@dataclass(frozen=True)
+class Candidates:
+    """Which tokens are told about at each position: the likeliest, or those with given ids."""
+
+    num_top: int = 0
+    ids: Collection[int] | None = None
+
+    def of(self, entry: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
+        """Most likely first."""
+        ids = entry if self.ids is None else entry.keys() & self.ids
+        named = ((token, entry[token]) for token in ids)
+        ranked = sorted(named, key=lambda item: -item[1].logprob)
+        return ranked[: self.num_top] if self.ids is None else ranked
+
+
 def chat_logprobs(
-    token_ids: list[int], entries: Iterable[dict[int, Logprob]], num_top: int, as_ids: bool
+    token_ids: list[int],
+    entries: Iterable[dict[int, Logprob]],
+    candidates: Candidates,
+    as_ids: bool,
 ) -> dict[str, Any]:
     """`{"content": [...]}`, one record per token."""
 
@@ -30,17 +49,16 @@ def chat_logprobs(
 
     content = []
     for token_id, entry in zip(token_ids, entries, strict=True):
-        top = sorted(entry.items(), key=lambda item: -item[1].logprob)[:num_top]
-        own = record(token_id, entry[token_id])
+        own, top = record(token_id, entry[token_id]), candidates.of(entry)
         content.append({**own, "top_logprobs": [record(*item) for item in top]})
-    return {"content": content}
+    return {"content": content, "refusal": None}
 
 
 class CompletionLogprobs:
     """The parallel lists of the completions protocol; offsets go on from chunk to chunk."""
 
-    def __init__(self, num_top: int, as_ids: bool, text_of: Callable[[int], str]) -> None:
-        self._num_top = num_top
+    def __init__(self, candidates: Candidates, as_ids: bool, text_of: Callable[[int], str]) -> None:
+        self._candidates = candidates
         self._as_ids = as_ids
         self._text_of = text_of
         self._offset = 0
@@ -66,9 +84,11 @@ class CompletionLogprobs:
         }
 
     def _top(self, token_id: int, entry: dict[int, Logprob]) -> dict[str, float]:
-        """The most likely tokens, and the one that was chosen."""
-        ranked = sorted(entry.items(), key=lambda item: -item[1].logprob)[: self._num_top]
-        chosen = dict(ranked) | {token_id: entry[token_id]}
-        return {
-            token_text(i, one, self._as_ids): max(one.logprob, LEAST) for i, one in chosen.items()
-        }
+        """The candidates, and the one that was chosen. Tokens may have the same text, such as bytes
+        of longer characters: all but the first of them go by their ids."""
+        told: dict[str, float] = {}
+        for token, one in (dict(self._candidates.of(entry)) | {token_id: entry[token_id]}).items():
+            text = token_text(token, one, self._as_ids)
+            text = token_text(token, one, True) if text in told else text
+            told[text] = max(one.logprob, LEAST)
+        return told

@@ -9,6 +9,7 @@ from quire.frontend.tools.declared import ToolUse, flat_tools
 from quire.protocol.errors import RequestError
 from quire.server.bodies import MessageBody
 from quire.server.conversation import text_parts
+from quire.server.openai.schemas import refuse_stream_options
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
@@ -45,7 +46,14 @@ class ResponseBody(MessageBody):
 
     @property
     def wants_logprobs(self) -> bool:
-        return self.top_logprobs is not None or LOGPROBS in (self.include or ())
+        named = self.top_logprobs is not None or self.logprob_token_ids is not None
+        return named or LOGPROBS in (self.include or ())
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are asked for; given ids take their place."""
+        needs_number = self.wants_logprobs and self.logprob_token_ids is None
+        return self.top_logprobs or 0 if needs_number else self.top_logprobs
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
@@ -55,6 +63,7 @@ class ResponseBody(MessageBody):
                     f"{name}={value!r} is not supported: this server keeps no responses. Leave it "
                     "out, and send the whole conversation as input."
                 )
+        refuse_stream_options(self.stream_options, self.stream)
         if self.truncation not in (None, "disabled"):
             raise RequestError(
                 f"truncation={self.truncation!r} is not supported; use 'disabled', or "
@@ -84,6 +93,10 @@ class ResponseBody(MessageBody):
         return "text.format"
 
     @property
+    def conversation_field(self) -> str:
+        return "input"
+
+    @property
     def text_format(self) -> Any:
         return (self.text or {}).get("format") or {"type": "text"}
 
@@ -95,7 +108,7 @@ class ResponseBody(MessageBody):
         if not self.input:
             raise RequestError("input is an empty list; give at least one item.")
         items = [_read_item(item, f"input[{i}]") for i, item in enumerate(self.input)]
-        return told + _joined(items)
+        return told + [message for message in _joined(items) if _says_something(message)]
 
     @property
     def tool_use(self) -> ToolUse:
@@ -111,7 +124,17 @@ def _read_message(item: dict[str, Any], where: str) -> dict[str, Any]:
     role = item.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}, got {role!r}.")
-    return _message(ROLES[role], item.get("content"), where)
+    content = item.get("content")
+    if role == "assistant" and content is None:
+        return {"role": role, "content": None}
+    if role == "assistant" and isinstance(content, list):
+        content = [_refusal_as_text(part) for part in content]
+    return _message(ROLES[role], content, where)
+
+
+def _refusal_as_text(part: Any) -> Any:
+    is_refusal = isinstance(part, dict) and part.get("type") == "refusal"
+    return {"type": "output_text", "text": part.get("refusal")} if is_refusal else part
 
 
 def _read_call(item: dict[str, Any], where: str) -> dict[str, Any]:
@@ -132,7 +155,10 @@ def _read_call_output(item: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _read_reasoning(item: dict[str, Any], where: str) -> dict[str, Any]:
+    """What was thought; where that is kept secret, its summary."""
     parts = text_parts(item.get("content") or [], ("reasoning_text",), f"{where}.content")
+    if not parts:
+        parts = text_parts(item.get("summary") or [], ("summary_text",), f"{where}.summary")
     text = "\n".join(part["text"] for part in parts)
     return {"role": "assistant", "content": None, **({"reasoning": text} if text else {})}
 
@@ -144,6 +170,12 @@ ITEM_READERS: dict[str, Callable[[dict[str, Any], str], dict[str, Any]]] = {
     "reasoning": _read_reasoning,
 }
 """By the type of an input item: what makes a message of it."""
+
+
+def _says_something(message: dict[str, Any]) -> bool:
+    """Not so a turn of which only a mark is left: a reasoning item that is empty, say."""
+    parts = ("content", "tool_calls", "reasoning")
+    return message["role"] != "assistant" or any(message.get(part) for part in parts)
 
 
 def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

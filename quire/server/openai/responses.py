@@ -20,7 +20,7 @@ from quire.protocol.sampling import RequestOutputKind, SamplingParams
 from quire.server.answering import answer
 from quire.server.conversation import conversation_prompt
 from quire.server.generation import Generation, check_max_tokens
-from quire.server.openai.logprobs import chat_logprobs
+from quire.server.openai.logprobs import Candidates, chat_logprobs
 from quire.server.openai.response_input import ResponseBody
 from quire.server.openai.response_items import (
     CallItem,
@@ -70,7 +70,7 @@ def _params(state: Preparation, body: ResponseBody, prompt: Prompt) -> SamplingP
     return body.sampling_params(
         state.default_params,
         max_tokens=body.max_output_tokens,
-        logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
+        logprobs=body.num_logprobs,
         output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
     )
 
@@ -227,8 +227,9 @@ class ResponseReply:
         if one.logprobs is None:
             return []
         entries: Any = list(one.logprobs)
-        top = self._body.top_logprobs or 0
-        content: list[dict[str, Any]] = chat_logprobs(one.token_ids, entries, top, False)["content"]
+        told = Candidates(self._body.top_logprobs or 0, self._body.logprob_token_ids)
+        content: list[dict[str, Any]]
+        content = chat_logprobs(one.token_ids, entries, told, False)["content"]
         return content
 
 

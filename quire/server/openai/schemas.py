@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Strict
 
 from quire.protocol.errors import RequestError
 from quire.server.bodies import ConversationBody, GenerationBody, RequestBody
+
+TokenId = Annotated[int, Strict()]
+"""Neither a truth value nor text with digits."""
 
 
 class StreamOptions(BaseModel):
@@ -16,6 +19,13 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
     include_progress: bool | None = False
+
+
+def refuse_stream_options(options: object, stream: bool | None) -> None:
+    if options is not None and not stream:
+        raise RequestError(
+            "stream_options is only allowed with stream=true; set it, or leave stream_options out."
+        )
 
 
 class ChoicesBody(GenerationBody):
@@ -30,6 +40,10 @@ class ChoicesBody(GenerationBody):
 
     def output_format(self) -> dict[str, Any]:
         return self.response_format or {}
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        refuse_stream_options(self.stream_options, self.stream)
 
     @property
     def usage_options(self) -> StreamOptions:
@@ -46,12 +60,16 @@ class CompletionBody(ChoicesBody):
         "response_format",
     }
 
-    prompt: str | list[str] | list[int] | list[list[int]] | None = None
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] | None = None
     logprobs: int | None = None
     echo: bool | None = False
     suffix: str | None = None
     best_of: int | None = None
     add_special_tokens: bool | None = True
+
+    @property
+    def asks_about_prompt(self) -> bool:
+        return self.prompt_logprobs is not None or self.prompt_logprob_token_ids is not None
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
@@ -84,13 +102,23 @@ class ChatBody(ChoicesBody, ConversationBody):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = True
 
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.logprobs) or self.logprob_token_ids is not None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are asked for; given ids take their place."""
+        needs_number = self.wants_logprobs and self.logprob_token_ids is None
+        return self.top_logprobs or 0 if needs_number else self.top_logprobs
+
     def kept_for_reply(self) -> dict[str, Any]:
         """With the role of the last message, which a reply that continues it has too."""
         return {**super().kept_for_reply(), "messages": [{"role": self.messages[-1]["role"]}]}
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs is not None and not self.wants_logprobs:
             raise RequestError(
                 f"top_logprobs={self.top_logprobs} has no effect without logprobs; set "
                 "logprobs=true."
@@ -103,10 +131,10 @@ class EmbeddingBody(RequestBody):
     prepared_fields: ClassVar[frozenset[str]] = frozenset({"input"})
     stubs: ClassVar[dict[str, Any]] = {"input": ""}
 
-    input: str | list[str] | list[int] | list[list[int]]
+    input: str | list[str] | list[TokenId] | list[list[TokenId]]
     encoding_format: Literal["float", "base64"] | None = "float"
-    dimensions: int | None = None
+    dimensions: Annotated[int, Strict()] | None = None
     pooling: str | None = None
-    normalize: bool | None = None
-    add_special_tokens: bool | None = True
+    normalize: Annotated[bool, Strict()] | None = None
+    add_special_tokens: Annotated[bool, Strict()] | None = True
     user: str | None = None

@@ -28,24 +28,30 @@ def printable_data(value: Any) -> Any:
 class ChunkWriter:
     """Writes chunks of one reply. What all of them share is encoded once."""
 
-    def __init__(self, response_id: str, kind: str, created: int, model: str) -> None:
+    def __init__(
+        self, response_id: str, kind: str, created: int, model: str, *, tells_usage: bool = False
+    ) -> None:
+        """`tells_usage`: the last chunk will, and others say that they do not."""
         shared = {"id": response_id, "object": kind, "created": created, "model": model}
         self._head = b"data: " + encode(shared)[:-1] + b',"choices":['
+        self._nothing_else: dict[str, Any] = {"usage": None} if tells_usage else {}
         self._plain: dict[int, tuple[bytes, bytes]] = {}
 
     def text(self, index: int, text: str, before: bytes, after: bytes) -> bytes:
         """A chunk with nothing but text in it; `before` and `after` surround the text."""
         parts = self._plain.get(index)
         if parts is None:
+            end = b',"usage":null}\n\n' if self._nothing_else else b"}\n\n"
             parts = (
                 self._head + b'{"index":%d,' % index + before,
-                after + b',"logprobs":null,"finish_reason":null}]}\n\n',
+                after + b',"logprobs":null,"finish_reason":null}]' + end,
             )
             self._plain[index] = parts
         return parts[0] + encode(text) + parts[1]
 
     def choice(self, choice: dict[str, Any], **extra: Any) -> bytes:
         """A chunk with one choice, and what else it says at the top level."""
+        extra = self._nothing_else | extra
         tail = b"," + encode(extra)[1:] if extra else b"}"
         return self._head + encode(choice) + b"]" + tail + b"\n\n"
 

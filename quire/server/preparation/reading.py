@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from fastapi import Request
@@ -48,10 +49,19 @@ def read_body(kind: type[BaseModel], data: bytes) -> Any:
         return kind.model_validate(value)
     except ValidationError as error:
         # All errors of a long list would take longer to write down than to find.
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = [str(part) for part in first["loc"]]
-        text = f"{'.'.join(where) or 'the body'}: {first['msg']}."
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        where = [str(part) for part in errors[0]["loc"]]
+        text = f"{'.'.join(where) or 'the body'}: {errors[0]['msg']}."
+        if len(forms := _forms([one["loc"] for one in errors])) > 1:
+            text = f"{where[0]} must be one of {', '.join(forms)}, and is none of them."
         raise InvalidBodyError(text, where[0] if where else None) from None
+
+
+def _forms(places: list[tuple[int | str, ...]]) -> list[str]:
+    """The types that the field of the first error may have, if it may have several: pydantic names
+    them where an object would have a field and a list an index."""
+    kinds = dict.fromkeys(str(p[1]) for p in places if p[:1] == places[0][:1] and len(p) > 1)
+    return [kind for kind in kinds if re.match(r"(str|list|dict)\b", kind)]
 
 
 def prepare(preparation: Preparation, kind: PreparedKind, data: bytes) -> Prepared | bytes:
