@@ -163,6 +163,12 @@ class ServingOptions(CheckedOptions):
         "is ended and started again; 0: any.",
         minimum=0,
     )
+    api_timeout_s: float = option(
+        30.0,
+        "Longest time an API process may answer nothing before it is ended and started again; "
+        "0: any.",
+        minimum=0,
+    )
     drain_timeout_s: float = option(
         60.0, "Longest wait for open requests when the server is told to stop.", minimum=0
     )

@@ -59,6 +59,14 @@ class Drain(msgspec.Struct, tag=True):
     """Take no new requests, finish the open ones, then end."""
 
 
+class Ask(msgspec.Struct, tag=True):
+    """Is it alive? An API process answers with `Answered`."""
+
+
+class Answered(msgspec.Struct, tag=True):
+    pass
+
+
 class LogLevel(msgspec.Struct, tag=True):
     """From an API process that was told to log more or less, and on to all others."""
 
@@ -71,8 +79,8 @@ class Listening(msgspec.Struct, tag=True):
 
 ToEngineProcess = StartEngine
 FromEngineProcess = EngineReady | Failed
-ToApi = StartApi | EngineReady | EngineDown | Drain | LogLevel
-FromApi = Listening | Failed | LogLevel
+ToApi = StartApi | EngineReady | EngineDown | Drain | LogLevel | Ask
+FromApi = Listening | Failed | LogLevel | Answered
 
 
 def line(message: Any) -> bytes:

@@ -24,6 +24,8 @@ from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.session import Session, session_tokenizer
 from quire.frontend.socket_client import SocketEngineClient
 from quire.protocol.control import (
+    Answered,
+    Ask,
     Drain,
     EngineDown,
     EngineReady,
@@ -165,6 +167,8 @@ class ApiProcess:
                 logging.getLogger("quire").setLevel(order.level)
             elif isinstance(order, Drain):
                 server.should_exit = True
+            elif isinstance(order, Ask):
+                self._report(Answered())
 
 
 def uvicorn_config(app: Any, options: ServerOptions) -> uvicorn.Config:

@@ -18,6 +18,8 @@ from quire.config.secrecy import hide_from_process_list
 from quire.config.server import ServerOptions
 from quire.frontend.socket_client import SocketEngineClient
 from quire.protocol.control import (
+    Answered,
+    Ask,
     Drain,
     EngineDown,
     EngineReady,
@@ -153,7 +155,7 @@ class Supervisor:
         """How long a start takes is nobody's to say; from then on the engine must answer."""
         await ready.wait()
         timeout_s = self._options.serving.engine_timeout_s
-        await until_silent(self._client, timeout_s)
+        await until_silent(lambda: self._client.command("answer", type(None)), timeout_s)
         return (
             f"the engine process hung: it answered nothing for engine_timeout_s={timeout_s:g}. If "
             "a step may take that long here, raise --engine-timeout-s."
@@ -166,17 +168,9 @@ class Supervisor:
         while True:
             index, self._next_client = self._next_client, self._next_client + 1
             api = await self._start_api(index, place)
-            listened = False
-            async for report in api.reports(FromApi):
-                if isinstance(report, Failed):
-                    raise ServerStopped(report.cause)
-                if isinstance(report, LogLevel):
-                    self._set_log_level(report)
-                else:
-                    listened = True
-                    self._api_listens()
+            listened, hung = await self._run_api(api)
             del self._apis[index]
-            cause = exit_cause("an API process", await api.wait())
+            cause = hung or exit_cause("an API process", await api.wait())
             if self._num_signals:
                 return
             num_failures = 0 if listened else num_failures + 1
@@ -186,6 +180,41 @@ class Supervisor:
             self._num_listening -= listened
             with contextlib.suppress(EngineDeadError):  # then its requests have ended anyway
                 await self._client.command("abort_client", type(None), client_index=index)
+
+    async def _run_api(self, api: Child) -> tuple[bool, str | None]:
+        """Run one API process until it ends or hangs. Whether it listened, and why it was ended."""
+        listening, answered = asyncio.Event(), asyncio.Event()
+        silence = asyncio.create_task(self._await_api_silence(api, listening, answered))
+        try:
+            async for report in api.reports(FromApi):
+                if isinstance(report, Failed):
+                    raise ServerStopped(report.cause)
+                if isinstance(report, LogLevel):
+                    self._set_log_level(report)
+                elif isinstance(report, Answered):
+                    answered.set()
+                else:
+                    listening.set()
+                    self._api_listens()
+            return listening.is_set(), silence.result() if silence.done() else None
+        finally:
+            silence.cancel()
+
+    async def _await_api_silence(
+        self, api: Child, listening: asyncio.Event, answered: asyncio.Event
+    ) -> str:
+        """End a process that no longer answers; returns why."""
+
+        async def ask() -> None:
+            answered.clear()
+            api.send(Ask())
+            await answered.wait()
+
+        await listening.wait()
+        timeout_s = self._options.serving.api_timeout_s
+        await until_silent(ask, timeout_s)
+        api.kill()
+        return f"an API process hung: it answered nothing for api_timeout_s={timeout_s:g}."
 
     async def _start_api(self, index: int, place: int) -> Child:
         fd = self._listener.fileno()

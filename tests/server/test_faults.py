@@ -95,6 +95,31 @@ def test_engine_that_hangs(tiny_model: Path) -> None:
     assert server.stop() == 0
 
 
+def test_api_process_that_hangs(tiny_model: Path) -> None:
+    """It is replaced, its requests are aborted, and what another one answers goes on."""
+    flags = ("--model", str(tiny_model), *TINY, "--api-timeout-s", "5", "--api-server-count", "2")
+    server = RunningServer.start(*flags)
+    other, hung = server.child_pids("quire.server.api_process")
+    long = {"prompt": "Hi", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    os.kill(other, signal.SIGSTOP)  # so that it does not take this connection
+    broken = server.send(long)
+    assert broken.recv(1 << 16)
+    os.kill(other, signal.SIGCONT)
+    os.kill(hung, signal.SIGSTOP)
+    with server.send(long) as whole, broken:
+        eventually(lambda: "api_timeout_s=5" in "".join(server.lines), "the end of the silence")
+        data = b""
+        while not data.endswith(b"[DONE]\n\n\r\n0\r\n\r\n"):
+            part = whole.recv(1 << 16)
+            assert part, data[-1000:]
+            data += part
+    eventually(lambda: not Path(f"/proc/{hung}").exists(), "its end")
+    eventually(lambda: len(server.child_pids("quire.server.api_process")) == 2, "another one")
+    assert other in server.child_pids("quire.server.api_process")
+    server.assert_at_rest()
+    assert server.stop() == 0
+
+
 def test_client_that_leaves_frees_its_blocks(server: RunningServer, model: str) -> None:
     client = server.client()
     stream = client.completions.create(model=model, stream=True, **LONG)
