@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from array import array as array_of_ints
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -312,7 +312,9 @@ class InputProcessor:
             prepared.bad_words_token_ids = self.tokenizer.bad_words_ids(params.bad_words)
         return prepared
 
-    def check_ids(self, name: str, ids: Iterable[int]) -> None:
+    def check_ids(self, name: str, ids: Collection[int]) -> None:
+        if not ids or (min(ids) >= 0 and max(ids) < self.vocab_size):
+            return
         for token in ids:
             if not 0 <= token < self.vocab_size:
                 raise RequestError(

@@ -18,6 +18,8 @@ GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 1e-2
 MAX_N = 16384
 MAX_BAD_WORDS = 128
+MAX_STOP_STRINGS = 256
+"""All of them are looked for after every token."""
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_LENGTH_PENALTY = 10.0  # a length to a higher power leaves the range of floats
 
@@ -102,10 +104,34 @@ def _integer(name: str, value: object) -> int:
 def _token_ids(name: str, value: object) -> list[int]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise RequestError(f"{name} must be a list of token ids, got {value!r}.")
+    if all(type(v) is int for v in value) and min(value, default=0) >= 0:
+        return list(value)
     ids = [_integer(f"{name}[{i}]", v) for i, v in enumerate(value)]
     for i, token in enumerate(ids):
         _require(token >= 0, f"{name}[{i}]", ">= 0", token)
     return ids
+
+
+def _is_checked_bias(bias: dict[Any, Any]) -> bool:
+    """Whether `_checked_bias` would change nothing, as where another process has called it."""
+    tokens, values = bias.keys(), bias.values()
+    return (
+        all(type(token) is int for token in tokens)
+        and all(type(value) is float and -100.0 <= value <= 100.0 for value in values)
+        and min(tokens, default=0) >= 0
+    )
+
+
+def _checked_bias(bias: dict[Any, Any]) -> dict[int, float]:
+    checked: dict[int, float] = {}
+    for key, value in bias.items():
+        try:
+            token = int(key)
+        except (TypeError, ValueError):
+            raise RequestError(f"logit_bias key {key!r} must be a token id.") from None
+        _require(token >= 0, f"logit_bias key {key!r}", ">= 0", token)
+        checked[token] = min(100.0, max(-100.0, _number(f"logit_bias[{key!r}]", value)))
+    return checked
 
 
 @dataclass
@@ -232,6 +258,8 @@ class SamplingParams:
             self.stop = list(self.stop)
         else:
             raise RequestError(f"stop must be a string or a list of strings, got {self.stop!r}.")
+        rule = f"at most {MAX_STOP_STRINGS} strings"
+        _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", rule, len(self.stop))
         for i, text in enumerate(self.stop):
             if not isinstance(text, str):
                 raise RequestError(f"stop[{i}] must be a string, got {text!r}.")
@@ -281,19 +309,12 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
             _require(bool(ids), "allowed_token_ids", "a non-empty list", ids)
-            self.allowed_token_ids = ids
+            self.allowed_token_ids = list(dict.fromkeys(ids))
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, dict):
                 raise RequestError(f"logit_bias must be a dictionary, got {self.logit_bias!r}.")
-            bias: dict[int, float] = {}
-            for key, value in self.logit_bias.items():
-                try:
-                    token = int(key)
-                except (TypeError, ValueError):
-                    raise RequestError(f"logit_bias key {key!r} must be a token id.") from None
-                _require(token >= 0, f"logit_bias key {key!r}", ">= 0", token)
-                bias[token] = min(100.0, max(-100.0, _number(f"logit_bias[{key!r}]", value)))
-            self.logit_bias = bias
+            if not _is_checked_bias(self.logit_bias):
+                self.logit_bias = _checked_bias(self.logit_bias)
         words = [self.bad_words] if isinstance(self.bad_words, str) else self.bad_words
         self.bad_words = list(words or [])
         for i, word in enumerate(self.bad_words):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import logging
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -34,6 +35,7 @@ NOT_IN_BODIES = {
     "routed_experts_prompt_start": "is not supported",
 }
 
+MAX_EXTRA_BYTES = 64 << 10
 NOTED_FIELDS = 20
 """Of one body."""
 _unknown_fields: set[str] = set()
@@ -184,6 +186,12 @@ class GenerationBody(RequestBody):
             given["repetition_detection"] = RepetitionDetectionParams(**values)
         given["structured_outputs"] = requested_form(self)
         if self.vllm_xargs is not None:
+            size = len(json.dumps(self.vllm_xargs))
+            if size > MAX_EXTRA_BYTES:
+                raise RequestError(
+                    f"vllm_xargs has {size} bytes, and at most {MAX_EXTRA_BYTES} are taken; send "
+                    "less."
+                )
             given["extra_args"] = self.vllm_xargs
         if self.use_beam_search:  # which draws nothing, so that the model's defaults do not apply
             given.pop("temperature", None)

@@ -79,9 +79,10 @@ class CountBody(MessageBody):
             for turn in read_turn(role, message.get("content"), f"{where}.content"):
                 last: dict[str, Any] = turns[-1] if turns else {"role": None}
                 if last["role"] == turn["role"] != "tool":
-                    calls = [*last.get("tool_calls", ()), *turn.get("tool_calls", ())]
-                    turn["content"] = last["content"] + turn["content"]
-                    turns[-1] = {**last, **turn, **({"tool_calls": calls} if calls else {})}
+                    if calls := turn.pop("tool_calls", None):
+                        last.setdefault("tool_calls", []).extend(calls)
+                    last["content"] += turn.pop("content")
+                    last |= turn
                 else:
                     turns.append(turn)
         return turns

@@ -185,10 +185,10 @@ def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         last: dict[str, Any] = joined[-1] if joined else {"role": None}
         is_turn = last["role"] == message["role"] == "assistant"
         if is_turn and (message["content"] is None or last["content"] is None):
-            calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
             content = message["content"] if last["content"] is None else last["content"]
-            joined[-1] = {**last, **message, "content": content}
-            joined[-1] |= {"tool_calls": calls} if calls else {}
+            if calls := message.pop("tool_calls", None):
+                last.setdefault("tool_calls", []).extend(calls)
+            last |= {**message, "content": content}
         else:
             joined.append(message)
     return joined

@@ -4,13 +4,36 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Strict
+from pydantic import BaseModel, ConfigDict, PlainValidator, Strict
+from pydantic_core import PydanticCustomError
 
 from quire.protocol.errors import RequestError
 from quire.server.bodies import ConversationBody, GenerationBody, RequestBody
 
-TokenId = Annotated[int, Strict()]
-"""Neither a truth value nor text with digits."""
+
+def _prompt_input(value: Any) -> Any:
+    """A prompt or several, as they are; token ids are neither truth values nor text with digits. A
+    union would try each member on every element, and write down what is wrong with each."""
+    kinds = set(map(type, value)) if isinstance(value, list) else {type(value)}
+    if kinds == {list}:
+        kinds = set().union(*(map(type, ids) for ids in value))
+        fits = kinds <= {int}
+    else:
+        fits = kinds in ({str}, {int}, set()) and not isinstance(value, int)
+    if not fits:
+        raise PydanticCustomError(
+            "prompt_input",
+            "must be a text, a list of texts, a list of token ids, or a list of such lists",
+        )
+    return value
+
+
+PromptInput = Annotated[
+    Any,
+    PlainValidator(
+        _prompt_input, json_schema_input_type=str | list[str] | list[int] | list[list[int]]
+    ),
+]
 
 
 class StreamOptions(BaseModel):
@@ -60,7 +83,7 @@ class CompletionBody(ChoicesBody):
         "response_format",
     }
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] | None = None
+    prompt: PromptInput | None = None
     logprobs: int | None = None
     echo: bool | None = False
     suffix: str | None = None
@@ -131,7 +154,7 @@ class EmbeddingBody(RequestBody):
     prepared_fields: ClassVar[frozenset[str]] = frozenset({"input"})
     stubs: ClassVar[dict[str, Any]] = {"input": ""}
 
-    input: str | list[str] | list[TokenId] | list[list[TokenId]]
+    input: PromptInput
     encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: Annotated[int, Strict()] | None = None
     pooling: str | None = None

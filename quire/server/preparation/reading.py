@@ -10,6 +10,7 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from quire.protocol.errors import QuireError
+from quire.protocol.sampling import SamplingParams
 from quire.server.bodies import GenerationBody, RequestBody
 from quire.server.errors import InvalidBodyError
 from quire.server.openai.response_format import form_field
@@ -72,7 +73,10 @@ def prepare(preparation: Preparation, kind: PreparedKind, data: bytes) -> Prepar
             body.refuse_unsupported()
         if isinstance(body, GenerationBody):
             field = form_field(body)
-        return kind.prepare(preparation, body)
+        made = kind.prepare(preparation, body)
+        if isinstance(made, Prepared) and isinstance(made.params, SamplingParams):
+            preparation.inputs.prepare_params(made.params)  # long lists that are refused stay here
+        return made
     except QuireError as error:
         error.__dict__["form_field"] = field
         raise
