@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 DISPLACED_RETRY_S = 10.0
 
 
+AT_ONCE = 32
+"""Requests that are made before others of the same event loop have a turn."""
+
+
 @dataclass(frozen=True)
 class RequestTerms:
     """How the engine is to treat requests that were made together."""
@@ -65,6 +69,8 @@ class OutputStream:
         self._owner = owner
         self.requests = requests
         self._news = news
+        self.reads_lazily = False
+        """Whether outputs leave it to their reader to make objects of logprobs of prompts."""
         self._unfinished = list(range(len(requests)))
 
     async def read(self) -> list[tuple[int, RequestOutput | RequestProgress]]:
@@ -97,7 +103,7 @@ class OutputStream:
                 request.progress = None
             if request.has_news:
                 done = done or request.finished
-                news.append((index, request.read()))
+                news.append((index, request.read(self.reads_lazily)))
         if done:
             self._unfinished = [i for i in self._unfinished if not self.requests[i].finished]
         return news
@@ -107,7 +113,11 @@ class OutputStream:
         while await self.read():
             pass
         death = self._client.death
-        return [embedding_of(request, params, death) for request in self.requests]
+
+        def vectors() -> list[EmbeddingRequestOutput]:
+            return [embedding_of(request, params, death) for request in self.requests]
+
+        return await asyncio.to_thread(vectors) if len(self.requests) > AT_ONCE else vectors()
 
     def close(self) -> None:
         for request in self.requests:
@@ -207,24 +217,30 @@ class AsyncLLM:
         params = params or self.session.default_params
         news, requests = asyncio.Event(), list[OpenRequest]()
         prepared = self.session.inputs.prepare_params(params)
-        made = [
-            self._new_request(here.first_key, prompt, prepared, name, terms, task)
-            for prompt in prompts
-        ]
+        made, adds = list[NewRequest](), list[asyncio.Future[None]]()
         try:
-            for new, prompt in zip(made, prompts, strict=True):
+            for prompt in prompts:
+                new = self._new_request(here.first_key, prompt, prepared, name, terms, task)
+                made.append(new)
                 known_as = name or f"quire-{new.key}"
                 request = here.collector.open(new, prompt.text, params.output_kind, known_as)
                 here.open[new.request_id] = request, news
                 requests.append(request)
-            adds = [self.client.add(new) for new in made]
-            if len(adds) == 1:
-                await adds[0]
-            else:
-                await asyncio.gather(*adds)
+                if len(made) % AT_ONCE == 0:
+                    await asyncio.sleep(0)
+            if len(made) == 1:
+                await self.client.add(made[0])
+            for first in range(0, len(made) if len(made) > 1 else 0, AT_ONCE):
+                part = made[first : first + AT_ONCE]
+                adds += [asyncio.ensure_future(self.client.add(new)) for new in part]
+                await asyncio.sleep(0)
+            await asyncio.gather(*adds)
         except BaseException:
             for request in requests:
                 here.forget(request)
+            for add in adds:
+                add.cancel()
+            await asyncio.gather(*adds, return_exceptions=True)
             raise
         return OutputStream(self.client, here, requests, news)
 

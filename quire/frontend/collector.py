@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from quire.frontend.beam_outputs import beam_tokens
 from quire.frontend.detokenizer import IncrementalDetokenizer
@@ -21,6 +23,32 @@ from quire.protocol.output import FinishedSequence, RequestProgress, StepOutput
 from quire.protocol.plan import Float32Array, LogprobArrays
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import RequestOutputKind, SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class LazyLogprobs:
+    """Logprobs of a prompt as the engine gave them. There may be hundreds of thousands: they
+    become objects when they are looked at, on whichever thread."""
+
+    entry: Callable[[LogprobArrays, int], dict[int, Logprob]]
+    start: int
+    """The first position that was asked for."""
+    count: int
+    parts: list[LogprobArrays] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[dict[int, Logprob] | None]:
+        """One for each position; None where nothing was asked for or is known."""
+        places = {
+            position: (arrays, line)
+            for arrays in self.parts
+            for line, position in enumerate(arrays.index.tolist())
+        }
+        for position in range(self.count):
+            place = places.get(position) if position >= self.start else None
+            yield None if place is None else self.entry(*place)
 
 
 @dataclass(slots=True, eq=False)
@@ -119,7 +147,7 @@ class OpenRequest:
     params: SamplingParams
     kind: RequestOutputKind
     sequences: list[OpenSequence] = field(default_factory=list)
-    prompt_logprobs: dict[int, dict[int, Logprob]] | None = None
+    prompt_logprobs: LazyLogprobs | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     num_cached_tokens: int | None = None
     hides_cached_tokens: bool = False
@@ -155,14 +183,15 @@ class OpenRequest:
             for s in self.sequences
         )
 
-    def read(self) -> RequestOutput:
+    def read(self, lazily: bool = False) -> RequestOutput:
+        """`lazily`: the logprobs of the prompt become objects when they are looked at."""
         delta = self.kind is RequestOutputKind.DELTA
         news = [s for s in self.sequences if not delta or s.has_news]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            prompt_logprobs=self._read_prompt_logprobs(),
+            prompt_logprobs=self._read_prompt_logprobs(lazily),
             outputs=[sequence.read(delta) for sequence in news],
             finished=self.finished,
             metrics=self.metrics,
@@ -173,15 +202,12 @@ class OpenRequest:
     def num_cached_tokens_shown(self) -> int | None:
         return 0 if self.hides_cached_tokens else self.num_cached_tokens
 
-    def _read_prompt_logprobs(self) -> PromptLogprobs | None:
+    def _read_prompt_logprobs(self, lazily: bool) -> PromptLogprobs | LazyLogprobs | None:
         """One entry per prompt token, None for the first, which nothing predicts."""
-        if self.prompt_logprobs is None:
-            return None
-        start = max(self.params.prompt_logprob_start or 0, 1)
+        if self.prompt_logprobs is None or lazily:
+            return self.prompt_logprobs
         flat: PromptLogprobs = FlatLogprobs() if self.params.flat_logprobs else []
-        for position in range(len(self.prompt_token_ids)):
-            known = self.prompt_logprobs.get(position) if position >= start else None
-            flat.append(known)
+        flat.extend(self.prompt_logprobs)
         return flat
 
 
@@ -207,7 +233,11 @@ class Collector:
         request.metrics.arrival_time = new.arrival_time
         request.hides_cached_tokens = new.shares_prefixes
         if params.wants_prompt_logprobs:
-            request.prompt_logprobs = {}
+            ranked = params.prompt_logprob_token_ids is None
+            start = max(params.prompt_logprob_start or 0, 1)
+            request.prompt_logprobs = LazyLogprobs(
+                partial(self._entry, ranked=ranked), start, len(ids)
+            )
         for index in range(params.n):
             sequence = self._open_sequence(request, new.key + index, index)
             if params.wants_logprobs:
@@ -249,7 +279,7 @@ class Collector:
         for part in output.prompt_logprobs:
             sequence = self._by_key.get(part.key)
             if sequence is not None and sequence.request.prompt_logprobs is not None:
-                self._add_prompt_logprobs(sequence.request, part.arrays)
+                sequence.request.prompt_logprobs.parts.append(part.arrays)
         for one in output.progress:
             sequence = self._by_key.get(one.key)
             if sequence is not None:
@@ -305,12 +335,6 @@ class Collector:
         ranked = sequence.request.params.logprob_token_ids is None
         sequence.logprobs.append(self._entry(arrays, line, ranked))
         sequence.cumulative_logprob += float(arrays.logprobs[line, 0])
-
-    def _add_prompt_logprobs(self, request: OpenRequest, arrays: LogprobArrays) -> None:
-        assert request.prompt_logprobs is not None
-        ranked = request.params.prompt_logprob_token_ids is None
-        for line, position in enumerate(arrays.index.tolist()):
-            request.prompt_logprobs[position] = self._entry(arrays, line, ranked)
 
     def _entry(self, arrays: LogprobArrays, line: int, ranked: bool) -> dict[int, Logprob]:
         """Token -> logprob at one position: the token itself first, then the candidates."""

@@ -113,7 +113,8 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: PromptLogprobs | None
+    prompt_logprobs: Any
+    """`PromptLogprobs`, or None if they were not asked for."""
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None

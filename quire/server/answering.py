@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
-import msgspec
 from starlette.responses import Response
 
 from quire.frontend.outputs import RequestOutput
 from quire.server.event_stream import CLIENT_LEFT, EventStream
 from quire.server.generation import Generation
+from quire.server.reply_json import encoded, num_values, off_loop
 
 
 class Reply(Protocol):
@@ -40,4 +40,5 @@ async def answer(
     outputs = await generation.outputs()
     if outputs is None:
         return Response(status_code=CLIENT_LEFT)
-    return Response(msgspec.json.encode(reply.whole(outputs)), media_type="application/json")
+    data = await off_loop(num_values(outputs), lambda: encoded(reply.whole(outputs)))
+    return Response(data, media_type="application/json")

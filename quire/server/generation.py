@@ -61,6 +61,7 @@ class Generation:
     def __init__(self, request: Request, stream: OutputStream) -> None:
         self._request = request
         self._stream = stream
+        stream.reads_lazily = True
         request.state.made = stream.requests  # for whoever watches requests
         self._first: list[tuple[int, Any]] | None = None
 

@@ -21,6 +21,7 @@ from quire import (
     RequestOutputKind,
     SamplingParams,
 )
+from quire.frontend.inputs import TokenizationOptions, parse_prompts
 from tests.frontend.conftest import Tiny
 from tests.models.reference import VOCAB, random_tokens
 
@@ -287,4 +288,33 @@ async def test_embeddings_beside_generation(engine: AsyncLLM, llm: LLM) -> None:
         await engine.embed(prompts)
     with pytest.raises(RequestError, match="dimensions=65 is more"):
         await engine.embed("x", PoolingParams(dimensions=65))
+    await settled(engine)
+
+
+async def test_many_prompts_leave_turns_to_others(engine: AsyncLLM) -> None:
+    """However many prompts are handed over at once, the event loop runs in between."""
+    prompts = parse_prompts([PROMPTS[0]] * 200)
+    engine.session.inputs.tokenize(prompts, TokenizationOptions())
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    opening = asyncio.create_task(engine.open_stream(prompts, params(max_tokens=1)))
+    while not engine.num_open:
+        await asyncio.sleep(0)
+    first = turns
+    assert 0 < engine.num_open < len(prompts)
+    while engine.num_open < len(prompts):
+        await asyncio.sleep(0)
+    assert turns > first
+    stream = await opening
+    while await stream.read():
+        pass
+    stream.close()
+    counting.cancel()
     await settled(engine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -29,6 +30,7 @@ from quire.server.openai.stream import ChunkWriter, printable
 from quire.server.openai.usage import Usage
 from quire.server.preparation.context import Preparation, Prepared
 from quire.server.preparation.routes import prepared_route
+from quire.server.reply_json import num_values, off_loop
 from quire.server.tool_use import message_form, with_form
 
 router = APIRouter()
@@ -166,7 +168,8 @@ class ChatReply:
                     usage.add(index, output)
                     if not opened:
                         opened = True
-                        data.append(self._opening(writer, output, usage))
+                        opening = partial(self._opening, writer, output, usage)
+                        data.append(await off_loop(num_values([output]), opening))
                     data += [self._chunk(writer, one, usage) for one in output.outputs]
                 yield b"".join(data)
         if self._body.usage_options.include_usage:

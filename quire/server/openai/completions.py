@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -27,6 +28,7 @@ from quire.server.openai.stream import ChunkWriter
 from quire.server.openai.usage import Usage
 from quire.server.preparation.context import Preparation, Prepared
 from quire.server.preparation.routes import prepared_route
+from quire.server.reply_json import num_values, off_loop
 
 router = APIRouter()
 
@@ -172,10 +174,11 @@ class CompletionReply:
                         continue
                     self._leave_out_generated(output)
                     usage.add(index, output)
-                    data += [
-                        self._chunk(writer, index, output, one, usage, begun)
-                        for one in output.outputs
-                    ]
+                    for one in output.outputs:
+                        write = partial(self._chunk, writer, index, output, one, usage, begun)
+                        begins = index * self._num_each + one.index not in begun
+                        size = num_values([output]) if begins else 0
+                        data.append(await off_loop(size, write))
                 yield b"".join(data)
         if self._body.usage_options.include_usage:
             yield writer.bare(usage=usage.record())

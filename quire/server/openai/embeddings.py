@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-import msgspec
 import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -19,6 +18,7 @@ from quire.server.generation import Generation, tokenize
 from quire.server.openai.schemas import EmbeddingBody
 from quire.server.preparation.context import Preparation, Prepared
 from quire.server.preparation.routes import prepared_route
+from quire.server.reply_json import encoded, off_loop
 
 router = APIRouter()
 
@@ -40,8 +40,10 @@ async def create_embedding(made: Prepared, request: Request) -> Response:
     outputs = await generation.embeddings(params)
     if outputs is None:
         return Response(status_code=CLIENT_LEFT)
-    reply = _reply(outputs, made.model, body.encoding_format == "base64")
-    return Response(msgspec.json.encode(reply), media_type="application/json")
+    size = sum(output.outputs.hidden_size for output in outputs)
+    as_bytes = body.encoding_format == "base64"
+    data = await off_loop(size, lambda: encoded(_reply(outputs, made.model, as_bytes)))
+    return Response(data, media_type="application/json")
 
 
 def _params(state: Preparation, body: EmbeddingBody) -> PoolingParams:

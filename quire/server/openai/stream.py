@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from quire.protocol.output import RequestProgress
+from quire.server.reply_json import encoded
 
 encode = msgspec.json.Encoder().encode
 
@@ -52,8 +53,9 @@ class ChunkWriter:
     def choice(self, choice: dict[str, Any], **extra: Any) -> bytes:
         """A chunk with one choice, and what else it says at the top level."""
         extra = self._nothing_else | extra
-        tail = b"," + encode(extra)[1:] if extra else b"}"
-        return self._head + encode(choice) + b"]" + tail + b"\n\n"
+        write = encoded if "prompt_logprobs" in choice or "prompt_logprobs" in extra else encode
+        tail = b"," + write(extra)[1:] if extra else b"}"
+        return self._head + write(choice) + b"]" + tail + b"\n\n"
 
     def progress(self, progress: RequestProgress) -> bytes:
         """How a prompt gets on whose first token is not there yet."""

@@ -1,0 +1,48 @@
+"""Large replies are written off the event loop, in pieces that let it run."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire.frontend.outputs import CompletionOutput, Logprob, RequestOutput
+from quire.server.reply_json import LARGE_REPLY, encoded, num_values, off_loop
+
+ENTRY = {7: Logprob(-0.5, 1, "a"), 8: Logprob(-1.5, 2, "b")}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [],
+        {},
+        {"a": []},
+        {"data": [{"index": i, "embedding": [0.5] * 100} for i in range(200)], "n": 1},
+        {"choices": [{"prompt_logprobs": [None, *[ENTRY] * 300], "text": "é"}]},
+        {"a": {1: {2: [3] * 65}}, "b": [[1, 2], {"c": None}]},
+    ],
+)
+def test_pieces_make_the_same_json(value: Any) -> None:
+    assert encoded(value) == msgspec.json.encode(value)
+
+
+def test_what_is_large_runs_on_a_thread() -> None:
+    async def threads() -> list[int]:
+        return [await off_loop(size, threading.get_ident) for size in (1, LARGE_REPLY)]
+
+    here, there = asyncio.run(threads())
+    assert here == threading.get_ident() != there
+
+
+def test_logprobs_make_replies_large() -> None:
+    def output(num_tokens: int, **more: Any) -> RequestOutput:
+        one = CompletionOutput(0, "", [7] * num_tokens, logprobs=[ENTRY] * num_tokens)
+        return RequestOutput("id", None, [7], more.get("prompt_logprobs"), [one], True)
+
+    assert num_values([output(10)]) < LARGE_REPLY <= num_values([output(1000)])
+    assert num_values([output(1, prompt_logprobs=[None] * 200)]) >= LARGE_REPLY
