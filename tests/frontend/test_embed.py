@@ -104,7 +104,7 @@ def test_bad_parameters_are_named(llm: LLM, values: dict[str, Any], message: str
 
 
 def test_bad_prompts_are_named(llm: LLM) -> None:
-    with pytest.raises(RequestError, match=r"prompts\[1\].*200 tokens"):
+    with pytest.raises(RequestError, match=r"prompts\[1\].*200 in the prompt"):
         llm.embed([PROMPTS[0], random_tokens(200)], use_tqdm=False)
     with pytest.raises(RequestError, match="priority has 1 entries for 2 prompts"):
         llm.embed(PROMPTS[:2], priority=[1], use_tqdm=False)
