@@ -107,7 +107,7 @@ class ApiProcess:
                 return
             order = await self._orders.next()
         state = self._connect(order)
-        await state.pool.start()
+        state.pool.start()
         if self._start.client_index == 1:  # all API processes would say the same
             self._describing = asyncio.create_task(self._log_parsers(state))
         config = uvicorn_config(build_app(state), self._options)

@@ -49,6 +49,7 @@ MAX_LARGE = 2
 MAX_SMALL = 4
 """Forks at a time, by the size of bodies: the large ones must not keep the others waiting."""
 MAX_SAID = 1000
+MAX_END_S = 1.0
 
 
 class ForkEnded(Exception):
@@ -136,16 +137,10 @@ class ForkServer:
         self.loaded = asyncio.Event()
         """It takes orders; before that they could fill what it has not read yet."""
 
-    async def tell(self, settings: bytes) -> None:
-        """The first thing that it is told."""
-        loop = asyncio.get_running_loop()
+    def tell(self, settings: bytes) -> None:
+        """The first thing that it is told; a client that leaves meanwhile does not cut it off."""
         self.is_told = True
-        self._following = asyncio.create_task(self._follow())
-        with contextlib.suppress(OSError):  # then it has ended, which is noticed elsewhere
-            await loop.sock_sendall(self._control, FRAME.pack(0, len(settings)))
-            for start in range(0, len(settings), PIECE_BYTES):
-                part = settings[start : start + PIECE_BYTES]
-                await loop.sock_sendall(self._control, part)
+        self._following = asyncio.create_task(self._follow(settings))
 
     def fork(self) -> Fork:
         number = next(self._numbers)
@@ -173,35 +168,50 @@ class ForkServer:
         finally:
             self._endings.pop(fork.number, None)
 
-    async def _follow(self) -> None:
+    async def _follow(self, settings: bytes) -> None:
+        try:
+            with contextlib.suppress(OSError):  # it has ended
+                await self._send(settings)
+                await self._receive()
+        finally:  # also when it is closed
+            self.is_alive = False
+            self.loaded.set()
+            for ending in self._endings.values():
+                if not ending.done():
+                    ending.set_result((-signal.SIGKILL, ""))
+
+    async def _send(self, settings: bytes) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(self._control, FRAME.pack(0, len(settings)))
+        for start in range(0, len(settings), PIECE_BYTES):
+            await loop.sock_sendall(self._control, settings[start : start + PIECE_BYTES])
+
+    async def _receive(self) -> None:
         loop = asyncio.get_running_loop()
         data = bytearray()
-        with contextlib.suppress(OSError):
-            while part := await loop.sock_recv(self._control, 1 << 16):
-                data += part
-                while len(data) >= ENDED.size:
-                    number, status, size = ENDED.unpack(data[: ENDED.size])
-                    if len(data) < ENDED.size + size:
-                        break
-                    label = bytes(data[ENDED.size : ENDED.size + size]).decode("utf-8", "replace")
-                    del data[: ENDED.size + size]
-                    if number == READY:
-                        self.loaded.set()
-                    elif (ending := self._endings.get(number)) and not ending.done():
-                        ending.set_result((status, label))
-        self.is_alive = False
-        self.loaded.set()
-        for ending in self._endings.values():
-            if not ending.done():
-                ending.set_result((-signal.SIGKILL, ""))
+        while part := await loop.sock_recv(self._control, 1 << 16):
+            data += part
+            while len(data) >= ENDED.size:
+                number, status, size = ENDED.unpack(data[: ENDED.size])
+                if len(data) < ENDED.size + size:
+                    break
+                label = bytes(data[ENDED.size : ENDED.size + size]).decode("utf-8", "replace")
+                del data[: ENDED.size + size]
+                if number == READY:
+                    self.loaded.set()
+                elif (ending := self._endings.get(number)) and not ending.done():
+                    ending.set_result((status, label))
 
     def close(self) -> None:
         self.is_alive = False
         if self._following is not None:
             self._following.cancel()
-        self._control.close()
-        self._process.kill()
-        self._process.wait()
+        self._control.close()  # at which it ends its forks and itself, unless it still loads
+        try:
+            self._process.wait(MAX_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 class PreparationPool:
@@ -210,24 +220,22 @@ class PreparationPool:
     def __init__(self, settings: PreparationSettings, server: ForkServer | None = None) -> None:
         self._settings = encode(settings)
         self._server = server
-        self._starting = asyncio.Lock()
         self._idle: list[Fork] = []
         self._small = asyncio.Semaphore(MAX_SMALL)
         self._large = asyncio.Semaphore(MAX_LARGE)
         self._ending: set[asyncio.Task[Any]] = set()
         self._said: set[str] = set()
 
-    async def start(self) -> ForkServer:
+    def start(self) -> ForkServer:
         """The process that forks; another one if it is gone."""
-        async with self._starting:
-            if self._server is not None and not self._server.is_alive:
-                logger.error("the process that prepares requests ended; it is started again")
-                self.close()
-            if self._server is None:
-                self._server = ForkServer()
-            if not self._server.is_told:
-                await self._server.tell(self._settings)
-            return self._server
+        if self._server is not None and not self._server.is_alive:
+            logger.error("the process that prepares requests ended; it is started again")
+            self.close()
+        if self._server is None:
+            self._server = ForkServer()
+        if not self._server.is_told:
+            self._server.tell(self._settings)
+        return self._server
 
     def close(self) -> None:
         for fork in self._idle:
@@ -240,31 +248,48 @@ class PreparationPool:
     async def run(self, kind: PreparedKind, data: bytes) -> Prepared | bytes:
         """What the route makes of a body. Cancelling it ends the process that works on it."""
         is_large = len(data) >= LARGE_BYTES
-        async with self._large if is_large else self._small:
-            server = await self.start()
-            await server.loaded.wait()
-            fork = self._idle.pop() if self._idle and not is_large else server.fork()
-            try:
-                made, end = await fork.run(kind, data, is_large)
-            except ForkEnded:
-                raise _failure(*await server.end(fork)) from None
-            except BaseException:
-                self._end_later(server, fork)
-                raise
-            if is_large or end.is_spent or server is not self._server:
-                self._end_later(server, fork)
-            else:
-                self._idle.append(fork)
+        places = self._large if is_large else self._small
+        server, fork = await self._take_fork(places, is_large)
+        try:
+            made, end = await fork.run(kind, data, is_large)
+        except ForkEnded:
+            raise _failure(*await asyncio.shield(self._end(server, fork, places))) from None
+        except BaseException:
+            self._end(server, fork, places)
+            raise
+        if is_large or end.is_spent or server is not self._server:
+            self._end(server, fork, places)
+        else:
+            self._idle.append(fork)
+            places.release()
         for one in end.logs:
             self._say(one.level, one.text)
         if isinstance(made, Exception):
             raise made
         return made
 
-    def _end_later(self, server: ForkServer, fork: Fork) -> None:
+    async def _take_fork(
+        self, places: asyncio.Semaphore, is_large: bool
+    ) -> tuple[ForkServer, Fork]:
+        await places.acquire()
+        try:
+            server = self.start()
+            await server.loaded.wait()
+            return server, self._idle.pop() if self._idle and not is_large else server.fork()
+        except BaseException:
+            places.release()
+            raise
+
+    def _end(
+        self, server: ForkServer, fork: Fork, places: asyncio.Semaphore
+    ) -> asyncio.Task[tuple[int, str]]:
+        """Its place is free once it is gone: clients that leave at once, one after the other, must
+        not make more forks than there may be, nor more orders than the socket holds."""
         task = asyncio.create_task(server.end(fork))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
+        task.add_done_callback(lambda _: places.release())
+        return task
 
     def _say(self, level: int, text: str) -> None:
         if text not in self._said and len(self._said) < MAX_SAID:
