@@ -17,8 +17,6 @@ from tests.server.running import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks"
-# The exact weights: equal requests give equal tokens however they are batched.
-SERVE = ("--", "--dtype", "float32")
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +95,7 @@ def test_broken_bounds_have_reasons() -> None:
 def test_two_minutes(tmp_path: Path) -> None:
     log, results = tmp_path / "soak.log", tmp_path / "soak.json"
     flags = ("--minutes", "2", "--log", str(log), "--json", str(results))
-    command = [sys.executable, str(FOLDER / "soak.py"), *flags, *SERVE]
+    command = [sys.executable, str(FOLDER / "soak.py"), *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, cwd=tmp_path)
     assert done.returncode == 0, (done.stdout, done.stderr, log.read_text()[-5000:])
     found = json.loads(results.read_text())
