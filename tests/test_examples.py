@@ -72,7 +72,7 @@ def check_logprobs(shown: str) -> None:
 
 
 def check_beam_search(shown: str) -> None:
-    scores = [float(score) for score in re.findall(r"^ +(-[\d.]+)  '", shown, re.MULTILINE)]
+    scores = [float(score) for score in re.findall(r"^ +(-[\d.]+)  ['\"]", shown, re.MULTILINE)]
     assert len(scores) == 6 and "Paris" in shown
     assert scores[3] > scores[4], "all beams of the second prompt have the same length"
 

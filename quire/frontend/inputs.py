@@ -242,7 +242,9 @@ class InputProcessor:
         if texts:
             assert self.tokenizer is not None
             strings = [prompts[i].text or "" for i in texts]
-            if options.truncate_prompt_tokens is None:
+            if options.truncate_prompt_tokens is not None:
+                strings = [self._cut_text(text, options) for text in strings]
+            else:
                 for i, text in zip(texts, strings, strict=True):
                     with naming_index(i):
                         self.check_text(text)
@@ -255,6 +257,16 @@ class InputProcessor:
                 raise
             for i, ids in zip(texts, encoded, strict=True):
                 prompts[i].token_ids = np.array(ids, np.int32)
+
+    def _cut_text(self, text: str, options: TokenizationOptions) -> str:
+        """What of a text that will be truncated can become one of its tokens: tokenising the rest
+        is for nothing. Twice the characters that the tokens can have leave room for another split
+        where the text was cut."""
+        assert self.tokenizer is not None
+        most = max(2 * self.max_model_len * self.tokenizer.max_chars_per_token, ALWAYS_TOKENISED)
+        if len(text) <= most:
+            return text
+        return text[-most:] if options.truncation_side == "left" else text[:most]
 
     def check_text(self, text: str, least: int = ALWAYS_TOKENISED) -> None:
         """Refuse a text that cannot fit whatever its tokens are, before it is tokenised. One of up

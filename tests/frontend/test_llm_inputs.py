@@ -17,6 +17,7 @@ from quire import (
     BeamSearchParams,
     SamplingParams,
 )
+from quire.frontend.inputs import Prompt, TokenizationOptions
 from quire.frontend.llm import TOKENS_TO_START_WITH
 from tests.frontend.conftest import Tiny
 from tests.frontend.refusals import refuses
@@ -281,3 +282,20 @@ def test_a_bad_prompt_after_the_first_step_has_begun(tiny: Tiny) -> None:
         assert llm.statistics().num_steps > begun
         assert llm.generate(GOOD, SHORT, use_tqdm=False)[0].outputs[0].token_ids == expected
         assert_at_rest(llm)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_text_that_is_truncated_is_not_tokenised_whole(llm: LLM, side: str) -> None:
+    """And yet gives the tokens that the whole text would."""
+    tokenizer = llm.get_tokenizer()
+    text = " ".join(f"word{i % 977}" for i in range(200_000))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    options = TokenizationOptions(
+        add_special_tokens=False, truncate_prompt_tokens=MAX_LEN // 2, truncation_side=side
+    )
+    prompt = Prompt(text=text, token_ids=None)
+    llm._session.inputs.encode_texts([prompt], options)
+    assert prompt.token_ids is not None and len(prompt.token_ids) < len(ids)
+    llm._session.inputs.check_prompt(prompt, options)
+    kept = ids[-MAX_LEN // 2 :] if side == "left" else ids[: MAX_LEN // 2]
+    assert prompt.token_ids.tolist() == kept

@@ -86,7 +86,7 @@ def test_a_trickle_is_not_enough(hasty: RunningServer) -> None:
 
 
 def test_a_slow_but_steady_upload_is_fine(hasty: RunningServer) -> None:
-    whole = http_request("/v1/completions", {**BODY, "user": "x" * 700_000})
+    whole = http_request("/v1/completions", json.dumps(BODY).encode() + b" " * 700_000)
     with hasty.connect() as connection:
         for start in range(0, len(whole), 140_000):
             connection.sendall(whole[start : start + 140_000])
