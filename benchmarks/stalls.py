@@ -312,8 +312,8 @@ def measure_memory(server: Server, count: int) -> None:
     before = server.processes()
     bodies = [
         ("/v1/completions", text("prompt", max_tokens=1)(30 * MB)),
-        ("/v1/completions", lists("prompt")(8 * MB)),
-        ("/v1/chat/completions", messages()(8 * MB)),
+        ("/v1/completions", lists("prompt")(4 * MB)),
+        ("/v1/chat/completions", messages()(4 * MB)),
         ("/tokenize", text("prompt", return_token_strs=True)(MB)),
     ]
     encoded = [(path, json.dumps(body).encode()) for path, body in bodies]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from array import array as array_of_ints
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 Params = SamplingParams | Sequence[SamplingParams] | None
 ALWAYS_TOKENISED = 1 << 16
 """Characters of a text that is tokenised however short the context is."""
+BATCH_CHARACTERS = 4 << 20
 MIN_PRIORITY, MAX_PRIORITY = -(1 << 63), (1 << 63) - 1
 
 
@@ -202,6 +203,17 @@ class naming_index:
             error.args = (f"prompts[{self.index}]: {error}",)  # it keeps its kind
 
 
+def _batches(strings: list[str]) -> Iterator[slice]:
+    """Of `BATCH_CHARACTERS` or one string: a tokenizer takes a hundred bytes for each character."""
+    first = size = 0
+    for i, text in enumerate(strings):
+        if i > first and size + len(text) > BATCH_CHARACTERS:
+            yield slice(first, i)
+            first, size = i, 0
+        size += len(text)
+    yield slice(first, len(strings))
+
+
 class InputProcessor:
     """Makes valid `NewRequest`s for one engine."""
 
@@ -248,15 +260,26 @@ class InputProcessor:
                 for i, text in zip(texts, strings, strict=True):
                     with naming_index(i):
                         self.check_text(text)
-            try:
-                encoded = self.tokenizer.encode_batch(strings, options.add_special_tokens)
-            except RequestError:
-                for i, text in zip(texts, strings, strict=True):
-                    with naming_index(i):
-                        self.tokenizer.encode(text)
-                raise
-            for i, ids in zip(texts, encoded, strict=True):
-                prompts[i].token_ids = np.array(ids, np.int32)
+            for part in _batches(strings):
+                self._encode_batch(prompts, texts[part], strings[part], options)
+
+    def _encode_batch(
+        self,
+        prompts: list[Prompt],
+        indices: list[int],
+        strings: list[str],
+        options: TokenizationOptions,
+    ) -> None:
+        assert self.tokenizer is not None
+        try:
+            encoded = self.tokenizer.encode_batch(strings, options.add_special_tokens)
+        except RequestError:
+            for i, text in zip(indices, strings, strict=True):
+                with naming_index(i):
+                    self.tokenizer.encode(text)
+            raise
+        for i, ids in zip(indices, encoded, strict=True):
+            prompts[i].token_ids = np.array(ids, np.int32)
 
     def _cut_text(self, text: str, options: TokenizationOptions) -> str:
         """What of a text that will be truncated can become one of its tokens: tokenising the rest

@@ -142,7 +142,7 @@ class ApiProcess:
 
     async def _log_parsers(self, state: ServerState) -> None:
         try:
-            await state.pool.run(PARSERS, b"{}")
+            await state.pool.run(PARSERS, [b"{}"])
         except QuireError as error:  # chats will say so too
             logger.warning("%s", error)
 

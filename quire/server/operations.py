@@ -23,6 +23,8 @@ from quire.server.preparation.routes import answered_already, prepared_route
 router = APIRouter()
 BODILESS: Any = {"response_class": Response, "response_description": "The engine serves requests."}
 
+DETOKENIZED = 1 << 18
+"""Tokens that /detokenize takes, though no context may hold them."""
 COUNTED_CHARACTERS = 1 << 20
 """Of a text that /tokenize counts the tokens of, though no context may hold it."""
 
@@ -138,6 +140,9 @@ def tokenize_text(state: Preparation, body: TokenizeBody) -> bytes:
 
 def detokenize(state: Preparation, body: DetokenizeBody) -> bytes:
     state.check_model(body.model)
+    most = max(DETOKENIZED, state.inputs.max_model_len)
+    if len(body.tokens) > most:
+        raise RequestError(f"tokens holds {len(body.tokens)} ids, more than {most}; send fewer.")
     state.inputs.check_ids("tokens", body.tokens)
     return msgspec.json.encode({"prompt": state.tokenizer.decode(body.tokens)})
 

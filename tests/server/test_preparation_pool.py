@@ -47,14 +47,14 @@ def pool() -> Iterator[PreparationPool]:
 
 
 async def prompt_of(pool: PreparationPool, body: bytes) -> list[int]:
-    made = await asyncio.wait_for(pool.run(COMPLETIONS, body), WAIT_S)
+    made = await asyncio.wait_for(pool.run(COMPLETIONS, [body]), WAIT_S)
     assert isinstance(made, Prepared) and made.prompts[0].token_ids is not None
     return made.prompts[0].token_ids.tolist()
 
 
 async def test_a_client_that_leaves_while_the_process_starts(pool: PreparationPool) -> None:
     """What the process is told is not cut off."""
-    leaving = asyncio.create_task(pool.run(COMPLETIONS, SMALL))
+    leaving = asyncio.create_task(pool.run(COMPLETIONS, [SMALL]))
     await asyncio.sleep(0.05)
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
@@ -72,7 +72,7 @@ async def test_clients_that_leave_free_their_places_when_forks_are_gone(
     os.kill(pid, signal.SIGSTOP)
     try:
         for _ in range(600):
-            leaving = asyncio.create_task(pool.run(COMPLETIONS, LARGE))
+            leaving = asyncio.create_task(pool.run(COMPLETIONS, [LARGE]))
             for _ in range(4):
                 await asyncio.sleep(0)
             leaving.cancel()
@@ -87,7 +87,7 @@ async def test_clients_that_leave_free_their_places_when_forks_are_gone(
 
 async def test_closing_ends_forks_that_work(pool: PreparationPool) -> None:
     body = json.dumps({"prompt": [[1] * 5] * 1_000_000}).encode()
-    working = asyncio.create_task(pool.run(COMPLETIONS, body))
+    working = asyncio.create_task(pool.run(COMPLETIONS, [body]))
     server = pool.start()
     forks: list[int] = []
     while not forks:

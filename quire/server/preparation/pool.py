@@ -34,6 +34,7 @@ from quire.server.preparation.wire import (
     PROMPT_LISTS,
     PROMPTS,
     READY,
+    TOO_MUCH_MEMORY,
     Content,
     End,
     Head,
@@ -64,16 +65,19 @@ class Fork:
     socket: socket.socket
     _received: bytearray = field(default_factory=bytearray)
 
-    async def run(self, kind: PreparedKind, data: bytes, is_large: bool) -> tuple[Any, End]:
+    async def run(
+        self, kind: PreparedKind, body: list[bytes], size: int, is_large: bool
+    ) -> tuple[Any, End]:
         path = kind.path.encode()
         loop = asyncio.get_running_loop()
         try:
-            await loop.sock_sendall(
-                self.socket, JOB.pack(len(path), len(data), is_large) + path + data[:PIECE_BYTES]
-            )
-            view = memoryview(data)
-            for start in range(PIECE_BYTES, len(data), PIECE_BYTES):
-                await loop.sock_sendall(self.socket, view[start : start + PIECE_BYTES])
+            order = JOB.pack(len(path), size, is_large) + path
+            if not is_large:
+                await loop.sock_sendall(self.socket, order + b"".join(body))
+            else:
+                await loop.sock_sendall(self.socket, order)
+                for piece in body:
+                    await loop.sock_sendall(self.socket, piece)
         except OSError:
             raise ForkEnded from None
         head: Any = None
@@ -245,13 +249,15 @@ class PreparationPool:
             self._server.close()
             self._server = None
 
-    async def run(self, kind: PreparedKind, data: bytes) -> Prepared | bytes:
-        """What the route makes of a body. Cancelling it ends the process that works on it."""
-        is_large = len(data) >= LARGE_BYTES
+    async def run(self, kind: PreparedKind, body: list[bytes]) -> Prepared | bytes:
+        """What the route makes of a body, which is given in the pieces that it came in. Cancelling
+        it ends the process that works on it."""
+        size = sum(map(len, body))
+        is_large = size >= LARGE_BYTES
         places = self._large if is_large else self._small
         server, fork = await self._take_fork(places, is_large)
         try:
-            made, end = await fork.run(kind, data, is_large)
+            made, end = await fork.run(kind, body, size, is_large)
         except ForkEnded:
             raise _failure(*await asyncio.shield(self._end(server, fork, places))) from None
         except BaseException:
@@ -303,6 +309,8 @@ def _failure(status: int, what: str) -> Exception:
         return RequestError(
             f"{what} takes more than {MAX_TEMPLATE_S} s for these messages; use a simpler one."
         )
+    if status == -signal.SIGABRT:  # the tokenizer found no memory
+        return RequestError(TOO_MUCH_MEMORY)
     return OverloadedError(
         "the process that prepared this request was ended, as the system does when memory runs "
         "out; try again."

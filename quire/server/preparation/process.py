@@ -38,6 +38,7 @@ from quire.server.preparation.wire import (
     MAX_TEMPLATE_S,
     ORDER,
     READY,
+    TOO_MUCH_MEMORY,
     End,
     Log,
     Refusal,
@@ -187,6 +188,7 @@ class _Worker:
             path_size, body_size, is_large = JOB.unpack(head)
             if is_large:
                 os.nice(NICENESS)
+                gc.disable()  # it would look through millions of lists again and again
             path = bytes(_read(self._jobs, path_size)).decode()
             data = _read(self._jobs, body_size)
             for part in self._answer(path, data):
@@ -201,9 +203,7 @@ class _Worker:
         except (QuireError, RecursionError) as error:
             refusal = Refusal.of(error)
         except MemoryError:
-            refusal = Refusal.of(
-                RequestError("the body takes more memory to read than there is for it; send less.")
-            )
+            refusal = Refusal.of(RequestError(TOO_MUCH_MEMORY))
         except Exception:
             refusal = Refusal("", traceback.format_exc())
         else:

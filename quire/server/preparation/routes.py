@@ -60,14 +60,14 @@ class PreparedRoute(APIRoute):
 async def _prepared(kind: PreparedKind, request: Request) -> Prepared | bytes | None:
     """None if the client left."""
     try:
-        data = await request.body()
+        pieces = [piece async for piece in request.stream()]
     except ClientDisconnect:
         return None
     check_content_type(request)
     state = state_of(request)
-    if len(data) < SMALL_BYTES and not kind.uses_template:
-        return prepare(state.preparation, kind, data)
-    return await unless_disconnected(request.receive, state.pool.run(kind, data))
+    if not kind.uses_template and sum(map(len, pieces)) < SMALL_BYTES:
+        return prepare(state.preparation, kind, b"".join(pieces))
+    return await unless_disconnected(request.receive, state.pool.run(kind, pieces))
 
 
 def prepared_route(

@@ -34,6 +34,7 @@ READY = (1 << 64) - 1
 """In the place of a number: the process has loaded and takes orders."""
 
 HEAD, PROMPTS, CONTENT, DONE = range(4)
+TOO_MUCH_MEMORY = "the body takes more memory to read than there is for it; send less."
 MAX_TEMPLATE_S = 2
 """Of computing: a template that waits for a core is not to blame."""
 PIECE_BYTES = 1 << 18
