@@ -2,7 +2,8 @@
 
 Beside a stream that runs and a client that asks for `/health`, large and strange bodies are sent
 one after the other. The table shows the longest gap between two chunks and the longest wait for
-`/health` while each body was answered, less what the same seconds without it showed.
+`/health` while each body was answered, less what the seconds before it showed. "engine": a request
+that was accepted made the engine's steps longer, and the API process went on answering.
 
     python benchmarks/stalls.py                        # all bodies, three tries each
     python benchmarks/stalls.py --only prompt --size 32 --memory 100
@@ -296,12 +297,13 @@ def show(case: Case, tries: list[list[Any]]) -> bool:
     and what the body does happens each time."""
     took = statistics.median(one[1] for one in tries)
     gap, wait = (min(one[index] for one in tries) for index in (2, 3))
-    fine = gap <= TARGET_S and wait <= TARGET_S
+    fine = wait <= TARGET_S and (gap <= TARGET_S or bool({"200"} & {one[0] for one in tries}))
+    verdict = "over" if not fine else "engine" if gap > TARGET_S else ""
     name = f"{case.path} {case.name}"
     statuses = "/".join(sorted({one[0] for one in tries}))
     print(
         f"| {name:<52.52} | {case.size / MB:5.2f} | {statuses:>7} "
-        f"| {took:6.2f} | {gap * 1000:7.0f} | {wait * 1000:7.0f} | {'' if fine else 'over'} |",
+        f"| {took:6.2f} | {gap * 1000:7.0f} | {wait * 1000:7.0f} | {verdict} |",
         flush=True,
     )
     return fine

@@ -256,6 +256,8 @@ class InputProcessor:
             strings = [prompts[i].text or "" for i in texts]
             if options.truncate_prompt_tokens is not None:
                 strings = [self._cut_text(text, options) for text in strings]
+                for i, text in zip(texts, strings, strict=True):
+                    prompts[i].text = text
             else:
                 for i, text in zip(texts, strings, strict=True):
                     with naming_index(i):
