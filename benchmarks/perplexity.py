@@ -31,6 +31,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": "float32"},
     "int8": {"quantization": "int8"},
     "gguf": {"quantization": "gguf"},
+    "gguf-a16": {"quantization": "gguf-a16"},
 }
 """Options of an engine for each precision."""
 
@@ -47,6 +48,7 @@ AIMS = {
     "fp32": Aim("transformers", 0.001),
     "int8": Aim("fp32", 0.01),
     "gguf": Aim("fp32", 0.005),
+    "gguf-a16": Aim("fp32", 0.001),
 }
 
 Windows = list[list[int]]

@@ -7,13 +7,13 @@ SYSTEM = {"role": "system", "content": "You are a helpful assistant. Answer in o
 llm = LLM()
 params = SamplingParams(temperature=0.0, max_tokens=32)
 
-messages = [SYSTEM, {"role": "user", "content": "What is the capital of France?"}]
+messages = [SYSTEM, {"role": "user", "content": "What is the capital of Japan?"}]
 answer = llm.chat(messages, params, use_tqdm=False)[0].outputs[0].text
 print(f"first answer: {answer}")
 
 messages += [
     {"role": "assistant", "content": answer},
-    {"role": "user", "content": "And of Italy?"},
+    {"role": "user", "content": "And of Germany?"},
 ]
 second = llm.chat(messages, params, use_tqdm=False)[0]
 print(f"second answer: {second.outputs[0].text}")

@@ -5,14 +5,14 @@ python examples/demo.py
 
 import time
 
-from quire import LLM, RequestOutputKind, SamplingParams
+from quire import LLM, RequestOutputKind
 
 QUESTIONS = [
-    "What is a page of memory?",
+    "What is a computer?",
     "Explain recursion in one sentence.",
-    "Name three uses of a hash table.",
-    "Why is the sky blue?",
-    "What does a scheduler do?",
+    "Give me three tips for healthy eating.",
+    "What is the internet?",
+    "What is gravity?",
     "Write one line of Python that reverses a list.",
 ]
 SYSTEM = "You are a helpful assistant. Always be concise, and answer in plain words."
@@ -24,13 +24,13 @@ def conversation(question: str) -> list[dict[str, str]]:
 
 def main() -> None:
     with LLM() as llm:
-        params = SamplingParams(temperature=0.0, max_tokens=64)
+        params = llm.get_default_sampling_params()
+        params.max_tokens = 96
 
         print(f"\n[1 of {len(QUESTIONS)}, streamed] {QUESTIONS[0]}\n", flush=True)
         started = time.perf_counter()
-        streaming = SamplingParams(
-            temperature=0.0, max_tokens=64, output_kind=RequestOutputKind.DELTA
-        )
+        streaming = params.clone()
+        streaming.output_kind = RequestOutputKind.DELTA
         for output in llm.stream_chat(conversation(QUESTIONS[0]), streaming):
             print(output.outputs[0].text, end="", flush=True)
         print("\n")

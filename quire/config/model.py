@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.config import embedded
 from quire.config.architectures import SUPPORTED_ARCHITECTURES
 from quire.config.gguf import GGUFFile
 from quire.config.gguf_model import translate_gguf
@@ -183,6 +184,8 @@ def load_model_config(
         name, revision=revision, token=token, load_format=load_format, download_dir=download_dir
     )
     generation: dict[str, Any] = {}
+    if source.is_embedded:
+        generation = dict(embedded.GENERATION)
     if source.kind == "gguf":
         file, raw = source.path, translate_gguf(GGUFFile(source.path))
     else:

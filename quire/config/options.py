@@ -119,8 +119,9 @@ class ModelOptions(CheckedOptions):
     quantization: str | None = option(
         None,
         "On a CPU, compute from 8-bit weights (int8), or from a GGUF file's blocks as they are "
-        "stored (gguf).",
-        default_text="gguf for such files on a CPU, if dtype is unset; else none",
+        "stored, with activations of 8 bits (gguf) or 15 (gguf-a16: slower in batches).",
+        default_text="for GGUF files on a CPU, if dtype is unset: gguf-a16 for the embedded model and "
+        "with max_num_seqs=1, else gguf; otherwise none",
     )
     load_format: str = option(
         "auto",

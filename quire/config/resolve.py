@@ -19,7 +19,9 @@ TOY_WEIGHTS = 500_000
 """A served model of 150,000 gave less with two threads than with one to one client and to many
 (docs/lab/server.md); one of a million gave more to one client."""
 
-QUANTIZATIONS = (None, "gguf", "int8")
+GGUF_BLOCKS = ("gguf", "gguf-a16")
+"""Ways to compute from the blocks of a GGUF file."""
+QUANTIZATIONS = (None, *GGUF_BLOCKS, "int8")
 # Tokens and sequences per step.
 _CPU_LIMITS = (4096, 256)
 _LARGE_GPU_LIMITS = (16384, 1024)
@@ -101,22 +103,22 @@ def check_options(options: EngineOptions) -> None:
     wanted = options.model.quantization
     if wanted not in QUANTIZATIONS:
         raise OptionError(
-            f"quantization={wanted!r} is not supported yet. Use 'int8' or 'gguf' on a CPU, or "
-            "leave it unset and use an unquantised checkpoint or a GGUF file."
+            f"quantization={wanted!r} is not supported yet. Use 'int8', 'gguf' or 'gguf-a16' on a "
+            "CPU, or leave it unset and use an unquantised checkpoint or a GGUF file."
         )
-    if wanted == "gguf" and options.model.dtype == "float32":
+    if wanted in GGUF_BLOCKS and options.model.dtype == "float32":
         raise OptionError(
-            "quantization='gguf' computes from packed weights, dtype='float32' from exact ones. "
-            "Leave one of them unset."
+            f"quantization={wanted!r} computes from packed weights, dtype='float32' from exact "
+            "ones. Leave one of them unset."
         )
 
 
 def _check_quantization(options: EngineOptions, model: ModelConfig, device: DeviceInfo) -> None:
     wanted = options.model.quantization
-    if wanted == "gguf" and model.source.kind != "gguf":
+    if wanted in GGUF_BLOCKS and model.source.kind != "gguf":
         raise OptionError(
-            f"quantization='gguf' needs a .gguf file, but model={model.source.name!r} has none. "
-            "Leave quantization unset, or use 'int8'."
+            f"quantization={wanted!r} needs a .gguf file, but model={model.source.name!r} has "
+            "none. Leave quantization unset, or use 'int8'."
         )
     if wanted is not None and device.type != "cpu":
         raise OptionError(
@@ -160,11 +162,15 @@ def _quantization(
         return wanted
     if model.source.kind != "gguf" or not device.has_native_kernels:
         return None
+    # Alone, a sequence waits for weights from memory, and finer activations cost next to nothing.
+    # The embedded model is there for a first answer, which matters more than its batches.
+    is_fine = options.scheduler.max_num_seqs == 1 or model.source.is_embedded
+    chosen = "gguf-a16" if is_fine else "gguf"
     notes.append(
-        "quantization became gguf because weights are computed fastest as the file stores them; "
-        "dtype='float32' uses their exact values"
+        f"quantization became {chosen} because weights are computed fastest as the file stores "
+        "them; dtype='float32' uses their exact values"
     )
-    return "gguf"
+    return chosen
 
 
 def _dtype(options: EngineOptions, model: ModelConfig, device: DeviceInfo, notes: list[str]) -> str:

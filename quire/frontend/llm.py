@@ -206,6 +206,11 @@ class LLM:
         """What `generate` uses where no parameters are given."""
         return self._session.default_params.clone()
 
+    def get_default_chat_params(self) -> SamplingParams:
+        """The same for conversations, as the server and `quire chat` use them: without a limit of
+        tokens, unless the model has one."""
+        return self._session.chat_params.clone()
+
     def get_metrics(self) -> list[Metric]:
         with self._loop.engine() as core:
             return core.read_metrics()

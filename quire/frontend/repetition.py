@@ -11,6 +11,8 @@ def repeats(token_ids: list[int], params: RepetitionDetectionParams) -> bool:
         span = size * params.min_count
         if span > len(token_ids):
             return False
+        if token_ids[-1] != token_ids[-1 - size]:
+            continue
         tail = token_ids[-span:]
         if tail == tail[:size] * params.min_count:
             return True

@@ -18,7 +18,7 @@ from quire.engine.grammar.build import Vocabulary
 from quire.engine.startup import find_model, start_engine
 from quire.frontend.chat_inputs import parse_conversations, render_conversations
 from quire.frontend.garbage import no_full_collections
-from quire.frontend.generation_defaults import generation_defaults
+from quire.frontend.generation_defaults import chat_defaults, generation_defaults
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.tokenizer import Tokenizer, load_tokenizer
 from quire.protocol.errors import EngineDeadError, OverloadedError, QuireError, RequestError
@@ -41,9 +41,9 @@ class Session:
         self.options = options
         self.model_config = model
         self._tokenizer = tokenizer
-        self.default_params: SamplingParams = generation_defaults(
-            options.model.generation_config, model.generation
-        )
+        source = options.model.generation_config
+        self.default_params: SamplingParams = generation_defaults(source, model)
+        self.chat_params: SamplingParams = chat_defaults(source, model)
         self.inputs = InputProcessor(
             self._tokenizer, model.vocab_size, model.eos_token_ids, options
         )

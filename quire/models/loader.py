@@ -9,10 +9,18 @@ from functools import partial
 import torch
 
 from quire.config.model import ModelConfig
+from quire.config.resolve import GGUF_BLOCKS
 from quire.kernels import cpu
 from quire.kernels.cpu.memory import Arena
 from quire.layers.parallel import Parallel, Placement, WeightedLayer
-from quire.layers.quantization.packed import Packed, Weight, pack_floats, pack_gguf, pack_int8
+from quire.layers.quantization.packed import (
+    Pack,
+    Packed,
+    Weight,
+    pack_floats,
+    pack_gguf,
+    pack_int8,
+)
 from quire.layers.quantization.scheme import Scheme, Unquantized
 from quire.models.registry import CausalLM, model_class
 from quire.models.upload import Upload, stays_here
@@ -21,6 +29,11 @@ from quire.protocol.errors import ModelError
 
 MAX_NAMED_TENSORS = 10
 ONE_RANK = Parallel(0, 1)
+PACKERS: dict[str, Pack] = {
+    "gguf": pack_gguf,
+    "gguf-a16": partial(pack_gguf, input_planes=2),
+    "int8": pack_int8,
+}
 
 
 @dataclass(frozen=True)
@@ -71,7 +84,7 @@ def load_model(
     if load_format == "dummy":
         load_dummy_weights(model, place, seed)
     else:
-        weights = iter_weights(config.source, load_format, keeps_blocks=quantization == "gguf")
+        weights = iter_weights(config.source, load_format, keeps_blocks=quantization in GGUF_BLOCKS)
         bring = Upload(place.device) if place.device.type == "cuda" else stays_here
         load_weights(model, config, weights, bring)
     for layer in model.modules():
@@ -85,7 +98,7 @@ def choose_scheme(
 ) -> Scheme:
     """The form of weights that is asked for, or the quickest that keeps every number."""
     if quantization is not None:
-        return Packed({"gguf": pack_gguf, "int8": pack_int8}[quantization])
+        return Packed(PACKERS[quantization])
     if torch.device(device).type != "cpu" or dtype != torch.float32 or parallel.size > 1:
         return Unquantized()
     if not cpu.available()[0]:

@@ -171,6 +171,11 @@ class GenerationBody(RequestBody):
         """Where this protocol's clients write it."""
         return "response_format"
 
+    def penalty_in_grammar(self) -> dict[str, float]:
+        """What a grammar asks for comes again and again, such as quotes: a default of the model
+        that penalises repetition would spoil it."""
+        return {} if self.repetition_penalty is not None else {"repetition_penalty": 1.0}
+
     def sampling_params(self, defaults: SamplingParams, **own: Any) -> SamplingParams:
         """The parameters of this body; `own` are those that differ between protocols."""
         given = {
@@ -185,6 +190,8 @@ class GenerationBody(RequestBody):
             values = self.repetition_detection.model_dump()
             given["repetition_detection"] = RepetitionDetectionParams(**values)
         given["structured_outputs"] = requested_form(self)
+        if given["structured_outputs"] is not None:
+            given |= self.penalty_in_grammar()
         if self.vllm_xargs is not None:
             size = len(json.dumps(self.vllm_xargs))
             if size > MAX_EXTRA_BYTES:

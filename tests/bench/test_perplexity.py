@@ -77,7 +77,7 @@ def test_fp32_is_transformers(script: ModuleType, windows: list[list[int]], fp32
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["int8", "gguf"])
+@pytest.mark.parametrize("precision", ["int8", "gguf", "gguf-a16"])
 def test_reduced_precision_is_near_fp32(
     script: ModuleType, windows: list[list[int]], fp32: float, precision: str
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 from quire.config import arguments
 from quire.config.device import DeviceInfo, cpu_device, cpu_memory
 from quire.config.locate import ModelSource
-from quire.config.model import ModelConfig
+from quire.config.model import ModelConfig, load_model_config
 from quire.config.options import CacheOptions, EngineOptions, option_groups
 from quire.config.resolve import GIB, cpu_cache_bytes, resolve
 from quire.config.server import ServingOptions
@@ -292,6 +292,7 @@ def test_context_length() -> None:
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported yet"),
         ({"quantization": "awq"}, "quantization='awq' is not supported yet"),
         ({"quantization": "gguf"}, "quantization='gguf' needs a .gguf file.*'some/model'"),
+        ({"quantization": "gguf-a16"}, "quantization='gguf-a16' needs a .gguf file"),
         ({"quantization": "gguf", "dtype": "float32"}, "Leave one of them unset"),
         ({"quantization": "int8", "dtype": "bfloat16"}, "dtype.*'bfloat16'"),
         ({"device": "cuda"}, "device='cuda' was not found"),
@@ -316,6 +317,9 @@ def test_packed_weights_are_refused_on_a_gpu() -> None:
     ("changes", "expected"),
     [
         ({}, "gguf"),
+        ({"max_num_seqs": 1}, "gguf-a16"),
+        ({"quantization": "gguf-a16"}, "gguf-a16"),
+        ({"max_num_seqs": 1, "quantization": "gguf"}, "gguf"),
         ({"dtype": "float32"}, None),
         ({"quantization": "int8"}, "int8"),
     ],
@@ -328,9 +332,17 @@ def test_a_gguf_file_is_computed_from_its_blocks(
     device = replace(CPU, has_native_kernels=True)
     found = resolve(options(**changes), model, device)
     assert found.options.model.quantization == expected
-    assert any("quantization became gguf because" in note for note in found.notes) == (not changes)
+    chosen = not {"quantization", "dtype"} & changes.keys()
+    assert any(f"became {expected} because" in note for note in found.notes) == chosen
     without = resolve(options(**changes), model, CPU)
-    assert without.options.model.quantization == (None if expected == "gguf" else expected)
+    assert without.options.model.quantization == (None if chosen else expected)
+
+
+def test_the_embedded_model_answers_first_and_is_quick_second() -> None:
+    """Its activations are fine even where many sequences run."""
+    model = load_model_config(None)
+    found = resolve(options(max_num_seqs=64), model, replace(CPU, has_native_kernels=True))
+    assert found.options.model.quantization == "gguf-a16"
 
 
 @pytest.mark.parametrize(

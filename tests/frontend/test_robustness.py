@@ -88,7 +88,7 @@ def test_broken_books_end_everything_with_an_error(
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"min_tokens": 10**12, "max_tokens": None}, "min_tokens=1000000000000"),
+        ({"min_tokens": 10**12, "max_tokens": None}, "1000000000000 in the completion.*min_tokens"),
         ({"stop_token_ids": [10**12]}, "stop_token_ids holds 1000000000000"),
     ],
 )

@@ -104,7 +104,7 @@ def embedded() -> Logits:
     mean is 0."""
     config = load_model_config(str(embedded_model_path()))
     tokens, logits = random_tokens(40, vocab=config.vocab_size), {}
-    for quantization in (None, "int8", "gguf"):
+    for quantization in (None, "int8", "gguf", "gguf-a16"):
         model = load_model(config, dtype=torch.float32, device="cpu", quantization=quantization)
         for cache in (torch.float32, torch.float16):
             run = PagedRun(model, config, [tokens], dtype=cache)
@@ -117,7 +117,9 @@ def embedded() -> Logits:
 
 
 @pytest.mark.parametrize("cache", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("quantization", "bound"), [("int8", 0.1), ("gguf", 0.1)])
+@pytest.mark.parametrize(
+    ("quantization", "bound"), [("int8", 0.1), ("gguf", 0.1), ("gguf-a16", 2e-3)]
+)
 def test_logits_stay_close_to_exact_ones(
     embedded: Logits, quantization: str, bound: float, cache: torch.dtype
 ) -> None:

@@ -38,7 +38,7 @@ BROKEN_OFF = (openai.APIError, *_transport_errors())
 # The exact weights, so that equal requests give equal tokens however they are batched.
 ENGINE = (
     *("--dtype", "float32", "--num-threads", "1", "--max-model-len", "1024"),
-    *("--kv-cache-memory-bytes", "128MiB"),
+    *("--kv-cache-memory-bytes", "128MiB", "--generation-config", "vllm"),
 )
 
 TINY = ("--num-threads", "1", "--kv-cache-memory-bytes", "32MiB", "--admin-key", "admin")

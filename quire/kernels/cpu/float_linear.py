@@ -43,7 +43,7 @@ def pack_weight(*parts: Tensor, empty: Empty = torch.empty) -> Tensor:
 
 def handle(packed: Tensor, num_outputs: int) -> ctypes._Pointer[NativeMatrix]:
     """What `norm_linear` takes. It holds an address: the packed weight must outlive it."""
-    matrix = NativeMatrix(packed.data_ptr(), FLOAT_KIND, num_outputs, packed.shape[1])
+    matrix = NativeMatrix(packed.data_ptr(), FLOAT_KIND, num_outputs, packed.shape[1], 1)
     return ctypes.pointer(matrix)
 
 

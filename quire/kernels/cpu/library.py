@@ -12,7 +12,7 @@ from torch import Tensor
 
 LIBRARY_NAME = "libquire_cpu.so"
 ISAS = ("generic", "avx2", "avx512")
-ABI = 10
+ABI = 11
 
 
 def _find_library() -> Path:
@@ -182,6 +182,7 @@ class NativeMatrix(ctypes.Structure):
         ("kind", ctypes.c_int32),
         ("num_outputs", ctypes.c_int32),
         ("num_inputs", ctypes.c_int32),
+        ("input_planes", ctypes.c_int32),
     )
 
 

@@ -42,19 +42,21 @@ class PackedMatrix:
     num_inputs: int
     data: Tensor
     """uint8 [groups of 32 rows, bytes], as src/quantized.h describes it."""
+    input_planes: int = 1
+    """Bytes for each input that is multiplied with it: 1 for 8 bits, 2 for 15."""
 
     @cached_property
     def handle(self) -> ctypes._Pointer[NativeMatrix]:
         """What the library takes. It holds an address: the matrix must outlive it."""
+        shape = (self.num_outputs, self.num_inputs)
         kind = KINDS.index(self.kind)
-        matrix = NativeMatrix(self.data.data_ptr(), kind, self.num_outputs, self.num_inputs)
-        return ctypes.pointer(matrix)
+        return ctypes.pointer(NativeMatrix(self.data.data_ptr(), kind, *shape, self.input_planes))
 
 
-def pack_blocks(kind: str, rows: Tensor, num_inputs: int) -> PackedMatrix:
+def pack_blocks(kind: str, rows: Tensor, num_inputs: int, input_planes: int = 1) -> PackedMatrix:
     """Packs rows [outputs, bytes] of blocks of this kind, as in a GGUF file."""
     check_rows(kind, rows, num_inputs)
-    return PackedMatrix(kind, len(rows), num_inputs, pack_rows(kind, rows))
+    return PackedMatrix(kind, len(rows), num_inputs, pack_rows(kind, rows), input_planes)
 
 
 def quantize_int8(weight: Tensor) -> PackedMatrix:
@@ -74,7 +76,8 @@ def quantize_int8(weight: Tensor) -> PackedMatrix:
 def packed_linear(
     x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """x W^T + bias for x [tokens, inputs] in float32, which is rounded to 8 bits first.
+    """x W^T + bias for x [tokens, inputs] in float32, which is rounded first, to as many bits
+    as the matrix has planes for.
 
     A token with an infinity or NaN gets NaN for all outputs. `out` may be some columns of a wider
     tensor.

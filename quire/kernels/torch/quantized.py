@@ -15,6 +15,8 @@ KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 """GGUF's names of the block formats."""
 
 ACTIVATION_BLOCK = 32
+# Of inputs in one plane, and in two.
+LARGEST_INPUTS = (127.0, 127.0 * 128)
 # Activations below this are taken for zeros: the inverse of their scale would overflow.
 SMALLEST_ACTIVATION = 1e-30
 # Rows of weights that are dequantised at a time, to bound the memory for them.
@@ -30,12 +32,14 @@ class PackedMatrix:
     num_inputs: int
     data: Tensor
     """uint8 [num_outputs, bytes], as in a GGUF file."""
+    input_planes: int = 1
+    """Bytes for each input that is multiplied with it: 1 for 8 bits, 2 for 15."""
 
 
-def pack_blocks(kind: str, rows: Tensor, num_inputs: int) -> PackedMatrix:
+def pack_blocks(kind: str, rows: Tensor, num_inputs: int, input_planes: int = 1) -> PackedMatrix:
     """The matrix whose rows [outputs, bytes] are stored in blocks of this kind."""
     check_rows(kind, rows, num_inputs)
-    return PackedMatrix(kind, len(rows), num_inputs, rows.contiguous())
+    return PackedMatrix(kind, len(rows), num_inputs, rows.contiguous(), input_planes)
 
 
 def quantize_int8(weight: Tensor) -> PackedMatrix:
@@ -46,11 +50,12 @@ def quantize_int8(weight: Tensor) -> PackedMatrix:
 def packed_linear(
     x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """x W^T + bias for x [tokens, inputs] in float32, which is rounded to 8 bits first.
+    """x W^T + bias for x [tokens, inputs] in float32, which is rounded first, to as many bits
+    as the matrix has planes for.
 
     A token with an infinity or NaN gets NaN for all outputs.
     """
-    rounded = round_activations(x)
+    rounded = round_activations(x, matrix.input_planes)
     parts = [
         F.linear(rounded, dequantize_rows(matrix.kind, rows))
         for rows in matrix.data.split(ROWS_AT_ONCE)
@@ -91,14 +96,15 @@ def dequantize_rows(kind: str, rows: Tensor) -> Tensor:
     return dequantize_blocks(rows.reshape(-1, block_bytes), kind).view(len(rows), -1)
 
 
-def round_activations(x: Tensor) -> Tensor:
-    """x as the kernel sees it: int8 with a scale for every 32 inputs, here multiplied out."""
+def round_activations(x: Tensor, planes: int = 1) -> Tensor:
+    """x as the kernel sees it: integers with a scale for every 32 inputs, here multiplied out."""
+    limit = LARGEST_INPUTS[planes - 1]
     blocks = x.reshape(x.shape[0], -1, ACTIVATION_BLOCK)
     largest = blocks.abs().amax(-1, keepdim=True)
     nothing = largest < SMALLEST_ACTIVATION
-    scale = torch.where(nothing, 0.0, largest / 127)
+    scale = torch.where(nothing, 0.0, largest / limit)
     # A number divided by a tensor would be the product with its reciprocal, another rounding.
-    inverse = torch.where(nothing, 0.0, torch.tensor(127.0) / largest)
+    inverse = torch.where(nothing, 0.0, torch.tensor(limit) / largest)
     rounded = (blocks * inverse).round() * scale
     return torch.where(largest.isfinite(), rounded, torch.nan).view(x.shape)
 

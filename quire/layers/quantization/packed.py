@@ -181,7 +181,7 @@ def pack_int8(weights: Sequence[Weight]) -> list[Matrix]:
     return [BlockMatrix(kernels, kernels.quantize_int8(joined))]
 
 
-def pack_gguf(weights: Sequence[Weight]) -> list[Matrix]:
+def pack_gguf(weights: Sequence[Weight], input_planes: int = 1) -> list[Matrix]:
     """Blocks as they are stored; what is stored as numbers in float32."""
     matrices: list[Matrix] = []
     kernels = block_kernels()
@@ -191,7 +191,7 @@ def pack_gguf(weights: Sequence[Weight]) -> list[Matrix]:
             matrices += pack_floats(parts)
             continue
         rows = torch.cat([part.rows for part in parts if isinstance(part, BlockRows)])
-        blocks = kernels.pack_blocks(kind, rows, parts[0].shape[1])
+        blocks = kernels.pack_blocks(kind, rows, parts[0].shape[1], input_planes)
         matrices.append(BlockMatrix(kernels, blocks))
     return matrices
 

@@ -30,8 +30,8 @@ from quire.server.tool_use import message_form, with_form
 
 router = APIRouter(responses=ERRORS)
 
-STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
-"""The protocol has no name for a deadline, an abort or a repetition: null stands for these."""
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "repetition": "max_tokens"}
+"""The protocol has no name for a deadline or an abort: null stands for these."""
 
 
 def prepare_message(state: Preparation, body: MessagesBody) -> Prepared:
@@ -86,7 +86,7 @@ def _params(state: Preparation, body: MessagesBody, prompt: Prompt) -> SamplingP
     if body.stop_sequences is not None:
         own["stop"] = body.stop_sequences
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
-    return body.sampling_params(state.default_params, output_kind=kind, **own)
+    return body.sampling_params(state.chat_params, output_kind=kind, **own)
 
 
 def _error_event(error: QuireError) -> bytes:

@@ -23,7 +23,12 @@ from quire.server.conversation import conversation_prompt
 from quire.server.form_fields import FormFields
 from quire.server.generation import Generation, check_max_tokens
 from quire.server.openai.beam_search import beam_search_params
-from quire.server.openai.chat_messages import delta_record, finish_reason, whole_message
+from quire.server.openai.chat_messages import (
+    delta_record,
+    finish_reason,
+    stop_reason,
+    whole_message,
+)
 from quire.server.openai.logprobs import Candidates, chat_logprobs
 from quire.server.openai.schemas import ChatBody
 from quire.server.openai.stream import ChunkWriter, printable
@@ -81,9 +86,10 @@ def _params(
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = getattr(body, name)
     check_max_tokens(state, [prompt], max_tokens, name)
+    defaults = state.chat_params
     params = body.sampling_params(
-        state.default_params,
-        max_tokens=max_tokens,
+        defaults,
+        max_tokens=defaults.max_tokens if max_tokens is None else max_tokens,
         logprobs=body.num_logprobs,
         output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
     )
@@ -142,7 +148,7 @@ class ChatReply:
     def _message(self, one: CompletionOutput) -> dict[str, Any]:
         if self._form.is_plain:
             message = {"role": self._role, "content": one.text, "refusal": None}
-            return {"message": message, **self._details(one, one.finish_reason)}
+            return {"message": message, **self._details(one, finish_reason(one.finish_reason))}
         parsed = self._form.parse(one.text)
         message = whole_message(parsed, self._role, self._body.include_reasoning is not False)
         reason = finish_reason(one.finish_reason, bool(parsed.calls))
@@ -196,7 +202,7 @@ class ChatReply:
             return self._parsed_chunks(writer, one, usage)
         if self._plain and not self._continuous and one.finish_reason is None:
             return writer.text(one.index, one.text, b'"delta":{"content":', b"}")
-        details = self._details(one, one.finish_reason)
+        details = self._details(one, finish_reason(one.finish_reason))
         choice = {"index": one.index, "delta": {"content": one.text}, **details}
         return writer.choice(choice, **self._running_usage(usage))
 
@@ -228,7 +234,7 @@ class ChatReply:
         details: dict[str, Any] = {
             "logprobs": None,
             "finish_reason": finish_reason,
-            "stop_reason": one.stop_reason,
+            "stop_reason": stop_reason(one),
         }
         if self._body.wants_logprobs and one.logprobs is not None:
             details["logprobs"] = chat_logprobs(

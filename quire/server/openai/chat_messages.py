@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from quire.frontend.outputs import CompletionOutput
 from quire.frontend.tools.deltas import CallDelta, Delta, Message, ReasoningDelta
 
 
@@ -42,6 +43,14 @@ def delta_record(delta: Delta) -> dict[str, Any]:
     return {"tool_calls": [{**call, "function": function}]}
 
 
-def finish_reason(reason: str | None, has_calls: bool) -> str | None:
-    """Why a choice ended: a model that stops after calls waits for their results."""
+def finish_reason(reason: str | None, has_calls: bool = False) -> str | None:
+    """Why a choice ended, in OpenAI's words: a model that stops after calls waits for their
+    results; a text that repeats itself was cut, as by a limit."""
+    if reason == "repetition":
+        return "length"
     return "tool_calls" if has_calls and reason == "stop" else reason
+
+
+def stop_reason(one: CompletionOutput) -> int | str | None:
+    """What made a choice end: a stop string or token, or "repetition"."""
+    return "repetition" if one.finish_reason == "repetition" else one.stop_reason

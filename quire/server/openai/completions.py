@@ -21,6 +21,7 @@ from quire.server.answering import answer
 from quire.server.form_fields import FormFields
 from quire.server.generation import Generation, check_max_tokens, state_of, tokenize
 from quire.server.openai.beam_search import beam_search_params
+from quire.server.openai.chat_messages import finish_reason, stop_reason
 from quire.server.openai.logprobs import Candidates, CompletionLogprobs
 from quire.server.openai.response_format import form_field
 from quire.server.openai.schemas import CompletionBody
@@ -214,8 +215,8 @@ class CompletionReply:
             "index": place,
             "text": one.text,
             "logprobs": None,
-            "finish_reason": one.finish_reason,
-            "stop_reason": one.stop_reason,
+            "finish_reason": finish_reason(one.finish_reason),
+            "stop_reason": stop_reason(one),
         }
         if self._wants_logprobs and one.logprobs is not None:
             ids, entries = one.token_ids, list(one.logprobs)

@@ -67,9 +67,10 @@ def _render(state: Preparation, body: ResponseBody, use: ToolUse) -> Prompt:
 
 def _params(state: Preparation, body: ResponseBody, prompt: Prompt) -> SamplingParams:
     check_max_tokens(state, [prompt], body.max_output_tokens, "max_output_tokens")
+    defaults = state.chat_params
     return body.sampling_params(
-        state.default_params,
-        max_tokens=body.max_output_tokens,
+        defaults,
+        max_tokens=body.max_output_tokens or defaults.max_tokens,
         logprobs=body.num_logprobs,
         output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
     )
@@ -172,7 +173,7 @@ class ResponseReply:
     def _ended(self, finish_reason: str | None) -> dict[str, Any]:
         status = status_of_end(finish_reason)
         # The protocol has no name for a deadline or an abort.
-        reason = "max_output_tokens" if finish_reason == "length" else None
+        reason = "max_output_tokens" if finish_reason in ("length", "repetition") else None
         return self._record(
             status,
             [item.record("completed") for item in self._items[:-1]]

@@ -72,6 +72,8 @@ class PreparationSettings:
     """By their flat names."""
     serving_options: dict[str, Any]
     default_params: SamplingParams
+    chat_params: SamplingParams
+    """Defaults of chats."""
     model_names: tuple[str, ...]
 
     @classmethod
@@ -88,6 +90,7 @@ class PreparationSettings:
             {**session.options.flat(), "hf_token": None},
             serving,
             session.default_params,
+            session.chat_params,
             names,
         )
 
@@ -100,6 +103,7 @@ class PreparationSettings:
             options,
             ServingOptions(**self.serving_options),
             self.default_params,
+            self.chat_params,
             self.hidden_size,
             self.model_names,
         )
@@ -114,6 +118,8 @@ class Preparation:
     options: EngineOptions
     serving: ServingOptions
     default_params: SamplingParams
+    chat_params: SamplingParams
+    """Defaults of chats."""
     hidden_size: int
     model_names: tuple[str, ...]
     limited: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
@@ -127,6 +133,7 @@ class Preparation:
             session.options,
             serving,
             session.default_params,
+            session.chat_params,
             session.model_config.hidden_size,
             names,
         )

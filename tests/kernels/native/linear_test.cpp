@@ -107,7 +107,7 @@ struct Weights {
   quire::PackedMatrix matrix;
 
   Weights(quire::Kind kind, int outputs, int inputs, Random& random)
-      : matrix{nullptr, kind, outputs, inputs} {
+      : matrix{nullptr, kind, outputs, inputs, 1} {
     const quire::Layout layout = quire::layout_of(kind);
     const size_t group_bytes = layout.group_bytes(inputs);
     const int groups = (outputs + quire::kRows - 1) / quire::kRows;
@@ -213,7 +213,7 @@ void test_pack_int8() {
     std::vector<uint8_t> data(static_cast<size_t>(groups) *
                               quire::layout_of(quire::Kind::kQ8_0).group_bytes(inputs));
     quire_pack_int8(weights.data(), stride, rows, inputs, data.data());
-    const quire::PackedMatrix matrix = {data.data(), quire::Kind::kQ8_0, rows, inputs};
+    const quire::PackedMatrix matrix = {data.data(), quire::Kind::kQ8_0, rows, inputs, 1};
     for (int64_t row = 0; row < rows; ++row) {
       Floats found(static_cast<size_t>(inputs));
       equal("quire_packed_rows", quire_packed_rows(&matrix, &row, 1, found.data()), 0);

@@ -1,4 +1,4 @@
-// Rounds the inputs of a linear layer to 8 bits, with a scale for every 32 of them.
+// Rounds the inputs of a linear layer to 8 or 15 bits, with a scale for every 32 of them.
 #pragma once
 
 #include "integers.h"
@@ -8,7 +8,7 @@ namespace quire {
 namespace {
 
 // Rounds a block as token `t` of the `count` tokens of a tile.
-template <Kind K>
+template <Kind K, int PLANES>
 QUIRE_INLINE void round_block(const float* x, uint8_t* tile, int t, int count) {
   constexpr Layout kLayout = layout_of(K);
   constexpr int kParts = kBlock / kLanes;
@@ -25,21 +25,31 @@ QUIRE_INLINE void round_block(const float* x, uint8_t* tile, int t, int count) {
   float magnitude;
   std::memcpy(&magnitude, &top, sizeof magnitude);
   const bool is_finite = top < 0x7f800000, is_zero = magnitude < kSmallestActivation;
-  const float scale = is_zero ? 0.0f : is_finite ? magnitude / 127.0f : __builtin_nanf("");
-  const Floats inverse = splat(is_zero || !is_finite ? 0.0f : 127.0f / magnitude);
+  constexpr float kLargest = PLANES == 1 ? 127.0f : 127 << kLowBits;
+  const float scale = is_zero ? 0.0f : is_finite ? magnitude / kLargest : __builtin_nanf("");
+  const Floats inverse = splat(is_zero || !is_finite ? 0.0f : kLargest / magnitude);
   if (!is_finite)  // the scale says it all
     for (int i = 0; i < kParts; ++i) values[i] = Floats{};
-  int8_t numbers[kBlock];
+  int8_t numbers[PLANES][kBlock];
   Ints sums[2] = {};
   QUIRE_UNROLL
   for (int i = 0; i < kParts; ++i) {
     const Ints rounded = round(values[i] * inverse);
     sums[i * 2 / kParts] += rounded;
-    store_narrow(numbers + i * kLanes, rounded);
+    if constexpr (PLANES == 1) {
+      store_narrow(numbers[0] + i * kLanes, rounded);
+    } else {
+      const Ints high = (rounded + (1 << (kLowBits - 1))) >> kLowBits;
+      store_narrow(numbers[0] + i * kLanes, high);
+      store_narrow(numbers[1] + i * kLanes, rounded - (high << kLowBits));
+    }
   }
   QUIRE_UNROLL
-  for (int q = 0; q < kQuads; ++q) std::memcpy(tile + 4 * (q * count + t), numbers + 4 * q, 4);
-  tile += kBlock * count + 4 * t;
+  for (int plane = 0; plane < PLANES; ++plane, tile += kBlock * count)
+    QUIRE_UNROLL
+    for (int q = 0; q < kQuads; ++q)
+      std::memcpy(tile + 4 * (q * count + t), numbers[plane] + 4 * q, 4);
+  tile += 4 * t;
   std::memcpy(tile, &scale, 4);
   if constexpr (kLayout.has_minima) {
     const float sum = scale * static_cast<float>(sum_lanes(sums[0] + sums[1]));
@@ -56,16 +66,17 @@ QUIRE_INLINE void round_block(const float* x, uint8_t* tile, int t, int count) {
   }
 }
 
-template <Kind K>
+template <Kind K, int PLANES>
 void round_tiles(const LinearCall& call, int64_t first_tile, int64_t end_tile) {
   const int64_t num_blocks = call.matrix.num_inputs / kBlock;
   for (int64_t tile = first_tile; tile < end_tile; ++tile) {
     const int64_t first = tile * kTile, left = call.num_tokens - first;
     const int count = static_cast<int>(left < kTile ? left : kTile);
-    uint8_t* to = call.activations + first * num_blocks * activation_bytes(K);
-    for (int64_t block = 0; block < num_blocks; ++block, to += count * activation_bytes(K))
+    constexpr int kBytes = activation_bytes(K, PLANES);
+    uint8_t* to = call.activations + first * num_blocks * kBytes;
+    for (int64_t block = 0; block < num_blocks; ++block, to += count * kBytes)
       for (int t = 0; t < count; ++t)
-        round_block<K>(call.x + (first + t) * call.x_stride + block * kBlock, to, t, count);
+        round_block<K, PLANES>(call.x + (first + t) * call.x_stride + block * kBlock, to, t, count);
   }
 }
 

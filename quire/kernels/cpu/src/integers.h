@@ -137,21 +137,27 @@ QUIRE_INLINE void store_narrow(int8_t* p, Ints x) {
 
 #endif
 
-// dot<BITS, QUADS>: for each of T tokens and each lane of V vectors of rows the sum over QUADS quads of
-// the products of weights (unsigned, below 2^BITS) and inputs x (int8[QUADS][T][4]), plus `start` of
-// the token.
+// dot<BITS, QUADS, SHIFT>: for each of T tokens and each lane of V vectors of rows the sum over QUADS
+// quads of the products of weights (unsigned, below 2^BITS) and inputs x (int8[QUADS][T][4]), plus
+// `start` of the token. With a SHIFT, plus the sums that are there, shifted to the left by it.
 // start[t] takes back the offset of the weights. With BITS of 8 they have an offset of 128.
+template <int SHIFT, int V, int T>
+QUIRE_INLINE void begin(const uint8_t* start, Ints (&sums)[V][T]) {
+  QUIRE_UNROLL
+  for (int t = 0; t < T; ++t) {
+    const Ints first = start ? splat_int(load_int(start + 4 * t)) : Ints{};
+    QUIRE_UNROLL
+    for (int v = 0; v < V; ++v) sums[v][t] = SHIFT ? (sums[v][t] << SHIFT) + first : first;
+  }
+}
+
 #if defined(__AVX512VNNI__)
 
 // Every broadcast of an input is used for two vectors of rows: loads would be the bottleneck.
-template <int BITS, int QUADS, int V, int T, typename Weights>
+template <int BITS, int QUADS, int SHIFT, int V, int T, typename Weights>
 QUIRE_INLINE void dot(Weights weights, const uint8_t* x, const uint8_t* start,
                       Ints (&sums)[V][T]) {
-  QUIRE_UNROLL
-  for (int t = 0; t < T; ++t)
-    QUIRE_UNROLL
-    for (int v = 0; v < V; ++v)
-      sums[v][t] = start ? splat_int(load_int(start + 4 * t)) : Ints{};
+  begin<SHIFT>(start, sums);
   QUIRE_UNROLL
   for (int q = 0; q < QUADS; ++q) {
     __m512i w[V];
@@ -172,11 +178,19 @@ QUIRE_INLINE void dot(Weights weights, const uint8_t* x, const uint8_t* start,
 // Keeps the compiler from adding up in another order, for which it would need more registers.
 #define QUIRE_KEEP_ORDER(sum) asm("" : "+x"(sum))
 
+template <int SHIFT>
+QUIRE_INLINE void add(bool is_first, Ints more, Ints& sum) {
+  if (!is_first)
+    sum += more;
+  else
+    sum = SHIFT ? (sum << SHIFT) + more : more;
+}
+
 QUIRE_INLINE __m256i broadcast(const uint8_t* x) { return _mm256_set1_epi32(load_int(x)); }
 
 // maddubs adds pairs of products in 16 bits and saturates. With 8 bits only the magnitudes of the
 // weights (at most 128) fit, and their signs go to the inputs, so that there is no offset.
-template <int QUADS, int T, typename Weights>
+template <int QUADS, int SHIFT, int T, typename Weights>
 QUIRE_INLINE void dot_signed(Weights weights, const uint8_t* x, Ints (&sums)[1][T]) {
   const __m256i ones = _mm256_set1_epi16(1);
   QUIRE_UNROLL
@@ -188,17 +202,17 @@ QUIRE_INLINE void dot_signed(Weights weights, const uint8_t* x, Ints (&sums)[1][
       const __m256i input = _mm256_sign_epi8(broadcast(x + 4 * (q * T + t)), w);
       const __m256i pairs = _mm256_maddubs_epi16(magnitude, input);
       const Ints wide = (Ints)_mm256_madd_epi16(pairs, ones);
-      sums[0][t] = q == 0 ? wide : sums[0][t] + wide;
+      add<SHIFT>(q == 0, wide, sums[0][t]);
       QUIRE_KEEP_ORDER(sums[0][t]);
     }
   }
 }
 
 // With fewer bits several sums of pairs fit 16 bits.
-template <int BITS, int QUADS, int T, typename Weights>
+template <int BITS, int QUADS, int SHIFT, int T, typename Weights>
 QUIRE_INLINE void dot(Weights weights, const uint8_t* x, const uint8_t* start,
                       Ints (&sums)[1][T]) {
-  if constexpr (BITS == 8) return dot_signed<QUADS>(weights, x, sums);
+  if constexpr (BITS == 8) return dot_signed<QUADS, SHIFT>(weights, x, sums);
   constexpr int kStep = BITS == 6 ? 2 : QUADS;
   QUIRE_UNROLL
   for (int first = 0; first < QUADS; first += kStep) {
@@ -216,7 +230,7 @@ QUIRE_INLINE void dot(Weights weights, const uint8_t* x, const uint8_t* start,
     QUIRE_UNROLL
     for (int t = 0; t < T; ++t) {
       const Ints wide = (Ints)_mm256_madd_epi16(pairs[t], _mm256_set1_epi16(1));
-      sums[0][t] = first == 0 ? wide : sums[0][t] + wide;
+      add<SHIFT>(first == 0, wide, sums[0][t]);
       QUIRE_KEEP_ORDER(sums[0][t]);
     }
   }
@@ -228,12 +242,10 @@ QUIRE_INLINE void dot(Weights weights, const uint8_t* x, const uint8_t* start,
 #elif defined(__aarch64__)
 
 // Without its offset a weight of 8 bits is an int8 like any other.
-template <int BITS, int QUADS, int T, typename Weights>
+template <int BITS, int QUADS, int SHIFT, int T, typename Weights>
 QUIRE_INLINE void dot(Weights weights, const uint8_t* x, const uint8_t* start,
                       Ints (&sums)[1][T]) {
-  QUIRE_UNROLL
-  for (int t = 0; t < T; ++t)
-    sums[0][t] = start && BITS < 8 ? splat_int(load_int(start + 4 * t)) : Ints{};
+  begin<SHIFT>(BITS < 8 ? start : nullptr, sums);
   QUIRE_UNROLL
   for (int q = 0; q < QUADS; ++q) {
     const Bytes bytes = BITS < 8 ? weights(0, q) : weights(0, q) ^ 128;
@@ -264,10 +276,10 @@ QUIRE_INLINE Ints add_pairs(Shorts a, Shorts b) {
 #endif
 }
 
-template <int BITS, int QUADS, int T, typename Weights>
+template <int BITS, int QUADS, int SHIFT, int T, typename Weights>
 QUIRE_INLINE void dot(Weights weights, const uint8_t* x, const uint8_t* start,
                       Ints (&sums)[1][T]) {
-  for (int t = 0; t < T; ++t) sums[0][t] = start ? splat_int(load_int(start + 4 * t)) : Ints{};
+  begin<SHIFT>(start, sums);
   for (int q = 0; q < QUADS; ++q) {
     const Bytes w = weights(0, q);
     const Shorts even = (Shorts)w & 255, odd = (Shorts)((UnsignedShorts)w >> 8);

@@ -53,14 +53,14 @@ QUIRE_INLINE Scales load_scales(const uint8_t* scales, int inner, int vector) {
 }
 
 // Adds the products of a block with the T tokens of a tile.
-template <Kind K, int T>
+template <Kind K, int PLANES, int T>
 QUIRE_INLINE void add_block(const uint8_t* numbers, const uint8_t* scales, int inner,
                             const uint8_t* x, Floats (&sums)[kVectors][T]) {
   constexpr Layout kLayout = layout_of(K);
   constexpr int kPartQuads = kQuads / kLayout.parts;
   for (int first = 0; first < kVectors; first += kTogether) {
     QUIRE_KEEP_POINTER(x);
-    const uint8_t* x_scales = x + kBlock * T;
+    const uint8_t* x_scales = x + PLANES * kBlock * T;
     const uint8_t* corrections = x_scales + 4 * T;
     Scales factors[kTogether];
     QUIRE_UNROLL
@@ -68,12 +68,17 @@ QUIRE_INLINE void add_block(const uint8_t* numbers, const uint8_t* scales, int i
     QUIRE_UNROLL
     for (int part = 0; part < kLayout.parts; ++part) {
       Ints products[kTogether][T];
-      dot<bits_of(K), kPartQuads>(
-          [&](int v, int q) __attribute__((always_inline)) {
-            return load_quad<K>(numbers + (first + v) * 4 * kLanes, part * kPartQuads + q);
-          },
-          x + part * kPartQuads * 4 * T, kLayout.has_minima ? nullptr : corrections + 4 * part * T,
-          products);
+      const auto weights = [&](int v, int q) __attribute__((always_inline)) {
+        return load_quad<K>(numbers + (first + v) * 4 * kLanes, part * kPartQuads + q);
+      };
+      const uint8_t* inputs = x + part * kPartQuads * 4 * T;
+      const uint8_t* start = kLayout.has_minima ? nullptr : corrections + 4 * part * T;
+      if constexpr (PLANES == 1) {
+        dot<bits_of(K), kPartQuads, 0>(weights, inputs, start, products);
+      } else {
+        dot<bits_of(K), kPartQuads, 0>(weights, inputs, nullptr, products);
+        dot<bits_of(K), kPartQuads, kLowBits>(weights, inputs + kBlock * T, start, products);
+      }
       QUIRE_UNROLL
       for (int t = 0; t < T; ++t)
         QUIRE_UNROLL
@@ -107,7 +112,7 @@ inline void store_rows(const LinearCall& call, int64_t row, const Floats* values
 
 // One group of rows times one tile of T tokens. Weights that lie `ahead` of those in use are asked
 // for, if it is not 0.
-template <Kind K, int T>
+template <Kind K, int PLANES, int T>
 void multiply_tile(const LinearCall& call, int64_t group, int64_t first_token, size_t ahead) {
   constexpr Layout kLayout = layout_of(K);
   const int32_t num_inputs = call.matrix.num_inputs;
@@ -115,7 +120,8 @@ void multiply_tile(const LinearCall& call, int64_t group, int64_t first_token, s
   const uint8_t* numbers =
       call.matrix.data + static_cast<size_t>(group) * kLayout.group_bytes(num_inputs);
   const uint8_t* scales = numbers + kLayout.scales_at(num_inputs);
-  const uint8_t* x = call.activations + first_token * num_blocks * activation_bytes(K);
+  constexpr int kBytes = activation_bytes(K, PLANES);
+  const uint8_t* x = call.activations + first_token * num_blocks * kBytes;
   Floats sums[kVectors][T] = {};
   for (int block = 0; block < num_blocks; ++block) {
     const int inner = kLayout.is_super ? block % kBlocksInSuper : 0;
@@ -124,9 +130,9 @@ void multiply_tile(const LinearCall& call, int64_t group, int64_t first_token, s
       for (int i = 0; i < kLayout.number_bytes; i += 64)
         __builtin_prefetch(numbers + ahead + i);
     }
-    add_block<K, T>(numbers, scales, inner, x, sums);
+    add_block<K, PLANES, T>(numbers, scales, inner, x, sums);
     numbers += kLayout.number_bytes;
-    x += T * activation_bytes(K);
+    x += T * kBytes;
     if (!kLayout.is_super || inner == kBlocksInSuper - 1) scales += kLayout.scale_bytes;
   }
   for (int t = 0; t < T; ++t) {
@@ -137,15 +143,15 @@ void multiply_tile(const LinearCall& call, int64_t group, int64_t first_token, s
 }
 
 // Calls the kernel that was compiled for the number of tokens.
-template <Kind K, int T = kTile>
+template <Kind K, int PLANES, int T = kTile>
 void multiply_tokens(const LinearCall& call, int64_t group, int64_t first, size_t ahead) {
   if constexpr (T > 1)
     if (call.num_tokens - first < T)
-      return multiply_tokens<K, T - 1>(call, group, first, ahead);
-  multiply_tile<K, T>(call, group, first, ahead);
+      return multiply_tokens<K, PLANES, T - 1>(call, group, first, ahead);
+  multiply_tile<K, PLANES, T>(call, group, first, ahead);
 }
 
-template <Kind K>
+template <Kind K, int PLANES>
 void multiply_groups(const LinearCall& call, int64_t first_group, int64_t end_group,
                      int64_t first_tile, int64_t end_tile) {
   // A group's weights stay in the cache while some tokens go by; not all at once, because their
@@ -159,7 +165,7 @@ void multiply_groups(const LinearCall& call, int64_t first_group, int64_t end_gr
       if (end - start > 1)
         ahead = group + 1 < end_group ? layout_of(K).group_bytes(call.matrix.num_inputs) : 0;
       for (int64_t tile = start; tile < end; ++tile)
-        multiply_tokens<K>(call, group, tile * kTile, tile == first_tile ? ahead : 0);
+        multiply_tokens<K, PLANES>(call, group, tile * kTile, tile == first_tile ? ahead : 0);
     }
   }
 }
@@ -182,13 +188,21 @@ void with_kind(Kind kind, Work work) {
 }
 
 void round_inputs(const LinearCall& call, int64_t first_tile, int64_t end_tile) {
-  with_kind(call.matrix.kind, [&](auto kind) { round_tiles<kind.value>(call, first_tile, end_tile); });
+  with_kind(call.matrix.kind, [&](auto kind) {
+    if (call.matrix.input_planes == 1)
+      round_tiles<kind.value, 1>(call, first_tile, end_tile);
+    else
+      round_tiles<kind.value, 2>(call, first_tile, end_tile);
+  });
 }
 
 void multiply(const LinearCall& call, int64_t first_group, int64_t end_group, int64_t first_tile,
               int64_t end_tile) {
   with_kind(call.matrix.kind, [&](auto kind) {
-    multiply_groups<kind.value>(call, first_group, end_group, first_tile, end_tile);
+    if (call.matrix.input_planes == 1)
+      multiply_groups<kind.value, 1>(call, first_group, end_group, first_tile, end_tile);
+    else
+      multiply_groups<kind.value, 2>(call, first_group, end_group, first_tile, end_tile);
   });
 }
 

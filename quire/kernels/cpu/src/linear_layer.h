@@ -75,7 +75,7 @@ class BlockProduct {
   int64_t tile_tokens() const { return kernel_.tile_tokens; }
   size_t laid_bytes() const {
     return static_cast<size_t>(call_.num_tokens * num_inputs() / kBlock *
-                               activation_bytes(call_.matrix.kind));
+                               activation_bytes(call_.matrix.kind, call_.matrix.input_planes));
   }
   void set_inputs(const float* x, int64_t x_stride, void* laid) {
     call_.x = x;

@@ -70,15 +70,20 @@ struct PackedMatrix {
   Kind kind;
   int32_t num_outputs;
   int32_t num_inputs;
+  int32_t input_planes;  // 1: inputs are rounded to 8 bits, 2: to 15
 };
 
 // Tokens are worked on in tiles, the last one with what is left. For every block of 32
 // inputs a tile of T tokens has
-//   int8[8][T][4]     the inputs, rounded: quad by quad
+//   int8[planes][8][T][4]   the inputs, rounded, quad by quad; with two planes the high 8 bits and
+//                     then the low 7, in numbers from -64 to 63
 //   float[T]          scales
 //   int32[parts][T]   with an offset: minus it times the sum of the rounded inputs
 //   float[T]          with minima: scale times that sum
-constexpr int activation_bytes(Kind kind) { return kBlock + 4 + 4 * layout_of(kind).parts; }
+constexpr int activation_bytes(Kind kind, int planes) {
+  return planes * kBlock + 4 + 4 * layout_of(kind).parts;
+}
+constexpr int kLowBits = 7;  // of inputs with two planes
 
 // Activations below this are taken for zeros: the inverse of their scale would overflow.
 constexpr float kSmallestActivation = 1e-30f;
