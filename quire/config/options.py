@@ -120,8 +120,8 @@ class ModelOptions(CheckedOptions):
         None,
         "On a CPU, compute from 8-bit weights (int8), or from a GGUF file's blocks as they are "
         "stored, with activations of 8 bits (gguf) or 15 (gguf-a16: slower in batches).",
-        default_text="for GGUF files on a CPU, if dtype is unset: gguf-a16 for the embedded model and "
-        "with max_num_seqs=1, else gguf; otherwise none",
+        default_text="for GGUF files on a CPU, if dtype is unset: gguf-a16 for the embedded model "
+        "and with max_num_seqs=1, else gguf; otherwise none",
     )
     load_format: str = option(
         "auto",
