@@ -4,7 +4,7 @@ from quire import LLM
 from quire.sampling_params import BeamSearchParams
 
 llm = LLM()
-prompts = ["The capital of France is", "Water boils at"]
+prompts = ["The capital of France is", "The opposite of hot is"]
 outputs = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=10))
 for prompt, output in zip(prompts, outputs, strict=True):
     print(prompt)

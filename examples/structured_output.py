@@ -18,7 +18,6 @@ def answer(question: str, form: StructuredOutputs, max_tokens: int = 200) -> str
 class Pet(BaseModel):
     species: Literal["cat", "dog", "bird"]
     has_fur: bool
-    legs: Literal[2, 4]
 
 
 # A schema allows further keys unless it says otherwise. Without spaces the grammar leaves fewer
@@ -28,14 +27,14 @@ text = answer("Describe a cat.", pet)
 print(f"JSON: {text}")
 print(f"as an object: {Pet.model_validate_json(text)!r}")
 
-print(f"choice: {answer('Is ice cold?', StructuredOutputs(choice=['yes', 'no']))}")
-print(f"regex: {answer('When did the war end?', StructuredOutputs(regex='19[0-9]{2}'))}")
+print(f"choice: {answer('Is Paris in France?', StructuredOutputs(choice=['yes', 'no']))}")
+question = "When did the Second World War end?"
+print(f"regex: {answer(question, StructuredOutputs(regex='19[0-9]{2}'))}")
 
 # Lark's notation: rules in small letters, patterns between slashes. llama.cpp's GBNF works too.
 XML = r"""
-start: "<books>" book book "</books>"
-book: "<book><title>" TEXT "</title><year>" YEAR "</year></book>"
-TEXT: /[A-Z][a-z ]{2,30}/
-YEAR: /[12][0-9]{3}/
+start: "<planets>" planet planet planet "</planets>"
+planet: "<planet>" NAME "</planet>"
+NAME: /[A-Z][a-z]{2,15}/
 """
-print(f"XML: {answer('Name two books.', StructuredOutputs(grammar=XML))}")
+print(f"XML: {answer('Name three planets.', StructuredOutputs(grammar=XML))}")

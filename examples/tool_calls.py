@@ -32,7 +32,7 @@ TOOLS = [
 
 
 def get_weather(city: str, unit: str) -> str:
-    return f"18 degrees {unit} and sunny in {city}"
+    return f"The weather in {city} is sunny, 18 degrees {unit}."
 
 
 def converse(client: openai.OpenAI) -> None:
@@ -40,7 +40,7 @@ def converse(client: openai.OpenAI) -> None:
     messages = [{"role": "user", "content": "What is the weather in Paris, in celsius?"}]
     reply = client.chat.completions.create(
         model=model, messages=messages, tools=TOOLS, tool_choice="required", temperature=0,
-        parallel_tool_calls=False,
+        parallel_tool_calls=False, max_tokens=100,
     )  # fmt: skip
     message = reply.choices[0].message
     call = message.tool_calls[0]

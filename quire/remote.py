@@ -18,6 +18,7 @@ from quire.config.cli import (
     engine_options,
     sampling_arguments,
 )
+from quire.config.embedded import CHAT_MAX_TOKENS
 from quire.config.server import ServerOptions
 from quire.protocol.errors import OptionError
 from quire.protocol.sampling import RepetitionDetectionParams, SamplingParams
@@ -107,7 +108,7 @@ def _add_api_key(parser: CommandParser) -> None:
 
 def chat(arguments: Arguments) -> int:
     _refuse_engine_flags(arguments, but=("model",))
-    options = _body_options(sampling_arguments(arguments))
+    options = {"max_tokens": CHAT_MAX_TOKENS} | _body_options(sampling_arguments(arguments))
     client = _client(arguments)
     return run_chat(
         lambda messages: client.stream_chat(messages, options),

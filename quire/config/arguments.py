@@ -169,7 +169,7 @@ REFUSED: dict[str, Refusal] = _refused(
             "kv_offloading_size": (0,),
             "kv_offloading_backend": ("native",),
         },
-        "the model runs on one device; use tensor_parallel_size=1 and none of these": {
+        "the model runs on one device; set it to 1 or leave it out": {
             "pipeline_parallel_size": (1,),
             "data_parallel_size": (1,),
             "data_parallel_size_local": (1,),

@@ -50,7 +50,9 @@ SAMPLING = """\
 `quire generate` and `quire chat` take these in addition to the options. They are fields of
 `SamplingParams`, which has more; see [usage](usage.md#sampling). Two things differ from Python:
 `max_tokens` is 128 for `generate` and 1,024 for `chat`, which has no `n`;
-and without `seed` each run draws other random numbers.
+and without `seed` each run draws other random numbers. What is left out comes from the model's
+generation_config.json where that has it; the embedded model has `temperature` 0.2, `top_p` 0.9,
+`repetition_penalty` 1.1 and, in chats, `repetition_detection`.
 """
 
 SERVER = """\
@@ -63,7 +65,7 @@ WARNED = """\
 ## Accepted with a warning
 
 These are accepted and have no effect, which a warning says unless the value is `None` or `False`.
-As flags they are errors with the same reason.
+The same holds for flags.
 """
 
 REFUSALS = """\

@@ -67,9 +67,9 @@ def _revision(name: str, tag: str) -> str:
 
 def _ollama(name: str, tag: str) -> str:
     family = _FAMILIES.get(name.lower())
-    text = "This is a name in Ollama's library, which Quire does not read."
     if family is None:
-        return f"{text} {_ANY}"
+        return f"This looks like a name in Ollama's library, which Quire does not read. {_ANY}"
+    text = "This is a name in Ollama's library, which Quire does not read."
     pattern, size = family
     given = re.match(r"\d+(\.\d+)?[bm]", tag.lower())
     if given:

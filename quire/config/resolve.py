@@ -168,7 +168,9 @@ def _quantization(
     chosen = "gguf-a16" if is_fine else "gguf"
     notes.append(
         f"quantization became {chosen} because weights are computed fastest as the file stores "
-        "them; dtype='float32' uses their exact values"
+        "them"
+        + (", and one sequence pays little for finer activations" if is_fine else "")
+        + "; dtype='float32' uses their exact values"
     )
     return chosen
 

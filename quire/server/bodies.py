@@ -171,10 +171,11 @@ class GenerationBody(RequestBody):
         """Where this protocol's clients write it."""
         return "response_format"
 
-    def penalty_in_grammar(self) -> dict[str, float]:
-        """What a grammar asks for comes again and again, such as quotes: a default of the model
-        that penalises repetition would spoil it."""
-        return {} if self.repetition_penalty is not None else {"repetition_penalty": 1.0}
+    def without_default_repetition(self) -> dict[str, Any]:
+        """What a grammar asks for comes again and again, such as quotes: defaults of the model that
+        penalise repetition, or end the text at it, would spoil it."""
+        off = {"repetition_penalty": 1.0, "repetition_detection": None}
+        return {name: value for name, value in off.items() if getattr(self, name) is None}
 
     def sampling_params(self, defaults: SamplingParams, **own: Any) -> SamplingParams:
         """The parameters of this body; `own` are those that differ between protocols."""
@@ -189,9 +190,11 @@ class GenerationBody(RequestBody):
         if self.repetition_detection is not None:
             values = self.repetition_detection.model_dump()
             given["repetition_detection"] = RepetitionDetectionParams(**values)
+        elif "repetition_detection" in self.model_fields_set or self.ignore_eos or self.min_tokens:
+            given["repetition_detection"] = None  # the client decides when the text ends
         given["structured_outputs"] = requested_form(self)
         if given["structured_outputs"] is not None:
-            given |= self.penalty_in_grammar()
+            given |= self.without_default_repetition()
         if self.vllm_xargs is not None:
             size = len(json.dumps(self.vllm_xargs))
             if size > MAX_EXTRA_BYTES:

@@ -14,7 +14,7 @@ from quire.frontend.async_llm import AsyncLLM
 from quire.server.access import Access
 from quire.server.load import Load
 from quire.server.preparation.context import Preparation, PreparationSettings
-from quire.server.preparation.pool import ForkServer, PreparationPool
+from quire.server.preparation.pool import MAX_HELD_BODIES, ForkServer, PreparationPool
 from quire.server.tracing import Tracer
 
 
@@ -39,7 +39,9 @@ class ServerState:
         self.preparation = Preparation.of(session, serving, self.model_names)
         names = dataclasses.asdict(serving)
         settings = PreparationSettings.of(session, names, self.model_names)
-        self.pool = PreparationPool(settings, self.fork_server)
+        self.pool = PreparationPool(
+            settings, self.fork_server, MAX_HELD_BODIES * self.options.network.max_body_bytes
+        )
 
     @classmethod
     def of(

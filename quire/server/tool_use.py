@@ -84,7 +84,7 @@ def with_form(
     grammar = reply_grammar(form, use, wanted, tokenizer.special_ids.get, settings, answer_field)
     if grammar is not None:
         changes["structured_outputs"] = StructuredOutputs(grammar=grammar.text)
-        changes |= body.penalty_in_grammar()
+        changes |= body.without_default_repetition()
         if use.mode == "required":
             names = list(grammar.fields.values())
             answer_field = names[0] if len(names) == 1 else "tools"

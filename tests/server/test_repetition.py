@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire.config.embedded import CHAT_MAX_TOKENS
-from quire.protocol.sampling import SamplingParams
+from quire.protocol.sampling import RepetitionDetectionParams, SamplingParams
 from quire.server.openai.schemas import ChatBody
 from tests.server.running import RunningServer
 
@@ -60,7 +60,7 @@ def test_a_chat_without_limits_ends() -> None:
         looped = post(server, "/v1/chat/completions", messages=MESSAGES, **ONE_TOKEN)
         assert looped["choices"][0]["finish_reason"] == "length"
         assert looped["usage"]["completion_tokens"] < 100
-        endless = {"ignore_eos": True, "temperature": 1.5}
+        endless = {"logit_bias": {"0": -100, "2": -100}, "temperature": 1.5}
         cut = post(server, "/v1/chat/completions", messages=MESSAGES, **endless)
         assert cut["choices"][0]["finish_reason"] == "length"
         assert cut["usage"]["completion_tokens"] <= CHAT_MAX_TOKENS
@@ -77,3 +77,23 @@ def test_default_penalty_is_not_for_grammars(given: dict[str, float], expected: 
     assert body.sampling_params(defaults).repetition_penalty == expected
     plain = ChatBody.model_validate({"messages": MESSAGES})
     assert plain.sampling_params(defaults).repetition_penalty == 1.1
+
+
+@pytest.mark.parametrize(
+    ("given", "stays"),
+    [
+        ({}, True),
+        ({"temperature": 0.5}, True),
+        ({"response_format": {"type": "json_object"}}, False),
+        ({"structured_outputs": {"regex": "(0, ){60}"}}, False),
+        ({"min_tokens": 80}, False),
+        ({"ignore_eos": True}, False),
+        ({"repetition_detection": None}, False),
+    ],
+)
+def test_default_detection_gives_way_to_the_client(given: dict[str, Any], stays: bool) -> None:
+    """A form may ask for the same again and again, and a client for so many tokens."""
+    detection = RepetitionDetectionParams(max_pattern_size=8)
+    body = ChatBody.model_validate({"messages": MESSAGES, **given})
+    found = body.sampling_params(SamplingParams(repetition_detection=detection, max_tokens=None))
+    assert found.repetition_detection == (detection if stays else None)

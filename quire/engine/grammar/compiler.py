@@ -142,10 +142,10 @@ class GrammarCompiler:
         del self._cache[oldest]
 
     def shutdown(self) -> None:
+        self._is_shut_down = True
         self._askers.shutdown(wait=False, cancel_futures=True)
         self._builders.shutdown(wait=False, cancel_futures=True)
         with self._trial_lock:
-            self._is_shut_down = True
             if self._trial is not None:
                 self._trial.close()
 
@@ -178,6 +178,8 @@ class GrammarCompiler:
             start = Start(self._begin_build(make_start).result())
             return Grammar([start], tokenizer, -(-tokenizer.vocab_size // 32), make_start)
         except QuireError:
+            if self._is_shut_down:  # which ended the process that compiles
+                raise EngineDeadError(SHUT_DOWN) from None
             raise
         except CancelledError:
             raise EngineDeadError(SHUT_DOWN) from None

@@ -59,15 +59,19 @@ class PreparedRoute(APIRoute):
 
 async def _prepared(kind: PreparedKind, request: Request) -> Prepared | bytes | None:
     """None if the client left."""
-    try:
-        pieces = [piece async for piece in request.stream()]
-    except ClientDisconnect:
-        return None
-    check_content_type(request)
     state = state_of(request)
-    if not kind.uses_template and sum(map(len, pieces)) < SMALL_BYTES:
-        return prepare(state.preparation, kind, b"".join(pieces))
-    return await unless_disconnected(request.receive, state.pool.run(kind, pieces))
+    with state.pool.holding() as held:
+        pieces: list[bytes] = []
+        try:
+            async for piece in request.stream():
+                held.add(len(piece))
+                pieces.append(piece)
+        except ClientDisconnect:
+            return None
+        check_content_type(request)
+        if not kind.uses_template and held.num_bytes < SMALL_BYTES:
+            return prepare(state.preparation, kind, b"".join(pieces))
+        return await unless_disconnected(request.receive, state.pool.run(kind, pieces))
 
 
 def prepared_route(
