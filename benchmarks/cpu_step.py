@@ -142,7 +142,7 @@ def bytes_read(llm: LLM, size: int, context: int) -> float:
 def profile_batch(llm: LLM, reader: Reader, size: int, context: int) -> dict[str, float]:
     """Milliseconds by row of the table."""
     core: Any = llm._core
-    decoder = core.executor.runner.model.model
+    decoder = core.executor.runner.model.model.layers
     native = decoder.native_decoder
     assert native is not None, "the native library is not there"
     batch = Batch(llm, size, context)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.config.architectures import SUPPORTED_ARCHITECTURES
 from quire.config.options import option_groups
 from tests.tiny import save_tiny
 
@@ -321,3 +322,24 @@ def test_options_and_environment_stay_few() -> None:
         and re.fullmatch(r"QUIRE_[A-Z_]+", node.value)
     }
     assert len(variables) <= 5, sorted(variables)
+
+
+def test_models_know_no_backend() -> None:
+    """Fusion and backends are applied to a loaded model, and so none of them changes its file."""
+    architectures = set(SUPPORTED_ARCHITECTURES.values())
+    allowed = {"backend", "heads", "layer"}
+    wrong = []
+    for path in sorted((PACKAGE / "models").glob("*.py")):
+        if path.stem not in architectures:
+            continue
+        for found in imports_of(path):
+            parts = found.module.split(".")
+            is_backend = parts[:3] == ["quire", "layers", "attention"] and parts[3] not in allowed
+            if is_backend or parts[:2] == ["quire", "kernels"]:
+                wrong.append(f"{path.relative_to(ROOT)}:{found.line} imports {found.module}")
+        wrong += [
+            f"{path.relative_to(ROOT)}:{node.lineno} asks which class something has"
+            for node in ast.walk(tree_of(path))
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance"
+        ]
+    assert not wrong, "\n".join(wrong)

@@ -1,59 +1,115 @@
-"""Layers of a decoder that the native library can carry out in one call."""
+"""The layers of a decoder one after the other: as their model says, or fused.
+
+The model's own loop is the specification. `FusedLayers` gives the same with the norm before a
+linear layer, and the gates behind it, in the call of that layer; and on a CPU, where Python between
+layers costs as much as the arithmetic of one request, with all layers in one call of the library.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor, nn
 
 from quire.kernels.cpu import decoder as native
-from quire.layers.linear import Linear
-from quire.layers.norm import RMSNorm
+from quire.layers.activation import GatedActivation
+from quire.layers.attention.cpu import CpuStep
+from quire.layers.attention.heads import HeadNorms, Heads, Rotation
+from quire.layers.attention.layer import Attention
+from quire.layers.linear import Linear, QKVLinear
+from quire.layers.norm import Norm, RMSNorm
+from quire.layers.step import StepContext
+
+
+class DecoderLayers(nn.ModuleList):
+    """Layers that each add to the residual stream, and the norm of what they give."""
+
+    def forward(self, x: Tensor, rotation: Rotation, step: StepContext, norm: Norm) -> Tensor:
+        for layer in self:
+            x = layer(x, rotation, step)
+        return norm(x)
 
 
 @dataclass(frozen=True)
-class DecoderLayerParts:
-    """A layer that normalises, attends, normalises and applies a network of silu(gate) * up."""
+class LayerParts:
+    """A layer that adds attention to the residual stream, then a network of act(gate) * up, each
+    of the stream's norm."""
 
     attention_norm: RMSNorm
-    qkv: Linear
-    head_norms: tuple[RMSNorm, RMSNorm] | None
+    qkv: QKVLinear
+    head_norms: HeadNorms | None
+    attend: Attention
     output: Linear
     network_norm: RMSNorm
     gate_up: Linear
+    activation: GatedActivation
     down: Linear
-    num_heads: int
-    scale: float
-    window: int | None
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, step: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        """Adds `x` to the residual stream (None: starts it); returns the next addend and it."""
+        qkv, residual = self.qkv.after_norm(self.attention_norm, x, residual)
+        heads = Heads(*self.qkv.split(qkv), rotation, self.head_norms)
+        x = self.output(self.attend(heads, step))
+        inner, residual = self.gate_up.after_norm(self.network_norm, x, residual, self.activation)
+        return self.down(inner), residual
 
 
-def native_decoder(layers: Sequence[DecoderLayerParts]) -> native.Decoder | None:
-    """The layers as the library takes them; None where a weight is not one packed matrix."""
-    weights = [_weights(layer) for layer in layers]
-    known = [one for one in weights if one is not None]
-    return native.Decoder(known) if known and len(known) == len(weights) else None
+class FusedLayers(DecoderLayers):
+    """The same layers under the same names, carried out by their parts."""
+
+    def __init__(self, layers: Iterable[nn.Module], parts: Sequence[LayerParts]) -> None:
+        super().__init__(layers)
+        self.parts = parts
+
+    def forward(self, x: Tensor, rotation: Rotation, step: StepContext, norm: Norm) -> Tensor:
+        attention = step.attention[self.parts[0].attend.kv_group]
+        if isinstance(attention, CpuStep) and self.native_decoder is not None:
+            return norm.add_and_normalize(*attention.decode(self.native_decoder, x, rotation))[0]
+        residual = None
+        for layer in self.parts:
+            x, residual = layer.forward(x, residual, rotation, step)
+        return norm.add_and_normalize(x, residual)[0]
+
+    @cached_property
+    def native_decoder(self) -> native.Decoder | None:
+        """All layers in one call where their weights and their places in the KV cache, which must
+        be settled by now, allow it."""
+        bound = [(layer.attend.kv_group, layer.attend.layer_slot) for layer in self.parts]
+        group = bound[0][0]
+        if bound != [(group, slot) for slot in range(len(bound))]:
+            return None
+        weights = [_weights(layer) for layer in self.parts]
+        known = [one for one in weights if one is not None]
+        return native.Decoder(known) if len(known) == len(weights) else None
 
 
-def _weights(layer: DecoderLayerParts) -> native.LayerWeights | None:
+def _weights(layer: LayerParts) -> native.LayerWeights | None:
+    """A layer as the library takes it; None where a weight is not one packed matrix, or where the
+    network has gates of another kind."""
     linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
     products = [_product(linear) for linear in linears]
     known = [product for product in products if product is not None]
-    if len(known) < len(products):
+    if len(known) < len(products) or not layer.activation.is_silu:
         return None
     qkv, output, gate_up, down = known
-    norms = None
-    if layer.head_norms is not None:
-        norms = (_norm(layer.head_norms[0]), _norm(layer.head_norms[1]))
+    norms = layer.head_norms
     return native.LayerWeights(
         _norm(layer.attention_norm),
         qkv,
-        norms,
+        None
+        if norms is None
+        else (native.Norm(norms.q_weight, norms.eps), native.Norm(norms.k_weight, norms.eps)),
         output,
         _norm(layer.network_norm),
         gate_up,
         down,
-        layer.num_heads,
-        layer.scale,
-        layer.window,
+        layer.qkv.heads[0],
+        layer.attend.scale,
+        layer.attend.window,
     )
 
 

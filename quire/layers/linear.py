@@ -11,6 +11,8 @@ from quire.layers.activation import GatedActivation
 from quire.layers.norm import Norm, RMSNorm
 from quire.layers.parallel import Axis, Part, Placement, WeightedLayer, divided, whole
 
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
 
 class Linear(WeightedLayer):
     """x W^T + b over the given axes. Used as it is where every rank keeps the whole weight."""
@@ -103,12 +105,14 @@ class QKVLinear(Linear):
         self.head_dim = head_dim
         self.heads = (q_heads, kv_heads, kv_heads)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def forward(self, x: torch.Tensor) -> QKV:  # type: ignore[override]
         """q [T, heads, head_dim], k and v [T, kv_heads, head_dim]; views of one tensor."""
         return self.split(super().forward(x))
 
-    def split(self, joined: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return joined.view(joined.shape[0], -1, self.head_dim).split_with_sizes(self.heads, dim=1)
+    def split(self, joined: torch.Tensor) -> QKV:
+        by_head = joined.view(joined.shape[0], -1, self.head_dim)
+        q, k, v = by_head.split_with_sizes(self.heads, dim=1)
+        return q, k, v
 
 
 class RowLinear(Linear):

@@ -7,12 +7,13 @@ from torch import nn
 
 from quire.config.model import ModelConfig
 from quire.layers.activation import activation
-from quire.layers.attention.backend import AttentionStep
 from quire.layers.attention.heads import Heads
+from quire.layers.attention.layer import Attention
 from quire.layers.embedding import Embedding, LMHead, VocabEmbedding
 from quire.layers.linear import ColumnLinear, QKVLinear, RowLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.parallel import Placement
+from quire.layers.step import StepContext
 from quire.models.registry import CausalLM, WeightMap
 
 
@@ -29,13 +30,10 @@ class GPT2Attention(nn.Module):
         hidden, heads, head_dim = config.hidden_size, config.num_heads, config.head_dim
         self.c_attn = QKVLinear(hidden, head_dim, heads, config.num_kv_heads, True, place)
         self.c_proj = RowLinear(heads * head_dim, hidden, True, place)
-        self.layer_index = layer_index
-        self.scale = _attention_scale(config, layer_index)
+        self.attend = Attention(layer_index, _attention_scale(config, layer_index))
 
-    def forward(self, x: torch.Tensor, attention: AttentionStep) -> torch.Tensor:
-        heads = Heads(*self.c_attn(x))
-        out = attention.attend(self.layer_index, heads, self.scale, None)
-        return self.c_proj(out.flatten(1))
+    def forward(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
+        return self.c_proj(self.attend(Heads(*self.c_attn(x)), step))
 
 
 class GPT2MLP(nn.Module):
@@ -57,8 +55,8 @@ class GPT2Block(nn.Module):
         self.ln_2 = LayerNorm(config.hidden_size, config.norm_eps, place)
         self.mlp = GPT2MLP(config, place)
 
-    def forward(self, x: torch.Tensor, attention: AttentionStep) -> torch.Tensor:
-        x = x + self.attn(self.ln_1(x), attention)
+    def forward(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
+        x = x + self.attn(self.ln_1(x), step)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -72,12 +70,10 @@ class GPT2Model(nn.Module):
         )
         self.ln_f = LayerNorm(config.hidden_size, config.norm_eps, place)
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionStep
-    ) -> torch.Tensor:
-        x = self.wte(token_ids) + self.wpe(positions)
+    def forward(self, step: StepContext) -> torch.Tensor:
+        x = step.embed(self.wte) + self.wpe(step.positions)
         for block in self.h:
-            x = block(x, attention)
+            x = block(x, step)
         return self.ln_f(x)
 
 
@@ -100,7 +96,5 @@ class GPT2LMHeadModel(CausalLM):
         tied = self.transformer.wte if config.tie_word_embeddings else None
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, place, tied)
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionStep
-    ) -> torch.Tensor:
-        return self.transformer(token_ids, positions, attention)
+    def forward(self, step: StepContext) -> torch.Tensor:
+        return self.transformer(step)

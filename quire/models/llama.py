@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import nn
 
 from quire.config.model import ModelConfig
-from quire.kernels.cpu.decoder import Decoder
 from quire.layers.activation import GatedActivation
-from quire.layers.attention.backend import AttentionStep
-from quire.layers.attention.cpu import CpuStep
 from quire.layers.attention.heads import HeadNorms, Heads, Rotation
-from quire.layers.decoder import DecoderLayerParts, native_decoder
+from quire.layers.attention.layer import Attention
+from quire.layers.decoder import DecoderLayers
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.linear import MergedLinear, QKVLinear, RowLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.parallel import Placement
 from quire.layers.rotary import Rotary
+from quire.layers.step import StepContext
 from quire.models.registry import CausalLM, WeightMap
 
 
@@ -48,24 +46,18 @@ class LlamaAttention(nn.Module):
         if traits.head_norm:
             self.q_norm = RMSNorm(head_dim, config.norm_eps, place)
             self.k_norm = RMSNorm(head_dim, config.norm_eps, place)
-        self.layer_index, self.window, self.scale = layer_index, traits.window, head_dim**-0.5
+        self.attend = Attention(layer_index, head_dim**-0.5, traits.window)
 
-    def forward(
-        self,
-        norm: RMSNorm,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        rotation: Rotation,
-        attention: AttentionStep,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        norms = None
-        if self.head_norm:
-            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        joined, residual = self.qkv_proj.after_norm(norm, x, residual)
-        q, k, v = self.qkv_proj.split(joined)
-        heads = Heads(q, k, v, rotation, norms)
-        out = attention.attend(self.layer_index, heads, self.scale, self.window)
-        return self.o_proj(out.flatten(1)), residual
+    def forward(self, x: torch.Tensor, rotation: Rotation, step: StepContext) -> torch.Tensor:
+        q, k, v = self.qkv_proj(x)
+        heads = Heads(q, k, v, rotation, self.head_norms)
+        return self.o_proj(self.attend(heads, step))
+
+    @property
+    def head_norms(self) -> HeadNorms | None:
+        if not self.head_norm:
+            return None
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
 
 class LlamaMLP(nn.Module):
@@ -76,11 +68,8 @@ class LlamaMLP(nn.Module):
         self.activation = GatedActivation(config.hidden_act)
         self.down_proj = RowLinear(inner, hidden, bias, place)
 
-    def forward(
-        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        inner, residual = self.gate_up_proj.after_norm(norm, x, residual, self.activation)
-        return self.down_proj(inner), residual
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.activation(self.gate_up_proj(x)))
 
 
 class LlamaLayer(nn.Module):
@@ -93,34 +82,9 @@ class LlamaLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, place)
         self.mlp = LlamaMLP(config, place)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        rotation: Rotation,
-        attention: AttentionStep,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds `x` to the residual stream (None: starts it); returns the next addend and it."""
-        x, residual = self.self_attn(self.input_layernorm, x, residual, rotation, attention)
-        return self.mlp(self.post_attention_layernorm, x, residual)
-
-    def parts(self) -> DecoderLayerParts | None:
-        """What `forward` is made of, if other code knows how to do it."""
-        attention, mlp = self.self_attn, self.mlp
-        if not mlp.activation.is_silu:
-            return None
-        return DecoderLayerParts(
-            attention_norm=self.input_layernorm,
-            qkv=attention.qkv_proj,
-            head_norms=(attention.q_norm, attention.k_norm) if attention.head_norm else None,
-            output=attention.o_proj,
-            network_norm=self.post_attention_layernorm,
-            gate_up=mlp.gate_up_proj,
-            down=mlp.down_proj,
-            num_heads=attention.qkv_proj.heads[0],
-            scale=attention.scale,
-            window=attention.window,
-        )
+    def forward(self, x: torch.Tensor, rotation: Rotation, step: StepContext) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotation, step)
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class LlamaModel(nn.Module):
@@ -136,29 +100,15 @@ class LlamaModel(nn.Module):
         self.rotary = Rotary(
             config.head_dim, config.max_position_tokens, config.rope_theta, scaling, place.device
         )
-        self.layers = nn.ModuleList(
+        self.layers = DecoderLayers(
             LlamaLayer(config, index, layer_traits, place)
             for index, layer_traits in enumerate(traits)
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, place)
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionStep
-    ) -> torch.Tensor:
-        x, residual = self.embed_tokens(token_ids), None
-        rotation = self.rotary(positions)
-        if isinstance(attention, CpuStep) and self.native_decoder is not None:
-            return self.norm(*attention.decode(self.native_decoder, x, rotation))[0]
-        for layer in self.layers:
-            x, residual = layer(x, residual, rotation, attention)
-        return self.norm(x, residual)[0]
-
-    @cached_property
-    def native_decoder(self) -> Decoder | None:
-        """All layers in one call where their weights, which must be there by now, allow it."""
-        layers = [layer for layer in self.layers if isinstance(layer, LlamaLayer)]
-        parts = [part for layer in layers if (part := layer.parts()) is not None]
-        return native_decoder(parts) if len(parts) == len(self.layers) else None
+    def forward(self, step: StepContext) -> torch.Tensor:
+        x, rotation = step.embed(self.embed_tokens), self.rotary(step.positions)
+        return self.layers(x, rotation, step, self.norm)
 
 
 class LlamaForCausalLM(CausalLM):
@@ -182,7 +132,5 @@ class LlamaForCausalLM(CausalLM):
         """What is particular about a layer's attention; relatives override this."""
         return AttentionTraits(config.attention_bias, config.attention_bias)
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionStep
-    ) -> torch.Tensor:
-        return self.model(token_ids, positions, attention)
+    def forward(self, step: StepContext) -> torch.Tensor:
+        return self.model(step)

@@ -22,6 +22,7 @@ from quire.layers.quantization.packed import (
     pack_int8,
 )
 from quire.layers.quantization.scheme import Scheme, Unquantized
+from quire.models.fusion import fuse
 from quire.models.registry import CausalLM, model_class
 from quire.models.upload import Upload, stays_here
 from quire.models.weights import iter_weights
@@ -67,10 +68,12 @@ def load_model(
     parallel: Parallel = ONE_RANK,
     seed: int = 0,
     quantization: str | None = None,
+    fused: bool = True,
 ) -> CausalLM:
     """The model of `config` with its weights, or this rank's share of them, on `device`.
 
     `load_format="dummy"` makes random weights instead: equal for equal seeds on one type of device.
+    Layers that are not `fused` compute as their model's file says, step by step.
     """
     if config.quantization:
         raise ModelError(
@@ -90,6 +93,8 @@ def load_model(
     for layer in model.modules():
         if isinstance(layer, WeightedLayer):
             layer.finish_loading()
+    if fused:
+        fuse(model)
     return model.eval()
 
 

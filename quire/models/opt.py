@@ -7,12 +7,13 @@ from torch import nn
 
 from quire.config.model import ModelConfig
 from quire.layers.activation import activation
-from quire.layers.attention.backend import AttentionStep
 from quire.layers.attention.heads import Heads
+from quire.layers.attention.layer import Attention
 from quire.layers.embedding import Embedding, LMHead, VocabEmbedding
 from quire.layers.linear import ColumnLinear, Linear, QKVLinear, RowLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.parallel import Placement, whole
+from quire.layers.step import StepContext
 from quire.models.registry import CausalLM, WeightMap
 
 POSITION_OFFSET = 2
@@ -31,12 +32,10 @@ class OPTAttention(nn.Module):
         bias = config.attention_bias
         self.qkv_proj = QKVLinear(hidden, head_dim, heads, config.num_kv_heads, bias, place)
         self.out_proj = RowLinear(heads * head_dim, hidden, bias, place)
-        self.layer_index, self.scale = layer_index, head_dim**-0.5
+        self.attend = Attention(layer_index, head_dim**-0.5)
 
-    def forward(self, x: torch.Tensor, attention: AttentionStep) -> torch.Tensor:
-        heads = Heads(*self.qkv_proj(x))
-        out = attention.attend(self.layer_index, heads, self.scale, None)
-        return self.out_proj(out.flatten(1))
+    def forward(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
+        return self.out_proj(self.attend(Heads(*self.qkv_proj(x)), step))
 
 
 class OPTLayer(nn.Module):
@@ -51,11 +50,11 @@ class OPTLayer(nn.Module):
         self.activation = activation(config.hidden_act)
         self.fc2 = RowLinear(inner, hidden, bias, place)
 
-    def forward(self, x: torch.Tensor, attention: AttentionStep) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         if self.norm_first:
-            x = x + self.self_attn(self.self_attn_layer_norm(x), attention)
+            x = x + self.self_attn(self.self_attn_layer_norm(x), step)
             return x + self.mlp(self.final_layer_norm(x))
-        x = self.self_attn_layer_norm(x + self.self_attn(x, attention))
+        x = self.self_attn_layer_norm(x + self.self_attn(x, step))
         return self.final_layer_norm(x + self.mlp(x))
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
@@ -83,13 +82,11 @@ class OPTDecoder(nn.Module):
         if norm_first and not config.raw.get("_remove_final_layer_norm", False):
             self.final_layer_norm = _norm(config, place)
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionStep
-    ) -> torch.Tensor:
-        x = self.project_in(self.embed_tokens(token_ids))
-        x = x + self.embed_positions(positions + POSITION_OFFSET)
+    def forward(self, step: StepContext) -> torch.Tensor:
+        x = self.project_in(step.embed(self.embed_tokens))
+        x = x + self.embed_positions(step.positions + POSITION_OFFSET)
         for layer in self.layers:
-            x = layer(x, attention)
+            x = layer(x, step)
         return self.project_out(self.final_layer_norm(x))
 
 
@@ -120,7 +117,5 @@ class OPTForCausalLM(CausalLM):
         tied = decoder.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = LMHead(config.vocab_size, decoder.embed_dim, place, tied)
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionStep
-    ) -> torch.Tensor:
-        return self.model.decoder(token_ids, positions, attention)
+    def forward(self, step: StepContext) -> torch.Tensor:
+        return self.model.decoder(step)

@@ -13,9 +13,9 @@ from torch import nn
 
 from quire.config.architectures import SUPPORTED_ARCHITECTURES
 from quire.config.model import ModelConfig
-from quire.layers.attention.backend import AttentionStep
 from quire.layers.embedding import LMHead
 from quire.layers.parallel import Placement
+from quire.layers.step import StepContext
 from quire.protocol.errors import ModelError
 
 
@@ -55,10 +55,8 @@ class CausalLM(nn.Module, ABC):
         super().__init__()
 
     @abstractmethod
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionStep
-    ) -> torch.Tensor:
-        """Hidden states [T, H] after the final norm, for token ids and positions int64[T]."""
+    def forward(self, step: StepContext) -> torch.Tensor:
+        """Hidden states [T, H] of the step's tokens, after the final norm."""
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[S, vocab] for hidden states [S, H]; into `out`, such as `new_logits` makes, if given."""

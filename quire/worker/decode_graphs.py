@@ -9,6 +9,7 @@ from torch import Tensor
 from quire.kernels.triton.rows import RowTensors, TokenTensors, gather_decode
 from quire.layers.attention.backend import AttentionBackend, AttentionInputs
 from quire.layers.attention.shared_prefix import HostPrefixTiles
+from quire.layers.step import StepContext
 from quire.models.registry import CausalLM
 from quire.protocol.plan import Int32Array, empty_ints
 from quire.worker.graph_inputs import GraphInputs
@@ -70,7 +71,7 @@ class DecodeGraphs:
         size, shares_prefixes = key
         rows, tokens, lens = self._inputs.rows(size), self._tokens.first(size), self._lens[:size]
         gather_decode(rows, self._rows, self.table.block_size, tokens, lens)
-        step = self.attention.plan(
+        attention = self.attention.plan(
             AttentionInputs(
                 query_start=self._query_start[:size],
                 context_lens=lens,
@@ -81,7 +82,7 @@ class DecodeGraphs:
                 prefixes=self._inputs.prefixes(size) if shares_prefixes else None,
             )
         )
-        hidden = self.model(tokens.ids, tokens.positions, step)
+        hidden = self.model(StepContext(tokens.positions, (attention,), tokens.ids))
         self.model.logits(hidden, out=self._logits[:size])
 
     def add(self, key: DecodeKey, graph: torch.cuda.CUDAGraph) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.kernels.triton.rows import RowTensors, TokenTensors, gather_mixed
 from quire.layers.attention.backend import AttentionBackend, AttentionInputs, DividedRows
 from quire.layers.attention.triton import query_tiles
+from quire.layers.step import StepContext
 from quire.models.registry import CausalLM
 from quire.protocol.plan import Int32Array, StepPlan, empty_ints
 from quire.worker.request_table import RequestTable
@@ -96,7 +97,7 @@ class MixedGraphs:
             self._single_tokens,
             self._single_lens,
         )
-        step = self.attention.plan(
+        attention = self.attention.plan(
             AttentionInputs(
                 query_start=starts,
                 context_lens=self._lens[: num_rows + 1],
@@ -112,7 +113,7 @@ class MixedGraphs:
                 ),
             )
         )
-        hidden = self.model(tokens.ids, tokens.positions, step)
+        hidden = self.model(StepContext(tokens.positions, (attention,), tokens.ids))
         self.model.logits(hidden.index_select(0, samples), out=self._logits[:num_rows])
 
     def add(self, size: int, graph: torch.cuda.CUDAGraph) -> None:

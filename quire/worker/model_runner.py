@@ -14,6 +14,7 @@ from quire.decoding.logprobs import MAX_LINES, LogprobTensors
 from quire.decoding.sampler import Sampler
 from quire.layers.attention.backend import AttentionBackend
 from quire.layers.attention.shared_prefix import HostPrefixTiles, prefix_tiles
+from quire.layers.step import StepContext
 from quire.models.registry import CausalLM
 from quire.protocol.plan import AddedRow, Int32Array, StepPlan
 from quire.worker.batch import gather_batch
@@ -79,8 +80,8 @@ class ModelRunner:
                 self._executed = _Executed(plan, staged, replayed, None)
                 return
         batch = gather_batch(self.table, plan, staged, prefixes)
-        step = self.attention.plan(batch.attention)
-        hidden = self.model(batch.token_ids, batch.positions, step)
+        attention = self.attention.plan(batch.attention)
+        hidden = self.model(StepContext(batch.positions, (attention,), batch.token_ids))
         logits = self.model.logits(hidden[batch.sample_indices])
         self._executed = _Executed(plan, staged, logits, hidden)
 

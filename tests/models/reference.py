@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from quire.config.model import ModelConfig
 from quire.layers.attention.backend import AttentionBackend, AttentionInputs
 from quire.layers.attention.torch import TorchBackend
+from quire.layers.step import StepContext
 from quire.models.registry import CausalLM
 from quire.worker.staging import Staging
 
@@ -153,9 +154,11 @@ class PagedRun:
         )
         with torch.inference_mode():
             hidden = self.model(
-                torch.tensor(token_ids, device=device),
-                torch.tensor(positions, device=device),
-                self.backend.plan(inputs),
+                StepContext(
+                    torch.tensor(positions, device=device),
+                    (self.backend.plan(inputs),),
+                    torch.tensor(token_ids, device=device),
+                )
             )
             logits = self.model.logits(hidden)
         for index, piece in zip(work, logits.split(list(work.values())), strict=True):

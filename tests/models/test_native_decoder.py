@@ -13,6 +13,7 @@ from quire.config.model import load_model_config
 from quire.layers.attention.backend import AttentionBackend
 from quire.layers.attention.cpu import CpuBackend
 from quire.layers.attention.torch import TorchBackend
+from quire.layers.decoder import FusedLayers
 from quire.models.llama import LlamaForCausalLM
 from quire.models.loader import load_model
 from tests.models.reference import (
@@ -61,9 +62,10 @@ def test_equals_layers_one_by_one(
     save_safetensors(reference, tmp_path)
     config = load_model_config(str(tmp_path))
     model = load_model(config, dtype=torch.float32, device="cpu", quantization=quantization)
-    assert isinstance(model, LlamaForCausalLM) and model.model.native_decoder is not None
+    assert isinstance(model, LlamaForCausalLM) and isinstance(model.model.layers, FusedLayers)
+    assert model.model.layers.native_decoder is not None
     together = run(model, config, CpuBackend, cache)
-    model.model.__dict__["native_decoder"] = None  # the cached property
+    model.model.layers.__dict__["native_decoder"] = None  # the cached property
     for found, expected in zip(together, run(model, config, CpuBackend, cache), strict=True):
         assert torch.equal(found, expected)
     if quantization is None:

@@ -1,0 +1,27 @@
+"""`Attention`: the layer between the projections of a model and the backend of its KV group."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from quire.layers.attention.heads import Heads
+from quire.layers.step import StepContext
+
+
+class Attention(nn.Module):
+    """Keys and values of the layer lie in one slot of one KV group. Both are those of a model with
+    a single group until the layer is bound to another."""
+
+    def __init__(self, layer_index: int, scale: float, window: int | None = None) -> None:
+        super().__init__()
+        self.layer_index, self.scale, self.window = layer_index, scale, window
+        self.kv_group, self.layer_slot = 0, layer_index
+
+    def bind(self, kv_group: int, layer_slot: int) -> None:
+        """Says where keys and values lie."""
+        self.kv_group, self.layer_slot = kv_group, layer_slot
+
+    def forward(self, heads: Heads, step: StepContext) -> Tensor:
+        """[T, num_heads * head_dim]"""
+        attention = step.attention[self.kv_group]
+        return attention.attend(self.layer_slot, heads, self.scale, self.window).flatten(1)
