@@ -62,6 +62,7 @@ class InstantExecutor:
         self._local = local
         vocab_size, max_rows = llm.model_config.vocab_size, llm._core.scheduler.limits.max_num_seqs
         self._tokens = np.random.default_rng(0).integers(0, vocab_size, max_rows, np.int32)
+        self._ones = np.ones(max_rows, np.int32)
         self._num_samples = 0
 
     def execute(self, plan: StepPlan) -> None:
@@ -72,7 +73,8 @@ class InstantExecutor:
         raise NotImplementedError("the host's work is measured without grammars")
 
     def sample(self, step: int, masks: Any = None) -> Ready:
-        return Ready(StepResult(step, self._tokens[: self._num_samples]))
+        count = self._num_samples
+        return Ready(StepResult(step, self._tokens[:count], self._ones[:count]))
 
     def memory(self) -> DeviceMemory:
         memory: DeviceMemory = self._local.memory()

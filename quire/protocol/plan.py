@@ -4,7 +4,12 @@ A plan says what changed since the last one and how many tokens each row compute
 what the device rows already hold. Positions, slots and lengths are derived from rows on the device.
 
 The worker carries out the parts of a plan in this order: free rows, add rows (forks copy from their
-parent's row), append known tokens, write block-table entries, copy blocks, compute, sample.
+parent's row), cut rows back, append known tokens, write block-table entries, copy blocks, compute,
+sample.
+
+A row that samples has `num_samples` lines of logits, from its last known token and the drafts that
+follow it. Line i is sampled as if the drafts before it were known; the first token is always
+accepted, a later one if the draft before it was the token sampled there.
 """
 
 from __future__ import annotations
@@ -66,19 +71,26 @@ class StepPlan:
     added_rows: list[AddedRow] = field(default_factory=list)
     append_rows: Int32Array = field(default_factory=empty_ints)
     append_tokens: Int32Array = field(default_factory=empty_ints)
+    cut_rows: Int32Array = field(default_factory=empty_ints)
+    """Rows that are cut back to `cut_lengths` known tokens, without drafts; the last of these is
+    then to be computed (again)."""
+    cut_lengths: Int32Array = field(default_factory=empty_ints)
     block_rows: Int32Array = field(default_factory=empty_ints)
-    """New table entries: table[group, block_rows[i], block_indices[i]] = block_ids[group, i]."""
+    """New table entries: table[block_groups[i], block_rows[i], block_indices[i]] = block_ids[i]."""
+    block_groups: Int32Array = field(default_factory=empty_ints)
+    """The KV group of each."""
     block_indices: Int32Array = field(default_factory=empty_ints)
-    block_ids: Int32Array = field(default_factory=lambda: np.empty((1, 0), np.int32))
+    block_ids: Int32Array = field(default_factory=empty_ints)
     copy_sources: Int32Array = field(default_factory=empty_ints)
     """Whole blocks copied before this step's KV writes."""
     copy_targets: Int32Array = field(default_factory=empty_ints)
     rows: Int32Array = field(default_factory=empty_ints)
     """Rows that compute in this step."""
     num_new_tokens: Int32Array = field(default_factory=empty_ints)
-    """Tokens each of `rows` computes, all > 0."""
-    samples: BoolArray = field(default_factory=lambda: np.empty(0, np.bool_))
-    """Which of `rows` reach their last known token and so sample the next one."""
+    """Tokens each of `rows` computes, drafts included, all > 0."""
+    num_samples: Int32Array = field(default_factory=empty_ints)
+    """Lines of logits of each of `rows`: 0 before its last known token is reached, else 1 and one
+    more for each of its drafts that is verified."""
     prefix_groups: Int32Array = field(default_factory=empty_ints)
     """For each of `rows` the group of rows it shares leading blocks with, -1 for none; empty where
     nothing worth it is shared."""
@@ -90,6 +102,22 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return int(self.num_new_tokens.sum())
+
+    @property
+    def samples(self) -> BoolArray:
+        """Which of `rows` sample."""
+        return self.num_samples > 0
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether drafts are verified."""
+        return bool((self.num_samples > 1).any())
+
+    @property
+    def first_lines(self) -> Int32Array:
+        """Of each row that samples, where its lines begin among those of the step."""
+        counts = self.num_samples[self.samples]
+        return (np.cumsum(counts) - counts).astype(np.int32)
 
 
 @dataclass(slots=True)
@@ -124,10 +152,13 @@ class PooledRows:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step produced. `tokens` lines up with `plan.rows[plan.samples]`."""
+    """What a step produced: of each of `plan.rows[plan.samples]`, in turn, `counts` tokens."""
 
     step: int
     tokens: Int32Array
+    counts: Int32Array
+    """Accepted tokens of each row that samples, from 1 to its `num_samples`."""
     logprobs: LogprobArrays | None = None
+    """`index` counts `tokens`."""
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     pooled: PooledRows | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.protocol.plan import AddedRow, BoolArray, Int32Array, StepPlan, empty_ints
+from quire.protocol.plan import AddedRow, Int32Array, StepPlan, empty_ints
 
 
 def _join(parts: list[Int32Array]) -> Int32Array:
@@ -17,7 +17,7 @@ class PlanDraft:
         self.budget = budget
         """Tokens that may still be computed in this step."""
         self.prompt_budget = budget
-        """How many of them by rows that compute more than one."""
+        """How many of them by rows that compute more than they sample from."""
         self.added_rows: list[AddedRow] = []
         self.preempted = False
         self.held_blocks: list[int] = []
@@ -25,10 +25,11 @@ class PlanDraft:
         # Running rows come as arrays, admitted ones one by one; arrays are made of them at the end.
         self._rows: list[Int32Array] = []
         self._counts: list[Int32Array] = []
-        self._samples: list[BoolArray] = []
-        self._admitted: list[tuple[int, int, bool]] = []
+        self._samples: list[Int32Array] = []
+        self._admitted: list[tuple[int, int, int]] = []
         self._block_rows: list[Int32Array] = []
         self._block_indices: list[Int32Array] = []
+        self._block_groups: list[Int32Array] = []
         self._block_ids: list[Int32Array] = []
         self._tables: list[tuple[int, int, int]] = []
         self._table_ids: list[int] = []
@@ -38,12 +39,12 @@ class PlanDraft:
     def empty(self) -> bool:
         return not self._rows and not self._admitted
 
-    def compute(self, rows: Int32Array, counts: Int32Array, samples: BoolArray) -> None:
+    def compute(self, rows: Int32Array, counts: Int32Array, samples: Int32Array) -> None:
         self._rows.append(rows)
         self._counts.append(counts)
         self._samples.append(samples)
         self.budget -= int(counts.sum())
-        self.prompt_budget -= int(counts[counts > 1].sum())
+        self.prompt_budget -= int(counts[counts > samples].sum())
 
     @property
     def room(self) -> int:
@@ -60,6 +61,7 @@ class PlanDraft:
     def write_blocks(self, rows: Int32Array, indices: Int32Array, ids: Int32Array) -> None:
         self._block_rows.append(rows)
         self._block_indices.append(indices)
+        self._block_groups.append(np.zeros_like(ids))
         self._block_ids.append(ids)
 
     def write_table(self, row: int, first: int, ids: list[int]) -> None:
@@ -70,7 +72,9 @@ class PlanDraft:
     def copy_block(self, source: int, target: int) -> None:
         self._copies.append((source, target))
 
-    def finish(self, freed_rows: list[int], appends: list[tuple[int, int]]) -> StepPlan:
+    def finish(
+        self, freed_rows: list[int], cuts: dict[int, int], appends: list[tuple[int, int]]
+    ) -> StepPlan:
         self._gather_admitted()
         copies = np.array(self._copies, np.int32).reshape(-1, 2)
         known = np.array(appends, np.int32).reshape(-1, 2)
@@ -82,12 +86,15 @@ class PlanDraft:
             append_tokens=known[:, 1],
             block_rows=_join(self._block_rows),
             block_indices=_join(self._block_indices),
-            block_ids=_join(self._block_ids)[None],
+            block_groups=_join(self._block_groups),
+            block_ids=_join(self._block_ids),
+            cut_rows=np.array(list(cuts), np.int32),
+            cut_lengths=np.array(list(cuts.values()), np.int32),
             copy_sources=copies[:, 0],
             copy_targets=copies[:, 1],
             rows=_join(self._rows),
             num_new_tokens=_join(self._counts),
-            samples=np.concatenate(self._samples),
+            num_samples=_join(self._samples),
         )
 
     def _gather_admitted(self) -> None:
@@ -96,7 +103,7 @@ class PlanDraft:
         rows, counts, samples = np.array(self._admitted, np.int32).T
         self._rows.append(rows)
         self._counts.append(counts)
-        self._samples.append(samples.astype(np.bool_))
+        self._samples.append(samples)
         rows, first, lengths = np.array(self._tables, np.int32).T
         starts = np.cumsum(lengths) - lengths
         places = np.arange(len(self._table_ids)) + np.repeat(first - starts, lengths)

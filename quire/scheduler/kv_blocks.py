@@ -129,6 +129,18 @@ class KVBlocks:
         c.num_blocks[rows] += need
         draft.write_blocks(rows_of, indices, ids)
 
+    def shrink(self, rows: Int32Array) -> None:
+        """Free what rows hold beyond their computed tokens, which have become fewer."""
+        c = self.columns
+        keep = self.blocks_for(c.num_computed[rows])
+        if self.limits.reserves_max_length:
+            return
+        for row, count in zip(rows.tolist(), keep.tolist(), strict=True):
+            if count < c.num_blocks[row]:
+                blocks = c.block_tables[0, row, count : c.num_blocks[row]]
+                self.pool.free(blocks[::-1].tolist())
+                c.num_blocks[row] = count
+
     def publish_prompts(self, rows: Int32Array, by_row: list[Request | None]) -> None:
         """Make prompt blocks findable as soon as a step is planned that fills them."""
         c = self.columns

@@ -65,6 +65,8 @@ class Columns:
         self.num_held_blocks = ints()
         """Blocks full of tokens that the request came with, and how many of them are published."""
         self.num_published = ints()
+        self.has_sampled = flags()
+        """A step is planned in which the row samples, after which drafts wait in it."""
         self.in_flight = ints()
         """Planned steps that include the row and are not applied yet."""
         self.synchronous = flags()
@@ -101,6 +103,7 @@ class Columns:
         self.max_total[row] = request.max_total
         self.min_total[row] = request.num_prompt + request.params.min_tokens
         self.num_held_blocks[row] = num_known // self.block_size
+        self.has_sampled[row] = samples
         self.in_flight[row] = 1
         self.constrained[row] = request.params.structured_outputs is not None
         self.synchronous[row] = by_host

@@ -33,7 +33,8 @@ from quire.scheduler.prefix_groups import PrefixGroups
 from quire.scheduler.progress import ProgressReports
 from quire.scheduler.queue import WaitingQueue
 from quire.scheduler.request import Columns, Request, Status, make_sequences
-from quire.scheduler.results import collect_output
+from quire.scheduler.results import AcceptedTokens, accept, collect_output
+from quire.scheduler.speculation import Speculation
 from quire.scheduler.tenants import Tenants
 
 
@@ -48,6 +49,7 @@ class Scheduler:
         self.prefix_groups = (
             PrefixGroups(self.columns, limits.block_size) if limits.groups_prefixes else None
         )
+        self.speculation = Speculation(self.columns)
         self.pace = Pace()
         self.prefill_budget = PrefillBudget(limits.target_itl_s, limits.graph_tokens)
         self.deadlines = Deadlines()
@@ -70,6 +72,7 @@ class Scheduler:
         self._freed_rows: list[int] = []
         self._pooled: dict[int, Float32Array] = {}
         self._appends: list[tuple[int, int]] = []
+        self._cuts: dict[int, int] = {}
         self._next_step = 0
         self._num_arrivals = 0
         self.num_admissions = 0
@@ -168,17 +171,18 @@ class Scheduler:
             draft.preempted = False
         if draft.empty:
             return None
-        plan = draft.finish(self._freed_rows, self._appends)
+        plan = draft.finish(self._freed_rows, self._cuts, self._appends)
         plan.epochs = self.columns.epoch[plan.rows]
         if self.prefix_groups is not None:
             self.prefix_groups.mark(plan, self.ranked_rows())
-        self._freed_rows, self._appends = [], []
+        self._freed_rows, self._cuts, self._appends = [], {}, []
         self.kv.pool.free(draft.held_blocks)
         release_followers(self, plan.rows)
         self._next_step += 1
         self.num_steps_in_flight += 1
         self.pace.planned(now, self.max_step_tokens - draft.budget)
-        num_prompt_tokens = int(plan.num_new_tokens[plan.num_new_tokens > 1].sum())
+        is_prompt = plan.num_new_tokens > plan.num_samples
+        num_prompt_tokens = int(plan.num_new_tokens[is_prompt].sum())
         self.prefill_budget.planned(plan.step, now, num_prompt_tokens)
         c = self.columns
         self.metrics.planned(plan, self.kv.pool.num_used, c.num_blocks, c.num_computed, now)
@@ -196,6 +200,9 @@ class Scheduler:
             if self.limits.long_prefill_token_threshold:
                 np.minimum(want, self.limits.long_prefill_token_threshold, out=want)
             self._limit_prompts(draft, rows, want)
+            if self.speculation.num_drafts:
+                catches_up = (want > 0) & (c.num_computed[rows] + want == c.num_tokens[rows])
+                want += np.where(catches_up, self.speculation.drafts(rows), 0)
             grant = np.clip(draft.budget - (np.cumsum(want) - want), 0, want).astype(np.int32)
             need = self.kv.shortfall(rows, c.num_computed[rows] + grant)
             if int(need.sum()) <= self.kv.pool.num_free:
@@ -234,12 +241,15 @@ class Scheduler:
         self._ranked = None
 
     def _compute(self, draft: PlanDraft, rows: Int32Array, counts: Int32Array) -> None:
-        """Book `counts` tokens for `rows`; rows that reach their last token sample the next."""
+        """Book `counts` tokens for `rows`. Rows that reach their last token sample the next; what
+        they compute beyond it are drafts, of which the result says how many were accepted."""
         c = self.columns
         c.computed_before[rows] = c.num_computed[rows]
+        missing = c.num_tokens[rows] - c.num_computed[rows]
         c.num_computed[rows] += counts
-        samples = c.num_computed[rows] == c.num_tokens[rows]
-        c.num_tokens[rows[samples & ~c.host_chooses[rows]]] += 1
+        samples = np.where(counts >= missing, counts - missing + 1, 0).astype(np.int32)
+        c.num_tokens[rows] += np.where(c.host_chooses[rows], 0, samples)
+        c.has_sampled[rows] |= samples > 0
         c.in_flight[rows] += 1
         if len(self.tenants) > 1:
             self.tenants.charge(c.tenant[rows], counts)
@@ -269,21 +279,16 @@ class Scheduler:
         self.prefill_budget.applied(plan.step, now)
         live = c.epoch[plan.rows] == plan.epochs
         c.in_flight[plan.rows[live]] -= 1
-        output = collect_output(c, plan, result, live)
-        samples = np.flatnonzero(live[plan.samples]).astype(np.int32)
-        rows = plan.rows[plan.samples][samples]
-        by_sampler = ~c.host_chooses[rows]
-        if not by_sampler.all():
-            members = [self._at(row) for row in rows[~by_sampler]]
-            for group in report_candidates(members, samples[~by_sampler], result.logprobs):
-                group.advance(self)
+        if plan.has_drafts:
+            self._give_back(plan, result, live)
+        accepted = accept(c, plan, result, live, complete)
+        output = collect_output(c, plan, result, live, accepted)
+        self._advance_beams(plan, result, live)
         if result.pooled is not None:  # rows that changed hands meanwhile come to nobody's end
             self._pooled = dict(
                 zip(result.pooled.rows.tolist(), result.pooled.vectors, strict=True)
             )
-        chosen = samples[by_sampler]
-        last = complete[chosen] if complete is not None else np.zeros(len(chosen), np.bool_)
-        self._append(rows[by_sampler], result.tokens[chosen], last, now)
+        self._append(accepted, now)
         for request in [r for r in self._draining if c.in_flight[r.row] == 0]:
             if request.finish_reason is not None:
                 self.end(request, request.finish_reason, now)
@@ -295,14 +300,41 @@ class Scheduler:
         output.finished = self.take_ended()
         return output
 
-    def _append(self, rows: Int32Array, tokens: Int32Array, last: BoolArray, now: float) -> None:
+    def _give_back(self, plan: StepPlan, result: StepResult, live: BoolArray) -> None:
+        """Rejected drafts were booked, and so were blocks for them."""
+        c, samples = self.columns, plan.samples
+        rows = plan.rows[samples]
+        rejected = plan.num_samples[samples] - result.counts
+        given = live[samples] & c.running[rows] & (rejected > 0)
+        rows, rejected = rows[given], rejected[given]
+        c.num_tokens[rows] -= rejected
+        c.num_computed[rows] -= rejected
+        self.kv.shrink(rows)
+
+    def _advance_beams(self, plan: StepPlan, result: StepResult, live: BoolArray) -> None:
+        rows = plan.rows[plan.samples]
+        by_host = live[plan.samples] & self.columns.host_chooses[rows]
+        if not by_host.any():
+            return
+        members = [self._at(row) for row in rows[by_host]]
+        places = (np.cumsum(result.counts) - result.counts)[by_host]
+        for group in report_candidates(members, places, result.logprobs):
+            group.advance(self)
+
+    def _append(self, accepted: AcceptedTokens, now: float) -> None:
         """Append sampled tokens and end the requests that stop or are full."""
-        c = self.columns
+        c, rows, counts = self.columns, accepted.rows, accepted.counts
         at = c.num_known[rows]
-        c.token_ids[rows, at] = tokens
-        c.num_known[rows] = at + 1
+        if len(accepted.tokens) == len(rows):
+            c.token_ids[rows, at] = accepted.tokens
+        else:
+            first = np.repeat(at - (np.cumsum(counts) - counts), counts)
+            places = first + np.arange(len(accepted.tokens))
+            c.token_ids[np.repeat(rows, counts), places] = accepted.tokens
+        c.num_known[rows] = at + counts
         is_first = at == c.num_prompt[rows]
-        self.metrics.generated(len(rows), now - c.last_token_time[rows[~is_first]], now)
+        gaps = now - c.last_token_time[rows[~is_first]]
+        self.metrics.generated(len(accepted.tokens), gaps, now)
         c.last_token_time[rows] = now
         for row in rows[is_first]:
             request = self._at(row)
@@ -310,11 +342,29 @@ class Scheduler:
             if request.new.wants_progress:
                 self.progress.remove(request)
             self.metrics.time_to_first_token.observe(now - request.new.arrival_time)
-        stops = (c.stop_ids[rows] == tokens[:, None]).any(axis=1) & (at + 1 >= c.min_total[rows])
-        stops |= last
-        ends = stops | (at + 1 >= c.max_total[rows])
-        for row, by_stop in zip(rows[ends], stops[ends], strict=True):
+        ends = accepted.ends
+        for row, by_stop in zip(rows[ends], accepted.stops[ends], strict=True):
             self.end(self._at(row), "stop" if by_stop else "length", now)
+
+    def cut_back(self, request: Request, num_tokens: int) -> None:
+        """Let a running sequence go on from its first `num_tokens` tokens. What is in flight of it
+        is dropped when it comes."""
+        c, row = self.columns, request.row
+        assert request.status is Status.RUNNING and request.group is None
+        assert not c.constrained[row], "a grammar has matched the tokens already"
+        assert request.num_prompt <= num_tokens <= c.num_known[row]
+        c.num_known[row] = c.num_tokens[row] = num_tokens
+        c.num_computed[row] = min(c.num_computed[row], num_tokens - 1)
+        if num_tokens < len(request.held_token_ids):
+            # Blocks of tokens that it came with are findable: it must not write to them.
+            self.requeue(request)
+            return
+        c.epoch[row] += 1
+        c.in_flight[row] = 0
+        c.has_sampled[row] = False
+        self.kv.shrink(np.array([row], np.int32))
+        self._appends = [append for append in self._appends if append[0] != row]
+        self._cuts[row] = num_tokens
 
     def append_tokens(self, request: Request, tokens: list[int]) -> None:
         """Append tokens that the host knows, to a request with nothing in flight."""
@@ -353,6 +403,7 @@ class Scheduler:
         self.free_rows.append(row)
         self._freed_rows.append(row)
         self._appends = [append for append in self._appends if append[0] != row]
+        self._cuts.pop(row, None)
         self._ranked = None
 
     def drop(self, request: Request) -> None:

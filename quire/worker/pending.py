@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,6 +43,7 @@ class PendingStep:
         return StepResult(
             self._step,
             self._tokens.numpy(),
+            np.ones(len(self._tokens), np.int32),
             logprobs,
             [PromptLogprobs(row, scored.to_host()) for row, scored in self._prompt_logprobs],
             None if pooled is None else PooledRows(pooled.rows, pooled.vectors.numpy()),

@@ -63,6 +63,7 @@ class RequestTable:
             places,
             tokens,
             plan.block_rows,
+            plan.block_groups,
             plan.block_indices,
             plan.block_ids,
             append_places(plan.append_rows),
@@ -84,10 +85,11 @@ class RequestTable:
             self.num_computed[rows] = computed
             self.appends_sampled[rows] = appends.bool()
         if len(plan.append_rows):
-            self._append(sent[8], sent[9], sent[7])
+            self._append(sent[9], sent[10], sent[8])
         if len(plan.block_rows):
-            self.block_tables[:, sent[4], sent[5]] = sent[6].view(plan.block_ids.shape)
-        return StagedRows(*sent[8:])
+            rows, groups, indices, ids = sent[4:8]
+            self.block_tables[groups, rows, indices] = ids
+        return StagedRows(*sent[9:])
 
     def _fork(self, pairs: Tensor, num_tokens: int) -> None:
         """Copy the beginning of rows `pairs[1]` to rows `pairs[0]`, for all as much as for the one

@@ -94,7 +94,7 @@ def largest_step(num_rows: int, num_tokens: int, max_len: int) -> StepPlan:
         added_rows=added,
         rows=np.arange(num_rows, dtype=np.int32),
         num_new_tokens=counts,
-        samples=np.ones(num_rows, np.bool_),
+        num_samples=np.ones(num_rows, np.int32),
     )
 
 

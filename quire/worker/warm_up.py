@@ -105,5 +105,5 @@ def _plan(computed: Int32Array, length: int) -> StepPlan:
         added_rows=added,
         rows=np.arange(len(computed), dtype=np.int32),
         num_new_tokens=length - computed,
-        samples=np.ones(len(computed), np.bool_),
+        num_samples=np.ones(len(computed), np.int32),
     )

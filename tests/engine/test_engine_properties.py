@@ -20,6 +20,7 @@ from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams
 from quire.protocol.seeds import derive_seed
 from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.request import Status
 from tests.engine.toy import InjectedError, ToyExecutor, entries_of, next_token, ranked_tokens
 
 VOCAB = 23
@@ -38,6 +39,8 @@ class Job:
     beam_width: int
     streams: bool
     tenant: str = ""
+    cuts: tuple[int, ...] = ()
+    """Steps before which it is cut back by a few tokens."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Setting:
     caching: bool
     threshold: int
     failing: frozenset[int]
+    num_drafts: int = 0
 
 
 prefixes = st.sampled_from([(), (1, 2, 3), (1, 2, 3, 4, 5, 6, 7, 8, 9), (5,) * 13])
@@ -75,6 +79,7 @@ def jobs(draw: st.DrawFn) -> Job:
         beam_width=draw(st.integers(1, 3)) if kind == "beams" else 0,
         streams=draw(st.booleans()),
         tenant=draw(st.sampled_from(["", "a", "b"])),
+        cuts=tuple(draw(st.lists(st.integers(1, 25), max_size=2))) if kind != "beams" else (),
     )
 
 
@@ -90,6 +95,7 @@ def engine_settings(draw: st.DrawFn) -> Setting:
         caching=draw(st.booleans()),
         threshold=draw(st.sampled_from([0, 0, 5])),
         failing=draw(st.frozensets(st.integers(0, 30), max_size=2)),
+        num_drafts=draw(st.sampled_from([0, 0, 1, 2, 5])),
     )
 
 
@@ -100,7 +106,9 @@ def build(setting: Setting, work: list[Job]) -> EngineCore:
         for job in work
     )
     num_blocks = largest + setting.spare_blocks
-    executor = ToyExecutor(num_blocks, setting.block_size, VOCAB, setting.failing)
+    executor = ToyExecutor(
+        num_blocks, setting.block_size, VOCAB, setting.failing, setting.num_drafts
+    )
     limits = SchedulerLimits(
         num_blocks=num_blocks,
         block_size=setting.block_size,
@@ -112,7 +120,9 @@ def build(setting: Setting, work: list[Job]) -> EngineCore:
         long_prefill_token_threshold=setting.threshold,
     )
     clock = iter(range(1_000_000))
-    return EngineCore(executor, limits, setting.steps_in_flight, clock=lambda: next(clock))
+    core = EngineCore(executor, limits, setting.steps_in_flight, clock=lambda: next(clock))
+    core.scheduler.speculation.num_drafts = setting.num_drafts
+    return core
 
 
 def new_request(index: int, job: Job) -> NewRequest:
@@ -174,6 +184,8 @@ def drive(core: EngineCore, work: list[Job]) -> dict[int, FinishedSequence]:
         for i, job in enumerate(work):
             if job.aborts == step and i not in pending:
                 core.abort(f"r{i}")
+            if step in job.cuts:
+                cut_back(core, f"r{i}", streamed, step)
         output = core.step()
         core.scheduler.check_books()
         check_steps_in_flight(core)
@@ -192,6 +204,17 @@ def drive(core: EngineCore, work: list[Job]) -> dict[int, FinishedSequence]:
     assert core.death is None
     assert core.scheduler.kv.pool.num_used == 0
     return ended
+
+
+def cut_back(
+    core: EngineCore, request_id: str, streamed: dict[int, list[int]], number: int
+) -> None:
+    """Take up to three tokens from each running sequence of a request, those in flight first."""
+    for sequence in list(core.scheduler.requests.get(request_id, ())):
+        if sequence.status is Status.RUNNING:
+            num_tokens = max(sequence.num_known - number % 4, sequence.num_prompt)
+            core.scheduler.cut_back(sequence, num_tokens)
+            del streamed.get(sequence.key, [])[num_tokens - sequence.num_prompt :]
 
 
 def check_steps_in_flight(core: EngineCore) -> None:
@@ -304,6 +327,7 @@ def crowd(random: Random) -> tuple[Setting, list[Job]]:
         caching=random.random() < 0.5,
         threshold=random.choice([0, 0, 5]),
         failing=frozenset(random.sample(range(25), random.choice([0, 1, 2]))),
+        num_drafts=random.choice([0, 1, 4]),
     )
     work = []
     for _ in range(random.randint(2, 6)):
@@ -321,6 +345,7 @@ def crowd(random: Random) -> tuple[Setting, list[Job]]:
                 beam_width=random.randint(2, 3) if kind == "beams" else 0,
                 streams=random.random() < 0.5,
                 tenant=random.choice("ab"),
+                cuts=() if kind == "beams" else tuple(random.sample(range(1, 25), 2)),
             )
         )
     return setting, work

@@ -164,7 +164,9 @@ def test_a_batch_is_kept_while_the_same_requests_run() -> None:
     def plan(**changed: list[int]) -> StepPlan:
         parts = {"rows": [4, 1, 2], "epochs": [7, 3, 5], "samples": [1, 0, 1]} | changed
         rows, epochs = (np.array(parts[name], np.int32) for name in ("rows", "epochs"))
-        return StepPlan(9, rows=rows, epochs=epochs, samples=np.array(parts["samples"], np.bool_))
+        return StepPlan(
+            9, rows=rows, epochs=epochs, num_samples=np.array(parts["samples"], np.int32)
+        )
 
     now = np.array([0, 3, 5, 0, 7], np.int32)
     batch = Batch(plan(), np.array([1], np.int32), [])

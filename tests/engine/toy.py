@@ -24,6 +24,8 @@ from quire.protocol.plan import (
 from quire.protocol.snapshot import DeviceMemory
 
 UNWRITTEN = -7
+NO_DRAFT = -3
+"""Computed where a plan counts on more drafts than wait in a row."""
 
 
 class BrokenContractError(BaseException):
@@ -71,6 +73,7 @@ class ToyRow:
     tokens: list[int]
     num_computed: int
     table: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
     states: list[int] = field(default_factory=list)
     """What was computed since the row was added: a hidden state is its entry's last digits."""
 
@@ -101,13 +104,16 @@ class ToyExecutor:
         block_size: int,
         vocab: int,
         failing_steps: frozenset[int] = frozenset(),
+        num_drafts: int = 0,
     ) -> None:
+        """After each sample `num_drafts` tokens are proposed, some of them wrong."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.vocab = vocab
         self.kv = np.full((num_blocks, block_size), UNWRITTEN, np.int64)
         self.rows: dict[int, ToyRow] = {}
         self.failing_steps = failing_steps
+        self.num_drafts = num_drafts
         self.num_tokens_computed = 0
         self._plan: StepPlan | None = None
         self.is_down = False
@@ -124,17 +130,19 @@ class ToyExecutor:
             self.rows.pop(row, None)
         for added in plan.added_rows:
             self._add(added)
+        for row, length in zip(plan.cut_rows.tolist(), plan.cut_lengths.tolist(), strict=True):
+            self._cut(self.rows[row], length)
         for row, token in zip(plan.append_rows.tolist(), plan.append_tokens.tolist(), strict=True):
             self.rows[row].tokens.append(token)
         for row, index, block in zip(
             plan.block_rows.tolist(),
             plan.block_indices.tolist(),
-            plan.block_ids[0].tolist(),
+            plan.block_ids.tolist(),
             strict=True,
         ):
             table = self.rows[row].table
-            require(index == len(table), "table entries arrive in order")
-            table.append(block)
+            require(index <= len(table), "table entries arrive in order")
+            table[index:] = [block]  # what was beyond it had been booked and given back
         sources, targets = plan.copy_sources.tolist(), plan.copy_targets.tolist()
         require(not set(sources) & set(targets), "no block is both source and target of copies")
         self.kv[plan.copy_targets] = self.kv[plan.copy_sources]
@@ -150,6 +158,11 @@ class ToyExecutor:
             table = parent.table[: added.num_forked_tokens // self.block_size]
         self.rows[added.row] = ToyRow(added, tokens, added.num_computed_tokens, table)
 
+    def _cut(self, row: ToyRow, length: int) -> None:
+        require(0 < length <= len(row.tokens), "a row is cut back to tokens it has")
+        row.tokens, row.drafts = row.tokens[:length], []
+        row.num_computed = min(row.num_computed, length - 1)
+
     def _entry(self, row: ToyRow, position: int) -> int:
         block = row.table[position // self.block_size]
         return int(self.kv[block, position % self.block_size])
@@ -158,7 +171,8 @@ class ToyExecutor:
         for position in range(row.num_computed, row.num_computed + count):
             before = self._entry(row, position - 1) if position else 0
             block = row.table[position // self.block_size]
-            entry = mix(before, row.tokens[position])
+            known = row.tokens + row.drafts
+            entry = mix(before, known[position] if position < len(known) else NO_DRAFT)
             self.kv[block, position % self.block_size] = entry
             row.states.append(entry % 1000)
         row.num_computed += count
@@ -172,22 +186,64 @@ class ToyExecutor:
         assert plan is not None and plan.step == step
         if self.is_down:
             return ToyFailure(self, step)
-        tokens, lines = [], []
-        for i, row_id in enumerate(plan.rows[plan.samples].tolist()):
+        tokens, counts, lines = [], [], []
+        for row_id, num_samples in zip(
+            plan.rows[plan.samples].tolist(), plan.num_samples[plan.samples].tolist(), strict=True
+        ):
             row = self.rows[row_id]
-            require(row.num_computed == len(row.tokens), "only a row that caught up may sample")
-            entries = [self._entry(row, p) for p in range(row.num_computed)]
-            token = next_token(entries, row.added.seed, self.vocab)
-            tokens.append(token)
-            if row.added.appends_sampled:
-                row.tokens.append(token)
+            require(
+                row.num_computed == len(row.tokens) + num_samples - 1,
+                "only a row that caught up may sample",
+            )
+            accepted = self._verify(row, num_samples)
             if row.added.num_logprobs >= 0:
-                lines.append(
-                    (i, token, *ranked_tokens(entries, self.vocab, row.added.num_logprobs))
-                )
-        result = StepResult(step, np.array(tokens, np.int32), _logprobs(lines))
+                lines += self._candidates(row, accepted, len(tokens))
+            tokens += accepted
+            counts.append(len(accepted))
+            if row.added.appends_sampled:
+                row.tokens += accepted
+                row.num_computed = len(row.tokens) - 1
+                self._propose(row)
+        result = StepResult(
+            step, np.array(tokens, np.int32), np.array(counts, np.int32), _logprobs(lines)
+        )
         result.pooled = self._pool(plan)
         return ToyPending(result)
+
+    def _verify(self, row: ToyRow, num_samples: int) -> list[int]:
+        """Tokens sampled after the known ones and after each draft, while drafts agree."""
+        entries = [self._entry(row, p) for p in range(row.num_computed)]
+        accepted: list[int] = []
+        for i in range(num_samples):
+            context = entries[: len(row.tokens) + i]
+            accepted.append(next_token(context, row.added.seed, self.vocab))
+            if i >= len(row.drafts) or row.drafts[i] != accepted[-1]:
+                break
+        return accepted
+
+    def _candidates(
+        self, row: ToyRow, accepted: list[int], place: int
+    ) -> list[tuple[int, int, list[int], list[float]]]:
+        entries = [self._entry(row, p) for p in range(row.num_computed)]
+        return [
+            (
+                place + i,
+                token,
+                *ranked_tokens(entries[: len(row.tokens) + i], self.vocab, row.added.num_logprobs),
+            )
+            for i, token in enumerate(accepted)
+        ]
+
+    def _propose(self, row: ToyRow) -> None:
+        """Two of three drafts are what a model would sample, as long as those before it are."""
+        tokens = list(row.tokens)
+        row.drafts = []
+        for _ in range(self.num_drafts):
+            token = next_token(entries_of(tokens), row.added.seed, self.vocab)
+            if mix(row.added.seed, len(tokens), -1) % 3 == 0:
+                token = (token + 1) % self.vocab
+            row.drafts.append(token)
+            tokens.append(token)
 
     def _pool(self, plan: StepPlan) -> PooledRows | None:
         """The last state, or the mean of those that the row itself computed."""

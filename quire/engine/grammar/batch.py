@@ -22,18 +22,19 @@ class Batch:
     all that does not change is gathered once."""
 
     def __init__(
-        self, plan: StepPlan, lines: Int32Array, members: Sequence[tuple[Request, Matcher]]
+        self, plan: StepPlan, places: Int32Array, members: Sequence[tuple[Request, Matcher]]
     ) -> None:
-        """`lines` are places among the plan's samples."""
+        """`places` are among the plan's rows that sample; each of these has one line."""
         matchers = [matcher for _, matcher in members]
-        self.lines = lines
+        self.places = places
+        self.lines = plan.first_lines[places]
         self.members = members
-        self.rows: Int32Array = plan.rows[plan.samples][lines]
+        self.rows: Int32Array = plan.rows[plan.samples][places]
         self.num_words = matchers[0].grammar.num_words if matchers else 0
         self.settings = MaskSettings(matchers)
         self.may_jump: BoolArray = np.array([matcher.may_jump for matcher in matchers], np.bool_)
         self._plan = _composition(plan)
-        self._epochs = plan.epochs[plan.samples][lines].tobytes()
+        self._epochs = plan.epochs[plan.samples][places].tobytes()
         # Copies of one start lock each other out: they are kept together, so that threads take
         # different ones.
         order = sorted(range(len(matchers)), key=lambda i: id(matchers[i].start))
@@ -57,4 +58,4 @@ class Batch:
 
 def _composition(plan: StepPlan) -> tuple[bytes, bytes, bytes]:
     """Equal for plans in which the same requests compute and sample."""
-    return plan.rows.tobytes(), plan.epochs.tobytes(), plan.samples.tobytes()
+    return plan.rows.tobytes(), plan.epochs.tobytes(), plan.num_samples.tobytes()

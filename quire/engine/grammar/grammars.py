@@ -147,30 +147,31 @@ class Grammars:
         c = self._scheduler.columns
         if self._batch is None or not self._batch.is_that_of(plan, c.epoch):
             live = (c.epoch[plan.rows] == plan.epochs) & c.constrained[plan.rows]
-            lines = np.flatnonzero(live[plan.samples])
-            requests = [self._scheduler.by_row[row] for row in plan.rows[plan.samples][lines]]
+            places = np.flatnonzero(live[plan.samples])
+            requests = [self._scheduler.by_row[row] for row in plan.rows[plan.samples][places]]
             members = [(r, self._matchers[r.key]) for r in requests if r is not None]
-            assert len(members) == len(lines), "a row that still counts has no request"
-            self._batch = Batch(plan, lines.astype(np.int32), members)
+            assert len(members) == len(places), "a row that still counts has no request"
+            self._batch = Batch(plan, places.astype(np.int32), members)
         return self._batch if self._batch.members else None
 
     def consume(self, plan: StepPlan, result: StepResult, now: float) -> BoolArray | None:
-        """Match a step's tokens, just before it is applied. Says which samples end their text
-        because nothing can follow. What cannot go on ends here: its token is none, and must not be
-        taken for an end of the text."""
+        """Match a step's tokens, just before it is applied. Says of each row that samples whether
+        its text ends because nothing can follow. What cannot go on ends here: its token is none,
+        and must not be taken for an end of the text."""
         self._sampled = []
         batch = self._batch_of(plan)
         if batch is None:
             return None
-        tokens = result.tokens[batch.lines].tolist()
-        complete = np.zeros(len(result.tokens), np.bool_)
+        starts = np.cumsum(result.counts) - result.counts
+        tokens = result.tokens[starts[batch.places]].tolist()
+        complete = np.zeros(len(result.counts), np.bool_)
         for i, (request, matcher) in enumerate(batch.members):
             if tokens[i] in request.stop_ids and self._may_stop(request):
                 matcher.check_end(tokens[i])  # it ends the request, and is no part of the text
             else:
                 matcher.consume(tokens[i])
                 if matcher.is_complete:
-                    complete[batch.lines[i]] = True
+                    complete[batch.places[i]] = True
                 self._sampled.append((request, matcher))
             if matcher.failure is not None:
                 ended = self._scheduler.end(request, "error", now, error=matcher.failure)
