@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from quire.kernels import dispatch
-from quire.protocol.plan import Int32Array
+from quire.protocol.plan import Int32Array, TokenMasks
 
 
-class MaskTensors:
-    """Masks for some lines of a step: the host fills in `host`, then `apply` sends it once. On a
-    CPU they can be filled in again for another step that has the same lines."""
+class MaskTensors(TokenMasks):
+    """Masks in memory that the device copies from: the host fills in `bits`, then `apply` sends
+    them once. On a CPU they can be filled in again for another step that has the same lines."""
 
     def __init__(self, lines: Int32Array, num_words: int, device: torch.device) -> None:
         # One array, the lines last, so that one copy takes all. The allocator of pinned memory
@@ -23,16 +23,15 @@ class MaskTensors:
         self._device = device
         packed: Int32Array = self._packed.numpy()
         packed[len(lines) * num_words :] = lines
-        self._lines = lines
-        self.host = packed[: len(lines) * num_words].reshape(len(lines), num_words)
+        super().__init__(lines, packed[: len(lines) * num_words].reshape(len(lines), num_words))
         self._parts = self._split(self._packed) if device.type == "cpu" else None
 
     def serve(self, lines: Int32Array, num_words: int) -> bool:
         """Whether they can be filled in for these lines; on a GPU a copy may still be under way."""
         return (
             self._parts is not None
-            and self.host.shape[1] == num_words
-            and (lines is self._lines or np.array_equal(lines, self._lines))
+            and self.bits.shape[1] == num_words
+            and (lines is self.lines or np.array_equal(lines, self.lines))
         )
 
     def apply(self, scores: Tensor) -> None:
@@ -42,5 +41,5 @@ class MaskTensors:
 
     def _split(self, packed: Tensor) -> tuple[Tensor, Tensor]:
         """(lines, bits)."""
-        bits, lines = packed.split([self.host.size, len(self.host)])
-        return lines, bits.view(self.host.shape)
+        bits, lines = packed.split([self.bits.size, len(self.bits)])
+        return lines, bits.view(self.bits.shape)

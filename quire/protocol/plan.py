@@ -120,6 +120,15 @@ class StepPlan:
         return (np.cumsum(counts) - counts).astype(np.int32)
 
 
+@dataclass(eq=False)
+class TokenMasks:
+    """Tokens that grammars allow in some lines of a step."""
+
+    lines: Int32Array
+    bits: Int32Array
+    """[lines, words]: token t is bit t % 32 of word t // 32."""
+
+
 @dataclass(slots=True)
 class LogprobArrays:
     """Logprobs of several positions. Column 0 is the token itself, the others are candidates."""

@@ -16,7 +16,7 @@ from quire.layers.attention.backend import AttentionBackend
 from quire.layers.attention.shared_prefix import HostPrefixTiles, prefix_tiles
 from quire.layers.step import StepContext
 from quire.models.registry import CausalLM
-from quire.protocol.plan import AddedRow, Int32Array, StepPlan
+from quire.protocol.plan import AddedRow, Int32Array, StepPlan, TokenMasks
 from quire.worker.batch import gather_batch
 from quire.worker.kv_tensors import KVTensors
 from quire.worker.pending import PendingStep
@@ -115,17 +115,18 @@ class ModelRunner:
             self.sampler.appended(staged.append_rows, staged.append_tokens)
         return staged
 
-    def token_masks(self, lines: Int32Array, num_words: int) -> Int32Array:
-        """Masks [lines, words] for the executed step, to be filled in before `sample`."""
+    def token_masks(self, lines: Int32Array, num_words: int) -> TokenMasks:
+        """Masks to fill in for `sample` of the executed step."""
         if self._masks is None or not self._masks.serve(lines, num_words):
             self._masks = MaskTensors(lines, num_words, self.table.device)
-        return self._masks.host
+        return self._masks
 
     @torch.inference_mode()
-    def sample(self, with_masks: bool = False) -> PendingStep:
-        """Choose the next tokens of the executed step, among those that the masks allow which the
-        last `token_masks` gave out; they also stay in the rows."""
+    def sample(self, masks: TokenMasks | None = None) -> PendingStep:
+        """Choose the next tokens of the executed step, among those that `masks` (made by
+        `token_masks`) allow; they also stay in the rows."""
         assert self._executed is not None
+        assert masks is None or isinstance(masks, MaskTensors)
         executed, self._executed = self._executed, None
         plan, rows = executed.plan, executed.staged.sample_rows
         prompt_logprobs = self._score_prompts(plan, executed.hidden)
@@ -133,7 +134,6 @@ class ModelRunner:
         host_rows = plan.rows[plan.samples]
         if not len(host_rows):
             return PendingStep(plan.step, rows, None, prompt_logprobs)
-        masks = self._masks if with_masks else None
         sampled = self.sampler.sample(executed.logits, rows, host_rows, masks)
         self.table.append_sampled(rows, sampled.tokens)
         self.sampler.appended(rows, sampled.tokens)

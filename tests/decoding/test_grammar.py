@@ -14,8 +14,8 @@ def test_masks_are_applied_and_filled_in_again() -> None:
     lines = np.array([2, 0], np.int32)
     masks = MaskTensors(lines, 2, CPU)
     for allowed in (3, 40):
-        masks.host[:] = 0
-        masks.host[:, allowed // 32] = 1 << allowed % 32
+        masks.bits[:] = 0
+        masks.bits[:, allowed // 32] = 1 << allowed % 32
         scores = torch.zeros(3, 50)
         masks.apply(scores)
         finite = scores.isfinite()

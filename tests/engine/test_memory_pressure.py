@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from quire import AsyncLLM, BeamSearchParams, OverloadedError, SamplingParams
-from quire.engine.executors.base import Executor, PendingResult, TokenMasks
+from quire.engine.executors.base import Executor, PendingResult
 from quire.engine.memory_pressure import MAX_PAUSES, STEPS_BEFORE_GROWTH
 from quire.protocol.errors import StepMemoryError
-from quire.protocol.plan import StepPlan
+from quire.protocol.plan import StepPlan, TokenMasks
 from tests.engine.driver import Engine, numbers
 from tests.models.reference import random_model, random_tokens, save_safetensors
 from tests.tiny import assert_at_rest, save_tiny, tiny_llm

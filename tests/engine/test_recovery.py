@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from quire import LLM, AsyncLLM, BeamSearchParams, EngineDeadError, RequestOutput, SamplingParams
-from quire.engine.executors.base import Executor, PendingResult, TokenMasks
-from quire.protocol.plan import StepPlan, StepResult
+from quire.engine.executors.base import Executor, PendingResult
+from quire.protocol.plan import StepPlan, StepResult, TokenMasks
 from quire.protocol.request import NewRequest
 from tests.engine.driver import VOCAB, Engine, numbers
 from tests.engine.toy import entries_of, next_token

@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from quire.engine.executors.base import PendingResult, TokenMasks
+from quire.engine.executors.base import PendingResult
 from quire.protocol.plan import (
     AddedRow,
     Int32Array,
@@ -20,6 +20,7 @@ from quire.protocol.plan import (
     PooledRows,
     StepPlan,
     StepResult,
+    TokenMasks,
 )
 from quire.protocol.snapshot import DeviceMemory
 

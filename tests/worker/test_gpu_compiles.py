@@ -49,7 +49,7 @@ for work in (prompts[:1], prompts[:2], prompts[:5], prompts[:11], prompts, share
 for count in range(1, 9):  # of grammars, which need a tokenizer
     device = torch.device("cuda")
     masks = MaskTensors(numpy.arange(count, dtype=numpy.int32), 17, device)
-    masks.host[:] = 5
+    masks.bits[:] = 5
     for dtype in (torch.float32, torch.bfloat16):
         scores = torch.zeros((8, 520), dtype=dtype, device=device)
         masks.apply(scores)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
-from quire.protocol.plan import Int32Array, StepPlan, StepResult
+from quire.protocol.plan import Int32Array, StepPlan, StepResult, TokenMasks
 from quire.protocol.snapshot import DeviceMemory
 
 
@@ -13,15 +12,6 @@ class PendingResult(Protocol):
     """A result that may be on its way; `result` waits for it, or raises if the step failed."""
 
     def result(self) -> StepResult: ...
-
-
-@dataclass(frozen=True)
-class TokenMasks:
-    """Tokens that grammars allow: `bits[i]` is for line `lines[i]` of the step's samples."""
-
-    lines: Int32Array
-    bits: Int32Array
-    """[lines, words]: token t is bit t % 32 of word t // 32."""
 
 
 class Executor(Protocol):
@@ -39,10 +29,11 @@ class Executor(Protocol):
         """Start the forward pass of a step."""
 
     def token_masks(self, lines: Int32Array, num_words: int) -> TokenMasks:
-        """Masks to fill in, where the device can copy them from without waiting."""
+        """Masks to fill in and to give to `sample` of the executed step, where the device can copy
+        them from without waiting."""
 
     def sample(self, step: int, masks: TokenMasks | None = None) -> PendingResult:
-        """Start sampling for the executed step."""
+        """Start sampling for the executed step, among the tokens that `masks` allow."""
 
     def memory(self) -> DeviceMemory:
         """What the device's memory holds now."""

@@ -9,9 +9,9 @@ from traceback import clear_frames
 from quire.config.device import DeviceInfo
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
-from quire.engine.executors.base import PendingResult, TokenMasks
+from quire.engine.executors.base import PendingResult
 from quire.protocol.errors import StepMemoryError
-from quire.protocol.plan import Int32Array, StepPlan
+from quire.protocol.plan import Int32Array, StepPlan, TokenMasks
 from quire.protocol.snapshot import DeviceMemory
 from quire.worker.device import detect_device
 from quire.worker.memory import is_exhausted, is_out_of_memory, return_free_memory
@@ -62,12 +62,12 @@ class LocalExecutor:
             self.runner.execute(plan)
 
     def token_masks(self, lines: Int32Array, num_words: int) -> TokenMasks:
-        return TokenMasks(lines, self.runner.token_masks(lines, num_words))
+        return self.runner.token_masks(lines, num_words)
 
     def sample(self, step: int, masks: TokenMasks | None = None) -> PendingResult:
         assert self._worker is not None, "the executor was shut down"
         with self._worker.threads.at_work(), self._reporting_memory():
-            pending = self.runner.sample(with_masks=masks is not None)
+            pending = self.runner.sample(masks)
             self._was_short = False
             return pending
 

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.config.structured import GrammarSettings
-from quire.engine.executors.base import Executor, TokenMasks
+from quire.engine.executors.base import Executor
 from quire.engine.grammar.batch import Batch
 from quire.engine.grammar.compiler import Compilation, GrammarCompiler
 from quire.engine.grammar.growth import Growth
 from quire.engine.grammar.matcher import Matcher
 from quire.protocol.errors import QuireError
 from quire.protocol.output import FinishedSequence, StepOutput
-from quire.protocol.plan import BoolArray, StepPlan, StepResult
+from quire.protocol.plan import BoolArray, StepPlan, StepResult, TokenMasks
 from quire.protocol.request import NewRequest
 from quire.scheduler.failure import fail_request
 from quire.scheduler.request import Request, Status
