@@ -9,28 +9,27 @@ from torch import nn
 
 from quire.layers.activation import GatedActivation
 from quire.layers.norm import Norm, RMSNorm
-from quire.layers.parallel import Axis, Part, Placement, WeightedLayer, divided, whole
+from quire.layers.weights import Axis, Build, MatrixLayer, Part, divided, whole
 
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class Linear(WeightedLayer):
+class Linear(MatrixLayer):
     """x W^T + b over the given axes. Used as it is where every rank keeps the whole weight."""
 
     bias: nn.Parameter | None
 
-    def __init__(self, inputs: Axis, outputs: Axis, bias: bool, place: Placement) -> None:
-        super().__init__()
-        self.parallel = place.parallel
-        self.scheme = place.scheme
-        self.scheme.create_weights(self, outputs, inputs, place)
+    def __init__(self, inputs: Axis, outputs: Axis, bias: bool, build: Build) -> None:
+        super().__init__(build)
+        self.parallel = build.parallel
+        self.method.create_weights(self, outputs, inputs, build)
         if bias:
-            self.add_weight("bias", (outputs,), place)
+            self.add_weight("bias", (outputs,), build)
         else:
             self.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.scheme.apply(self, x, self.bias)
+        return self.method.apply(self, x, self.bias)
 
     def after_norm(
         self,
@@ -44,33 +43,30 @@ class Linear(WeightedLayer):
         is_known = activation is None or activation.is_silu
         if isinstance(norm, RMSNorm) and is_known:
             gated = activation is not None
-            return self.scheme.apply_after_norm(self, x, residual, norm, self.bias, gated)
+            return self.method.apply_after_norm(self, x, residual, norm, self.bias, gated)
         normal, total = norm.add_and_normalize(x, residual)
-        out = self.scheme.apply(self, normal, self.bias)
+        out = self.method.apply(self, normal, self.bias)
         return activation(out) if activation is not None else out, total
-
-    def finish_loading(self) -> None:
-        self.scheme.finish_loading(self)
 
 
 class ColumnLinear(Linear):
     """Each rank computes its share of the outputs."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, place: Placement) -> None:
-        outputs = divided(out_features, place.parallel, "layer width")
-        super().__init__(whole(in_features), outputs, bias, place)
+    def __init__(self, in_features: int, out_features: int, bias: bool, build: Build) -> None:
+        outputs = divided(out_features, build.parallel, "layer width")
+        super().__init__(whole(in_features), outputs, bias, build)
 
 
 class MergedLinear(Linear):
     """Several column-parallel layers over one input at once; their outputs are joined in order."""
 
     def __init__(
-        self, in_features: int, out_features: Mapping[str, int], bias: bool, place: Placement
+        self, in_features: int, out_features: Mapping[str, int], bias: bool, build: Build
     ) -> None:
         outputs: Axis = ()
         for name, size in out_features.items():
-            outputs += divided(size, place.parallel, "layer width", name)
-        super().__init__(whole(in_features), outputs, bias, place)
+            outputs += divided(size, build.parallel, "layer width", name)
+        super().__init__(whole(in_features), outputs, bias, build)
 
 
 class QKVLinear(Linear):
@@ -86,9 +82,9 @@ class QKVLinear(Linear):
         num_heads: int,
         num_kv_heads: int,
         bias: bool,
-        place: Placement,
+        build: Build,
     ) -> None:
-        parallel = place.parallel
+        parallel = build.parallel
         q_heads = parallel.share(num_heads, "num_attention_heads")
         kv_heads = parallel.kv_heads(num_kv_heads)
 
@@ -101,7 +97,7 @@ class QKVLinear(Linear):
             part("k", num_kv_heads, kv_first, kv_heads),
             part("v", num_kv_heads, kv_first, kv_heads),
         )
-        super().__init__(whole(in_features), outputs, bias, place)
+        super().__init__(whole(in_features), outputs, bias, build)
         self.head_dim = head_dim
         self.heads = (q_heads, kv_heads, kv_heads)
 
@@ -118,10 +114,10 @@ class QKVLinear(Linear):
 class RowLinear(Linear):
     """Each rank multiplies its share of the inputs; the results are summed over ranks."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, place: Placement) -> None:
-        inputs = divided(in_features, place.parallel, "layer width")
-        super().__init__(inputs, whole(out_features), bias, place)
+    def __init__(self, in_features: int, out_features: int, bias: bool, build: Build) -> None:
+        inputs = divided(in_features, build.parallel, "layer width")
+        super().__init__(inputs, whole(out_features), bias, build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.bias if self.parallel.rank == 0 else None
-        return self.parallel.all_reduce(self.scheme.apply(self, x, bias))
+        return self.parallel.all_reduce(self.method.apply(self, x, bias))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from quire.kernels import dispatch
-from quire.layers.parallel import Placement, WeightedLayer, whole
+from quire.layers.weights import Build, WeightedLayer, whole
 
 
 class Norm(WeightedLayer, ABC):
@@ -44,10 +44,10 @@ class RMSNorm(Norm):
 
     weight: nn.Parameter
 
-    def __init__(self, dim: int, eps: float, place: Placement) -> None:
-        super().__init__()
+    def __init__(self, dim: int, eps: float, build: Build) -> None:
+        super().__init__(build)
         self.eps = eps
-        self.add_weight("weight", (whole(dim),), place)
+        self.add_weight("weight", (whole(dim),), build)
 
     def add_and_normalize(
         self, x: torch.Tensor, residual: torch.Tensor | None
@@ -61,12 +61,12 @@ class LayerNorm(Norm):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
-    def __init__(self, dim: int, eps: float, place: Placement, affine: bool = True) -> None:
-        super().__init__()
+    def __init__(self, dim: int, eps: float, build: Build, affine: bool = True) -> None:
+        super().__init__(build)
         self.dim, self.eps = dim, eps
         for name in ("weight", "bias"):
             if affine:
-                self.add_weight(name, (whole(dim),), place)
+                self.add_weight(name, (whole(dim),), build)
             else:
                 self.register_parameter(name, None)
 

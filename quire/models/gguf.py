@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +58,39 @@ _GPT2_TRANSPOSED = re.compile(r"blk\.\d+\.(attn_qkv|attn_output|ffn_up|ffn_down)
 _LLAMA_PERMUTED = re.compile(r"blk\.\d+\.attn_(q|k)\.(weight|bias)")
 
 
+def keeps_none(name: str) -> bool:
+    """All matrices are dequantised."""
+    return False
+
+
 def iter_gguf_weights(
-    path: Path, keeps_blocks: bool = False
+    path: Path, keeps_blocks: Callable[[str], bool] = keeps_none
 ) -> Iterator[tuple[str, Tensor | BlockRows]]:
     """Names and values of all weights, one tensor at a time, in the order of the file.
 
-    With `keeps_blocks`, matrices in formats that kernels compute with stay as they are stored.
+    Matrices in formats that kernels compute with stay as they are stored where `keeps_blocks`
+    is true of the name.
     """
     file = GGUFFile(path)
+    names = _translated_names(file)
+    config = translate_gguf(file)
+    return (
+        (translated, _read_tensor(file, config, file.tensors[name], keeps_blocks(translated)))
+        for name, translated in names.items()
+    )
+
+
+def stored_blocks(path: Path) -> dict[str, GGUFTensor]:
+    """The tensors that can stay as they are stored, by their names in transformers."""
+    file = GGUFFile(path)
+    return {
+        translated: file.tensors[name]
+        for name, translated in _translated_names(file).items()
+        if _has_blocks(file, file.tensors[name])
+    }
+
+
+def _translated_names(file: GGUFFile) -> dict[str, str]:
     architecture = gguf_architecture(file)
     names = {
         name: transformers_name(architecture, name)
@@ -75,16 +100,17 @@ def iter_gguf_weights(
     unknown = [name for name, translated in names.items() if translated is None]
     if unknown:
         raise ModelError(
-            f"{path}: tensor {unknown[0]} has no place in a {architecture} model"
+            f"{file.path}: tensor {unknown[0]} has no place in a {architecture} model"
             + (f" (nor have {len(unknown) - 1} others)" if len(unknown) > 1 else "")
             + "; use a file converted by llama.cpp for this architecture."
         )
-    config = translate_gguf(file)
-    return (
-        (translated, _read_tensor(file, config, file.tensors[name], keeps_blocks))
-        for name, translated in names.items()
-        if translated is not None
-    )
+    return {name: translated for name, translated in names.items() if translated is not None}
+
+
+def _has_blocks(file: GGUFFile, info: GGUFTensor) -> bool:
+    """Whether kernels compute with a tensor as it is stored. GPT-2's matrices are transposed, which
+    blocks cannot be."""
+    return info.type in KINDS and len(info.shape) == 2 and gguf_architecture(file) != "gpt2"
 
 
 def transformers_name(architecture: str, name: str) -> str | None:
@@ -115,8 +141,7 @@ def _read_tensor(
     file: GGUFFile, config: dict[str, Any], info: GGUFTensor, keeps_blocks: bool
 ) -> Tensor | BlockRows:
     architecture = gguf_architecture(file)
-    # GPT-2's matrices are transposed, which blocks cannot be.
-    if keeps_blocks and info.type in KINDS and len(info.shape) == 2 and architecture != "gpt2":
+    if keeps_blocks and _has_blocks(file, info):
         rows = torch.from_numpy(file.data(info.name).copy()).view(info.shape[0], -1)
         rows = _in_order(file, config, info, rows)
         return BlockRows(info.type, rows, info.shape[1])

@@ -12,8 +12,8 @@ from quire.layers.attention.layer import Attention
 from quire.layers.embedding import Embedding, LMHead, VocabEmbedding
 from quire.layers.linear import ColumnLinear, QKVLinear, RowLinear
 from quire.layers.norm import LayerNorm
-from quire.layers.parallel import Placement
 from quire.layers.step import StepContext
+from quire.layers.weights import Build
 from quire.models.registry import CausalLM, WeightMap
 
 
@@ -25,11 +25,13 @@ def _attention_scale(config: ModelConfig, layer_index: int) -> float:
 
 
 class GPT2Attention(nn.Module):
-    def __init__(self, config: ModelConfig, layer_index: int, place: Placement) -> None:
+    def __init__(self, config: ModelConfig, layer_index: int, build: Build) -> None:
         super().__init__()
         hidden, heads, head_dim = config.hidden_size, config.num_heads, config.head_dim
-        self.c_attn = QKVLinear(hidden, head_dim, heads, config.num_kv_heads, True, place)
-        self.c_proj = RowLinear(heads * head_dim, hidden, True, place)
+        self.c_attn = QKVLinear(
+            hidden, head_dim, heads, config.num_kv_heads, True, build / "c_attn"
+        )
+        self.c_proj = RowLinear(heads * head_dim, hidden, True, build / "c_proj")
         self.attend = Attention(layer_index, _attention_scale(config, layer_index))
 
     def forward(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
@@ -37,23 +39,25 @@ class GPT2Attention(nn.Module):
 
 
 class GPT2MLP(nn.Module):
-    def __init__(self, config: ModelConfig, place: Placement) -> None:
+    def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
-        self.c_fc = ColumnLinear(config.hidden_size, config.intermediate_size, True, place)
+        self.c_fc = ColumnLinear(config.hidden_size, config.intermediate_size, True, build / "c_fc")
         self.activation = activation(config.hidden_act)
-        self.c_proj = RowLinear(config.intermediate_size, config.hidden_size, True, place)
+        self.c_proj = RowLinear(
+            config.intermediate_size, config.hidden_size, True, build / "c_proj"
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.c_proj(self.activation(self.c_fc(x)))
 
 
 class GPT2Block(nn.Module):
-    def __init__(self, config: ModelConfig, layer_index: int, place: Placement) -> None:
+    def __init__(self, config: ModelConfig, layer_index: int, build: Build) -> None:
         super().__init__()
-        self.ln_1 = LayerNorm(config.hidden_size, config.norm_eps, place)
-        self.attn = GPT2Attention(config, layer_index, place)
-        self.ln_2 = LayerNorm(config.hidden_size, config.norm_eps, place)
-        self.mlp = GPT2MLP(config, place)
+        self.ln_1 = LayerNorm(config.hidden_size, config.norm_eps, build / "ln_1")
+        self.attn = GPT2Attention(config, layer_index, build / "attn")
+        self.ln_2 = LayerNorm(config.hidden_size, config.norm_eps, build / "ln_2")
+        self.mlp = GPT2MLP(config, build / "mlp")
 
     def forward(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         x = x + self.attn(self.ln_1(x), step)
@@ -61,14 +65,14 @@ class GPT2Block(nn.Module):
 
 
 class GPT2Model(nn.Module):
-    def __init__(self, config: ModelConfig, place: Placement) -> None:
+    def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
-        self.wte = VocabEmbedding(config.vocab_size, config.hidden_size, place)
-        self.wpe = Embedding(config.max_position_tokens, config.hidden_size, place)
+        self.wte = VocabEmbedding(config.vocab_size, config.hidden_size, build / "wte")
+        self.wpe = Embedding(config.max_position_tokens, config.hidden_size, build / "wpe")
         self.h = nn.ModuleList(
-            GPT2Block(config, index, place) for index in range(config.num_layers)
+            GPT2Block(config, index, build / f"h.{index}") for index in range(config.num_layers)
         )
-        self.ln_f = LayerNorm(config.hidden_size, config.norm_eps, place)
+        self.ln_f = LayerNorm(config.hidden_size, config.norm_eps, build / "ln_f")
 
     def forward(self, step: StepContext) -> torch.Tensor:
         x = step.embed(self.wte) + self.wpe(step.positions)
@@ -90,11 +94,11 @@ class GPT2LMHeadModel(CausalLM):
         embedding="transformer.wte.weight",
     )
 
-    def __init__(self, config: ModelConfig, place: Placement) -> None:
-        super().__init__(config, place)
-        self.transformer = GPT2Model(config, place)
+    def __init__(self, config: ModelConfig, build: Build) -> None:
+        super().__init__(config, build)
+        self.transformer = GPT2Model(config, build / "transformer")
         tied = self.transformer.wte if config.tie_word_embeddings else None
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, place, tied)
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, build / "lm_head", tied)
 
     def forward(self, step: StepContext) -> torch.Tensor:
         return self.transformer(step)

@@ -15,9 +15,9 @@ from quire.layers.decoder import DecoderLayers
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.linear import MergedLinear, QKVLinear, RowLinear
 from quire.layers.norm import RMSNorm
-from quire.layers.parallel import Placement
 from quire.layers.rotary import Rotary
 from quire.layers.step import StepContext
+from quire.layers.weights import Build
 from quire.models.registry import CausalLM, WeightMap
 
 
@@ -34,18 +34,18 @@ class AttentionTraits:
 
 class LlamaAttention(nn.Module):
     def __init__(
-        self, config: ModelConfig, layer_index: int, traits: AttentionTraits, place: Placement
+        self, config: ModelConfig, layer_index: int, traits: AttentionTraits, build: Build
     ) -> None:
         super().__init__()
         hidden, heads, head_dim = config.hidden_size, config.num_heads, config.head_dim
         self.qkv_proj = QKVLinear(
-            hidden, head_dim, heads, config.num_kv_heads, traits.qkv_bias, place
+            hidden, head_dim, heads, config.num_kv_heads, traits.qkv_bias, build / "qkv_proj"
         )
-        self.o_proj = RowLinear(heads * head_dim, hidden, traits.output_bias, place)
+        self.o_proj = RowLinear(heads * head_dim, hidden, traits.output_bias, build / "o_proj")
         self.head_norm = traits.head_norm
         if traits.head_norm:
-            self.q_norm = RMSNorm(head_dim, config.norm_eps, place)
-            self.k_norm = RMSNorm(head_dim, config.norm_eps, place)
+            self.q_norm = RMSNorm(head_dim, config.norm_eps, build / "q_norm")
+            self.k_norm = RMSNorm(head_dim, config.norm_eps, build / "k_norm")
         self.attend = Attention(layer_index, head_dim**-0.5, traits.window)
 
     def forward(self, x: torch.Tensor, rotation: Rotation, step: StepContext) -> torch.Tensor:
@@ -61,12 +61,14 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    def __init__(self, config: ModelConfig, place: Placement) -> None:
+    def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_up_proj = MergedLinear(hidden, {"gate": inner, "up": inner}, bias, place)
+        self.gate_up_proj = MergedLinear(
+            hidden, {"gate": inner, "up": inner}, bias, build / "gate_up_proj"
+        )
         self.activation = GatedActivation(config.hidden_act)
-        self.down_proj = RowLinear(inner, hidden, bias, place)
+        self.down_proj = RowLinear(inner, hidden, bias, build / "down_proj")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.activation(self.gate_up_proj(x)))
@@ -74,13 +76,17 @@ class LlamaMLP(nn.Module):
 
 class LlamaLayer(nn.Module):
     def __init__(
-        self, config: ModelConfig, layer_index: int, traits: AttentionTraits, place: Placement
+        self, config: ModelConfig, layer_index: int, traits: AttentionTraits, build: Build
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, place)
-        self.self_attn = LlamaAttention(config, layer_index, traits, place)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, place)
-        self.mlp = LlamaMLP(config, place)
+        self.input_layernorm = RMSNorm(
+            config.hidden_size, config.norm_eps, build / "input_layernorm"
+        )
+        self.self_attn = LlamaAttention(config, layer_index, traits, build / "self_attn")
+        self.post_attention_layernorm = RMSNorm(
+            config.hidden_size, config.norm_eps, build / "post_attention_layernorm"
+        )
+        self.mlp = LlamaMLP(config, build / "mlp")
 
     def forward(self, x: torch.Tensor, rotation: Rotation, step: StepContext) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rotation, step)
@@ -88,23 +94,22 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    def __init__(
-        self, config: ModelConfig, traits: list[AttentionTraits], place: Placement
-    ) -> None:
+    def __init__(self, config: ModelConfig, traits: list[AttentionTraits], build: Build) -> None:
         super().__init__()
-        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, place)
+        hidden = config.hidden_size
+        self.embed_tokens = VocabEmbedding(config.vocab_size, hidden, build / "embed_tokens")
         scaling = config.rope_scaling
         if scaling is not None:
             trained = config.raw.get("max_position_embeddings")
             scaling = {"original_max_position_embeddings": trained, **scaling}
         self.rotary = Rotary(
-            config.head_dim, config.max_position_tokens, config.rope_theta, scaling, place.device
+            config.head_dim, config.max_position_tokens, config.rope_theta, scaling, build.device
         )
         self.layers = DecoderLayers(
-            LlamaLayer(config, index, layer_traits, place)
+            LlamaLayer(config, index, layer_traits, build / f"layers.{index}")
             for index, layer_traits in enumerate(traits)
         )
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, place)
+        self.norm = RMSNorm(hidden, config.norm_eps, build / "norm")
 
     def forward(self, step: StepContext) -> torch.Tensor:
         x, rotation = step.embed(self.embed_tokens), self.rotary(step.positions)
@@ -114,18 +119,18 @@ class LlamaModel(nn.Module):
 class LlamaForCausalLM(CausalLM):
     weight_map = WeightMap(
         fused={
-            "qkv_proj": {"q": "q_proj", "k": "k_proj", "v": "v_proj"},
-            "gate_up_proj": {"gate": "gate_proj", "up": "up_proj"},
+            "qkv_proj": {("q",): "q_proj", ("k",): "k_proj", ("v",): "v_proj"},
+            "gate_up_proj": {("gate",): "gate_proj", ("up",): "up_proj"},
         },
         ignored=("rotary_emb.inv_freq",),
     )
 
-    def __init__(self, config: ModelConfig, place: Placement) -> None:
-        super().__init__(config, place)
+    def __init__(self, config: ModelConfig, build: Build) -> None:
+        super().__init__(config, build)
         traits = [self.attention_traits(config, index) for index in range(config.num_layers)]
-        self.model = LlamaModel(config, traits, place)
+        self.model = LlamaModel(config, traits, build / "model")
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, place, tied)
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, build / "lm_head", tied)
 
     @staticmethod
     def attention_traits(config: ModelConfig, layer_index: int) -> AttentionTraits:

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from math import prod
 
 import torch
 
+from quire.config.gguf import GGUFTensor
 from quire.config.model import ModelConfig
-from quire.config.resolve import GGUF_BLOCKS
-from quire.kernels import cpu
-from quire.kernels.cpu.memory import Arena
-from quire.layers.parallel import Parallel, Placement, WeightedLayer
-from quire.layers.quantization.packed import (
-    Pack,
-    Packed,
-    Weight,
-    pack_floats,
-    pack_gguf,
-    pack_int8,
-)
-from quire.layers.quantization.scheme import Scheme, Unquantized
+from quire.layers.parallel import Parallel
+from quire.layers.quantization.choose import MethodFor, choose_methods
+from quire.layers.quantization.packed import Weight
+from quire.layers.weights import Build, MatrixLayer, Shard, WeightedLayer
 from quire.models.fusion import fuse
+from quire.models.gguf import stored_blocks
 from quire.models.registry import CausalLM, model_class
 from quire.models.upload import Upload, stays_here
 from quire.models.weights import iter_weights
@@ -30,11 +23,6 @@ from quire.protocol.errors import ModelError
 
 MAX_NAMED_TENSORS = 10
 ONE_RANK = Parallel(0, 1)
-PACKERS: dict[str, Pack] = {
-    "gguf": pack_gguf,
-    "gguf-a16": partial(pack_gguf, input_planes=2),
-    "int8": pack_int8,
-}
 
 
 @dataclass(frozen=True)
@@ -43,7 +31,7 @@ class Target:
 
     layer: WeightedLayer
     parameter: str
-    shard: str | None
+    shard: Shard
     transposed: bool
 
     @property
@@ -51,6 +39,34 @@ class Target:
         """Shape of the tensor in the checkpoint."""
         shape = self.layer.checkpoint_shape(self.parameter, self.shard)
         return shape[::-1] if self.transposed else shape
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the parameter; None where the weight is not kept as one."""
+        return self.layer.weight_dtype(self.parameter)
+
+    @property
+    def reads_blocks(self) -> bool:
+        return isinstance(self.layer, MatrixLayer) and (
+            self.layer.method.reads_blocks and self.parameter in self.layer.loaders
+        )
+
+    def accepts_shape(self, shape: tuple[int, ...]) -> bool:
+        """Scales are stored with and without a dimension of their own."""
+        return shape == self.shape or prod(shape) == 1 == prod(self.shape)
+
+    def accepts_dtype(self, weight: Weight) -> bool:
+        """Numbers are cast as they are loaded, but for those that would lose their fractions."""
+        is_whole = self.dtype is not None and not self.dtype.is_floating_point
+        return not (is_whole and isinstance(weight, torch.Tensor) and weight.is_floating_point())
+
+    def extra_bytes(self, stored: str | None) -> int:
+        """Memory of the tensor beside the layer's parameters."""
+        layer = self.layer
+        if not isinstance(layer, MatrixLayer) or self.parameter not in layer.loaders:
+            return 0
+        num_outputs, num_inputs = layer.checkpoint_shape(self.parameter, self.shard)
+        return layer.method.extra_bytes(num_outputs, num_inputs, stored)
 
     def load(self, weight: Weight) -> None:
         if self.transposed:
@@ -68,12 +84,14 @@ def load_model(
     parallel: Parallel = ONE_RANK,
     seed: int = 0,
     quantization: str | None = None,
+    method_for: MethodFor | None = None,
     fused: bool = True,
 ) -> CausalLM:
     """The model of `config` with its weights, or this rank's share of them, on `device`.
 
     `load_format="dummy"` makes random weights instead: equal for equal seeds on one type of device.
-    Layers that are not `fused` compute as their model's file says, step by step.
+    `method_for` takes the place of what follows from `quantization`. Layers that are not `fused`
+    compute as their model's file says, step by step.
     """
     if config.quantization:
         raise ModelError(
@@ -81,14 +99,21 @@ def load_model(
             f"{config.quantization.get('quant_method')!r} in quantization_config is not supported "
             f"yet; use the unquantised model or a GGUF file of it."
         )
-    scheme = choose_scheme(quantization, dtype, device, parallel)
-    place = Placement(dtype, torch.device(device), parallel, scheme)
-    model = model_class(config.architecture)(config, place)
+    if method_for is None:
+        method_for = choose_methods(quantization, dtype, device, parallel)
+    build = Build(dtype, torch.device(device), parallel, method_for)
+    model = model_class(config.architecture)(config, build)
     if load_format == "dummy":
-        load_dummy_weights(model, place, seed)
+        load_dummy_weights(model, build, seed)
     else:
-        weights = iter_weights(config.source, load_format, keeps_blocks=quantization in GGUF_BLOCKS)
-        bring = Upload(place.device) if place.device.type == "cuda" else stays_here
+        targets = weight_targets(model)
+
+        def keeps_blocks(name: str) -> bool:
+            target = targets.get(model.weight_map.rename(name))
+            return target is not None and target.reads_blocks
+
+        weights = iter_weights(config.source, load_format, keeps_blocks)
+        bring = Upload(build.device) if build.device.type == "cuda" else stays_here
         load_weights(model, config, weights, bring)
     for layer in model.modules():
         if isinstance(layer, WeightedLayer):
@@ -98,31 +123,38 @@ def load_model(
     return model.eval()
 
 
-def choose_scheme(
-    quantization: str | None, dtype: torch.dtype, device: torch.device | str, parallel: Parallel
-) -> Scheme:
-    """The form of weights that is asked for, or the quickest that keeps every number."""
-    if quantization is not None:
-        return Packed(PACKERS[quantization])
-    if torch.device(device).type != "cpu" or dtype != torch.float32 or parallel.size > 1:
-        return Unquantized()
-    if not cpu.available()[0]:
-        return Unquantized()
-    arena = Arena()
-    return Packed(partial(pack_floats, empty=arena.empty), arena)
-
-
-def count_weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """What the weights will take, from the configuration alone."""
-    place = Placement(dtype, torch.device("meta"), ONE_RANK, Unquantized())
-    model = model_class(config.architecture)(config, place)
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+def count_weight_bytes(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    load_format: str = "auto",
+    parallel: Parallel = ONE_RANK,
+    quantization: str | None = None,
+    method_for: MethodFor | None = None,
+) -> int:
+    """What the weights will take as `load_model` keeps them, from the configuration and, of a GGUF
+    file, the kinds of its tensors."""
+    if method_for is None:
+        method_for = choose_methods(quantization, dtype, device, parallel)
+    build = Build(dtype, torch.device("meta"), parallel, method_for)
+    model = model_class(config.architecture)(config, build)
+    blocks: dict[str, GGUFTensor] = {}
+    if config.source.kind == "gguf" and load_format != "dummy":
+        blocks = stored_blocks(config.source.path)
+    count = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    for name, target in weight_targets(model).items():
+        found = blocks.get(name) if target.reads_blocks else None
+        if found is not None and found.shape != target.shape:
+            found = None  # to be told by name when it is loaded
+        count += target.extra_bytes(None if found is None else found.type)
+    return count
 
 
 def held_weight_bytes(model: CausalLM) -> int:
     """What the weights of a loaded model take, in whatever form they are kept."""
     tensors = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    layers = [layer for layer in model.modules() if isinstance(layer, WeightedLayer)]
+    layers = [layer for layer in model.modules() if isinstance(layer, MatrixLayer)]
     # A tied head has the very matrices of the embedding.
     matrices = {id(matrix): matrix for layer in layers for matrix in layer.matrices}
     return tensors + sum(matrix.nbytes for matrix in matrices.values())
@@ -135,10 +167,10 @@ def weight_targets(model: CausalLM) -> dict[str, Target]:
     for path, layer in model.named_modules():
         if not isinstance(layer, WeightedLayer):
             continue
+        assert layer.path == path, f"the layer at {path} was built as {layer.path!r}"
         parent, _, own_name = path.rpartition(".")
         fused = weight_map.fused.get(own_name)
-        sources: list[tuple[str | None, str]]
-        sources = [*fused.items()] if fused else [(None, own_name)]
+        sources: list[tuple[Shard, str]] = [*fused.items()] if fused else [((), own_name)]
         for parameter in layer.axes:
             for shard, module_name in sources:
                 name = ".".join(filter(None, (parent, module_name, parameter)))
@@ -161,6 +193,7 @@ def load_weights(
     missing = weight_targets(model)
     extra: list[str] = []
     misshapen: list[str] = []
+    mistyped: list[str] = []
     tied = (weight_map.embedding, weight_map.head) if config.tie_word_embeddings else ()
     tied_rows: dict[str, torch.Tensor] = {}
     for original_name, tensor in weights:
@@ -171,7 +204,9 @@ def load_weights(
         if target is None:
             if name not in tied_rows and not name.endswith(weight_map.ignored):
                 extra.append(original_name)
-        elif tuple(tensor.shape) != target.shape:
+        elif not target.accepts_dtype(tensor):
+            mistyped.append(f"{original_name} (expected {target.dtype})")
+        elif not target.accepts_shape(tuple(tensor.shape)):
             found = list(tensor.shape)
             misshapen.append(f"{original_name} (expected {list(target.shape)}, found {found})")
         else:
@@ -180,6 +215,7 @@ def load_weights(
         _listed("missing", list(missing)),
         _listed("not part of the model", extra),
         _listed("of the wrong shape", misshapen),
+        _listed("of the wrong type", mistyped),
     ]
     if len(tied_rows) == 2 and not torch.equal(*tied_rows.values()):
         problems.append(
@@ -209,10 +245,10 @@ def _listed(what: str, names: list[str]) -> str:
     return f"{len(names)} {'tensor' if len(names) == 1 else 'tensors'} {what}: {named}{rest}"
 
 
-def load_dummy_weights(model: CausalLM, place: Placement, seed: int) -> None:
+def load_dummy_weights(model: CausalLM, build: Build, seed: int) -> None:
     """Random weights, made on the device one whole tensor at a time, so that all ranks agree."""
-    generator = torch.Generator(place.device).manual_seed(seed)
+    generator = torch.Generator(build.device).manual_seed(seed)
     for target in weight_targets(model).values():
-        tensor = torch.empty(target.shape, dtype=place.dtype, device=place.device)
+        tensor = torch.empty(target.shape, dtype=target.dtype or build.dtype, device=build.device)
         target.layer.fill_dummy(target.parameter, tensor, generator)
         target.load(tensor)

@@ -12,26 +12,28 @@ from quire.layers.attention.layer import Attention
 from quire.layers.embedding import Embedding, LMHead, VocabEmbedding
 from quire.layers.linear import ColumnLinear, Linear, QKVLinear, RowLinear
 from quire.layers.norm import LayerNorm
-from quire.layers.parallel import Placement, whole
 from quire.layers.step import StepContext
+from quire.layers.weights import Build, whole
 from quire.models.registry import CausalLM, WeightMap
 
 POSITION_OFFSET = 2
 """Rows at the head of OPT's position table that no token uses."""
 
 
-def _norm(config: ModelConfig, place: Placement) -> LayerNorm:
+def _norm(config: ModelConfig, build: Build) -> LayerNorm:
     affine = config.raw.get("layer_norm_elementwise_affine", True)
-    return LayerNorm(config.hidden_size, config.norm_eps, place, affine)
+    return LayerNorm(config.hidden_size, config.norm_eps, build, affine)
 
 
 class OPTAttention(nn.Module):
-    def __init__(self, config: ModelConfig, layer_index: int, place: Placement) -> None:
+    def __init__(self, config: ModelConfig, layer_index: int, build: Build) -> None:
         super().__init__()
         hidden, heads, head_dim = config.hidden_size, config.num_heads, config.head_dim
         bias = config.attention_bias
-        self.qkv_proj = QKVLinear(hidden, head_dim, heads, config.num_kv_heads, bias, place)
-        self.out_proj = RowLinear(heads * head_dim, hidden, bias, place)
+        self.qkv_proj = QKVLinear(
+            hidden, head_dim, heads, config.num_kv_heads, bias, build / "qkv_proj"
+        )
+        self.out_proj = RowLinear(heads * head_dim, hidden, bias, build / "out_proj")
         self.attend = Attention(layer_index, head_dim**-0.5)
 
     def forward(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
@@ -39,16 +41,16 @@ class OPTAttention(nn.Module):
 
 
 class OPTLayer(nn.Module):
-    def __init__(self, config: ModelConfig, layer_index: int, place: Placement) -> None:
+    def __init__(self, config: ModelConfig, layer_index: int, build: Build) -> None:
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.norm_first = config.raw.get("do_layer_norm_before", True)
-        self.self_attn_layer_norm = _norm(config, place)
-        self.self_attn = OPTAttention(config, layer_index, place)
-        self.final_layer_norm = _norm(config, place)
-        self.fc1 = ColumnLinear(hidden, inner, bias, place)
+        self.self_attn_layer_norm = _norm(config, build / "self_attn_layer_norm")
+        self.self_attn = OPTAttention(config, layer_index, build / "self_attn")
+        self.final_layer_norm = _norm(config, build / "final_layer_norm")
+        self.fc1 = ColumnLinear(hidden, inner, bias, build / "fc1")
         self.activation = activation(config.hidden_act)
-        self.fc2 = RowLinear(inner, hidden, bias, place)
+        self.fc2 = RowLinear(inner, hidden, bias, build / "fc2")
 
     def forward(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         if self.norm_first:
@@ -62,25 +64,31 @@ class OPTLayer(nn.Module):
 
 
 class OPTDecoder(nn.Module):
-    def __init__(self, config: ModelConfig, place: Placement) -> None:
+    def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
         hidden = config.hidden_size
         self.embed_dim = config.raw.get("word_embed_proj_dim") or hidden
-        self.embed_tokens = VocabEmbedding(config.vocab_size, self.embed_dim, place)
+        self.embed_tokens = VocabEmbedding(
+            config.vocab_size, self.embed_dim, build / "embed_tokens"
+        )
         num_positions = config.max_position_tokens + POSITION_OFFSET
-        self.embed_positions = Embedding(num_positions, hidden, place)
+        self.embed_positions = Embedding(num_positions, hidden, build / "embed_positions")
         self.project_in: nn.Module = nn.Identity()
         self.project_out: nn.Module = nn.Identity()
         if self.embed_dim != hidden:
-            self.project_in = Linear(whole(self.embed_dim), whole(hidden), False, place)
-            self.project_out = Linear(whole(hidden), whole(self.embed_dim), False, place)
+            self.project_in = Linear(
+                whole(self.embed_dim), whole(hidden), False, build / "project_in"
+            )
+            self.project_out = Linear(
+                whole(hidden), whole(self.embed_dim), False, build / "project_out"
+            )
         self.layers = nn.ModuleList(
-            OPTLayer(config, index, place) for index in range(config.num_layers)
+            OPTLayer(config, index, build / f"layers.{index}") for index in range(config.num_layers)
         )
         self.final_layer_norm: nn.Module = nn.Identity()
         norm_first = config.raw.get("do_layer_norm_before", True)
         if norm_first and not config.raw.get("_remove_final_layer_norm", False):
-            self.final_layer_norm = _norm(config, place)
+            self.final_layer_norm = _norm(config, build / "final_layer_norm")
 
     def forward(self, step: StepContext) -> torch.Tensor:
         x = self.project_in(step.embed(self.embed_tokens))
@@ -93,9 +101,9 @@ class OPTDecoder(nn.Module):
 class OPTModel(nn.Module):
     """Exists for the sake of its name in checkpoints."""
 
-    def __init__(self, config: ModelConfig, place: Placement) -> None:
+    def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
-        self.decoder = OPTDecoder(config, place)
+        self.decoder = OPTDecoder(config, build / "decoder")
 
 
 def _rename(name: str) -> str:
@@ -104,18 +112,18 @@ def _rename(name: str) -> str:
 
 class OPTForCausalLM(CausalLM):
     weight_map = WeightMap(
-        fused={"qkv_proj": {"q": "q_proj", "k": "k_proj", "v": "v_proj"}},
+        fused={"qkv_proj": {("q",): "q_proj", ("k",): "k_proj", ("v",): "v_proj"}},
         rename=_rename,
         ignored=("decoder.version",),
         embedding="model.decoder.embed_tokens.weight",
     )
 
-    def __init__(self, config: ModelConfig, place: Placement) -> None:
-        super().__init__(config, place)
-        self.model = OPTModel(config, place)
+    def __init__(self, config: ModelConfig, build: Build) -> None:
+        super().__init__(config, build)
+        self.model = OPTModel(config, build / "model")
         decoder = self.model.decoder
         tied = decoder.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = LMHead(config.vocab_size, decoder.embed_dim, place, tied)
+        self.lm_head = LMHead(config.vocab_size, decoder.embed_dim, build / "lm_head", tied)
 
     def forward(self, step: StepContext) -> torch.Tensor:
         return self.model.decoder(step)

@@ -14,8 +14,8 @@ from torch import nn
 from quire.config.architectures import SUPPORTED_ARCHITECTURES
 from quire.config.model import ModelConfig
 from quire.layers.embedding import LMHead
-from quire.layers.parallel import Placement
 from quire.layers.step import StepContext
+from quire.layers.weights import Build, Shard
 from quire.protocol.errors import ModelError
 
 
@@ -27,8 +27,8 @@ def _same_name(name: str) -> str:
 class WeightMap:
     """How a checkpoint's tensors differ in name and layout from the model's parameters."""
 
-    fused: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Module -> shard id -> the checkpoint's module: one of ours for several of theirs."""
+    fused: Mapping[str, Mapping[Shard, str]] = field(default_factory=dict)
+    """Module -> shard -> the checkpoint's module: one of ours for several of theirs."""
     rename: Callable[[str], str] = _same_name
     """Brings a checkpoint's name to the form that the model's own names have."""
     transposed: tuple[str, ...] = ()
@@ -50,8 +50,8 @@ class CausalLM(nn.Module, ABC):
     weight_map: ClassVar[WeightMap]
     lm_head: LMHead
 
-    def __init__(self, config: ModelConfig, place: Placement) -> None:
-        """Makes all layers as `place` says; their weights are left uninitialised."""
+    def __init__(self, config: ModelConfig, build: Build) -> None:
+        """Makes all layers as `build` says; their weights are left uninitialised."""
         super().__init__()
 
     @abstractmethod

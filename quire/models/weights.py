@@ -19,7 +19,7 @@ from quire.config.hub import FOREIGN_WEIGHTS
 from quire.config.json_file import read_json_object
 from quire.config.locate import ModelSource
 from quire.kernels.torch.gguf_blocks import BlockRows
-from quire.models.gguf import iter_gguf_weights
+from quire.models.gguf import iter_gguf_weights, keeps_none
 from quire.protocol.errors import ModelError
 
 DOWNLOAD_AGAIN = "download the model again"
@@ -31,11 +31,14 @@ Shards = dict[Path, set[str] | None]
 
 
 def iter_weights(
-    source: ModelSource, load_format: str = "auto", keeps_blocks: bool = False
+    source: ModelSource,
+    load_format: str = "auto",
+    keeps_blocks: Callable[[str], bool] = keeps_none,
 ) -> Weights:
     """All weights of a model under the names its files use; none for the format "dummy".
 
-    `keeps_blocks` leaves quantised matrices as they are stored, where kernels compute with them.
+    Quantised matrices that `keeps_blocks` names stay as they are stored, where kernels compute with
+    such.
     """
     if load_format == "dummy":
         return iter(())

@@ -83,7 +83,7 @@ def check_weights_fit(
     if weight_bytes <= allowed:
         return
     remedies = ["use a smaller model"]
-    if options.model.dtype == "float32":
+    if options.model.dtype == "float32" and options.model.quantization is None:
         remedies.append("set dtype='bfloat16' or 'float16', which halves them")
     if weight_bytes < free:
         remedies.append("raise gpu_memory_utilization")
@@ -91,10 +91,11 @@ def check_weights_fit(
         remedies.append("free the memory that other programs hold")
     limit = "" if share is None else f", of which gpu_memory_utilization={share:g} allows "
     limit += "" if share is None else f"{max(allowed, 0) / GIB:.2f} GiB"
+    form = options.model.quantization or options.model.dtype
     raise OptionError(
-        f"the weights of {config.source.name} take {weight_bytes / GIB:.2f} GiB in "
-        f"{options.model.dtype}, but {device.name} has {free / GIB:.2f} of {total / GIB:.2f} GiB "
-        f"free{limit}. To run it, {', or '.join(remedies)}."
+        f"the weights of {config.source.name} take {weight_bytes / GIB:.2f} GiB in {form}, but "
+        f"{device.name} has {free / GIB:.2f} of {total / GIB:.2f} GiB free{limit}. "
+        f"To run it, {', or '.join(remedies)}."
     )
 
 

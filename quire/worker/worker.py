@@ -69,7 +69,14 @@ class Worker:
         logger.debug("attention: %s%s", backend.describe(), reasons)
         if self.device.type == "cuda" and not backend.support.cuda_graphs:
             logger.debug("no CUDA graphs: attention by %s cannot be captured", backend.support.name)
-        check_weights_fit(count_weight_bytes(model_config, dtype), options, model_config, device)
+        weight_bytes = count_weight_bytes(
+            model_config,
+            dtype=dtype,
+            device=self.device,
+            load_format=options.model.load_format,
+            quantization=options.model.quantization,
+        )
+        check_weights_fit(weight_bytes, options, model_config, device)
         remedy = "Use a smaller model, or free the memory that other programs hold."
         with explaining("loading the weights", remedy, device):
             model = load_model(

@@ -10,8 +10,9 @@ from typing import TypeVar
 
 import torch
 
-from quire.layers.parallel import Parallel, Placement
-from quire.layers.quantization.scheme import Unquantized
+from quire.layers.parallel import Parallel
+from quire.layers.quantization.method import Unquantized
+from quire.layers.weights import Build
 
 T = TypeVar("T")
 
@@ -49,5 +50,7 @@ def on_ranks(size: int, work: Callable[[Parallel], T]) -> list[T]:
         return list(pool.map(lambda rank: work(ThreadRank(rank, size, meeting)), range(size)))
 
 
-def placement(parallel: Parallel | None = None) -> Placement:
-    return Placement(torch.float32, torch.device("cpu"), parallel or Parallel(0, 1), Unquantized())
+def build_for(parallel: Parallel | None = None) -> Build:
+    """Unquantised layers in float32."""
+    cpu, method = torch.device("cpu"), Unquantized()
+    return Build(torch.float32, cpu, parallel or Parallel(0, 1), lambda path: method)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.parallel import Parallel
-from tests.layers.ranks import on_ranks, placement
+from tests.layers.ranks import build_for, on_ranks
 
 DIM = 6
 
@@ -22,12 +22,12 @@ def test_vocabulary_is_divided_without_loss(size: int, vocab_size: int, tied: bo
     ids, hidden = torch.arange(vocab_size), torch.randn(3, DIM)
 
     def work(parallel: Parallel) -> tuple[torch.Tensor, torch.Tensor]:
-        place = placement(parallel)
-        embedding = VocabEmbedding(vocab_size, DIM, place)
-        embedding.load("weight", None, table)
-        lm_head = LMHead(vocab_size, DIM, place, embedding if tied else None)
+        build = build_for(parallel)
+        embedding = VocabEmbedding(vocab_size, DIM, build)
+        embedding.load("weight", (), table)
+        lm_head = LMHead(vocab_size, DIM, build, embedding if tied else None)
         if not tied:
-            lm_head.load("weight", None, head)
+            lm_head.load("weight", (), head)
         return embedding(ids), lm_head(hidden)
 
     for embedded, logits in on_ranks(size, work):
@@ -38,6 +38,6 @@ def test_vocabulary_is_divided_without_loss(size: int, vocab_size: int, tied: bo
 
 def test_tied_head_owns_no_weight() -> None:
     """So that the loader expects none and no memory is taken twice."""
-    embedding = VocabEmbedding(12, DIM, placement())
-    lm_head = LMHead(12, DIM, placement(), embedding)
+    embedding = VocabEmbedding(12, DIM, build_for())
+    lm_head = LMHead(12, DIM, build_for(), embedding)
     assert not lm_head.axes and not list(lm_head.parameters())

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from quire.layers.linear import ColumnLinear, Linear, MergedLinear, QKVLinear, RowLinear
-from quire.layers.parallel import Parallel, whole
+from quire.layers.parallel import Parallel
+from quire.layers.weights import whole
 from quire.protocol.errors import ModelError
-from tests.layers.ranks import on_ranks, placement
+from tests.layers.ranks import build_for, on_ranks
 
 HIDDEN, HEAD_DIM, TOKENS = 12, 8, 5
 SIZES = [1, 2, 4]
@@ -32,9 +33,9 @@ def test_column_linear_gives_each_rank_its_outputs(size: int) -> None:
     x, weight, bias = randoms((TOKENS, HIDDEN), (16, HIDDEN), (16,))
 
     def work(parallel: Parallel) -> torch.Tensor:
-        layer = ColumnLinear(HIDDEN, 16, True, placement(parallel))
-        layer.load("weight", None, weight)
-        layer.load("bias", None, bias)
+        layer = ColumnLinear(HIDDEN, 16, True, build_for(parallel))
+        layer.load("weight", (), weight)
+        layer.load("bias", (), bias)
         return layer(x)
 
     close(torch.cat(on_ranks(size, work), dim=-1), F.linear(x, weight, bias))
@@ -45,9 +46,9 @@ def test_row_linear_sums_ranks_and_adds_its_bias_once(size: int) -> None:
     x, weight, bias = randoms((TOKENS, 16), (HIDDEN, 16), (HIDDEN,))
 
     def work(parallel: Parallel) -> torch.Tensor:
-        layer = RowLinear(16, HIDDEN, True, placement(parallel))
-        layer.load("weight", None, weight)
-        layer.load("bias", None, bias)
+        layer = RowLinear(16, HIDDEN, True, build_for(parallel))
+        layer.load("weight", (), weight)
+        layer.load("bias", (), bias)
         share = 16 // parallel.size
         return layer(x[:, parallel.rank * share :][:, :share])
 
@@ -62,12 +63,12 @@ def test_merged_linear_keeps_gate_and_up_apart(size: int, joined: bool) -> None:
     x, gate, up = randoms((TOKENS, HIDDEN), (16, HIDDEN), (16, HIDDEN))
 
     def work(parallel: Parallel) -> torch.Tensor:
-        layer = MergedLinear(HIDDEN, {"gate": 16, "up": 16}, False, placement(parallel))
+        layer = MergedLinear(HIDDEN, {"gate": 16, "up": 16}, False, build_for(parallel))
         if joined:
-            layer.load("weight", None, torch.cat((gate, up)))
+            layer.load("weight", (), torch.cat((gate, up)))
         else:
-            layer.load("weight", "up", up)
-            layer.load("weight", "gate", gate)
+            layer.load("weight", ("up",), up)
+            layer.load("weight", ("gate",), gate)
         return layer(x)
 
     gates, ups = zip(*(y.chunk(2, dim=-1) for y in on_ranks(size, work)), strict=True)
@@ -88,14 +89,14 @@ def test_qkv_linear_divides_heads_and_repeats_kv_heads(
     biases = randoms(*((shape[0],) for shape in shapes))
 
     def work(parallel: Parallel) -> tuple[torch.Tensor, ...]:
-        layer = QKVLinear(HIDDEN, HEAD_DIM, num_heads, num_kv_heads, True, placement(parallel))
+        layer = QKVLinear(HIDDEN, HEAD_DIM, num_heads, num_kv_heads, True, build_for(parallel))
         if joined:
-            layer.load("weight", None, torch.cat(weights))
-            layer.load("bias", None, torch.cat(biases))
+            layer.load("weight", (), torch.cat(weights))
+            layer.load("bias", (), torch.cat(biases))
         else:
             for shard, weight, bias in zip("qkv", weights, biases, strict=True):
-                layer.load("weight", shard, weight)
-                layer.load("bias", shard, bias)
+                layer.load("weight", (shard,), weight)
+                layer.load("bias", (shard,), bias)
         return layer(x)
 
     q, k, v = (
@@ -114,26 +115,26 @@ def test_qkv_linear_divides_heads_and_repeats_kv_heads(
 
 def test_checkpoint_shapes_are_those_of_the_whole_model() -> None:
     """The loader compares them with what it reads, whatever the rank keeps."""
-    layer = QKVLinear(HIDDEN, HEAD_DIM, 4, 2, True, placement(Parallel(1, 2)))
-    assert layer.checkpoint_shape("weight", "q") == (4 * HEAD_DIM, HIDDEN)
-    assert layer.checkpoint_shape("weight", "k") == (2 * HEAD_DIM, HIDDEN)
-    assert layer.checkpoint_shape("weight", None) == (8 * HEAD_DIM, HIDDEN)
-    assert layer.checkpoint_shape("bias", "v") == (2 * HEAD_DIM,)
+    layer = QKVLinear(HIDDEN, HEAD_DIM, 4, 2, True, build_for(Parallel(1, 2)))
+    assert layer.checkpoint_shape("weight", ("q",)) == (4 * HEAD_DIM, HIDDEN)
+    assert layer.checkpoint_shape("weight", ("k",)) == (2 * HEAD_DIM, HIDDEN)
+    assert layer.checkpoint_shape("weight", ()) == (8 * HEAD_DIM, HIDDEN)
+    assert layer.checkpoint_shape("bias", ("v",)) == (2 * HEAD_DIM,)
     assert tuple(layer.weight.shape) == (4 * HEAD_DIM, HIDDEN)
 
 
 def test_loading_casts_to_the_models_dtype() -> None:
-    layer = Linear(whole(4), whole(3), False, placement())
+    layer = Linear(whole(4), whole(3), False, build_for())
     weight = torch.randn(3, 4).to(torch.bfloat16)
-    layer.load("weight", None, weight)
+    layer.load("weight", (), weight)
     assert layer.weight.dtype == torch.float32
     assert torch.equal(layer.weight, weight.float())
 
 
 def test_indivisible_sizes_are_refused_by_name() -> None:
     with pytest.raises(ModelError, match=r"tensor_parallel_size=3 .*num_attention_heads \(4\)"):
-        QKVLinear(HIDDEN, HEAD_DIM, 4, 2, False, placement(Parallel(0, 3)))
+        QKVLinear(HIDDEN, HEAD_DIM, 4, 2, False, build_for(Parallel(0, 3)))
     with pytest.raises(ModelError, match=r"tensor_parallel_size=3 .*layer width \(16\)"):
-        ColumnLinear(HIDDEN, 16, False, placement(Parallel(0, 3)))
+        ColumnLinear(HIDDEN, 16, False, build_for(Parallel(0, 3)))
     with pytest.raises(ModelError, match=r"tensor_parallel_size=6 .*num_key_value_heads \(4\)"):
         Parallel(0, 6).kv_heads(4)

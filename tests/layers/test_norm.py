@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from quire.layers.norm import LayerNorm, RMSNorm
-from quire.layers.parallel import Placement
-from tests.layers.ranks import placement
+from tests.layers.ranks import build_for
 
 DIM, EPS = 16, 1e-5
 
@@ -26,8 +27,8 @@ def layer_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -
 
 def test_rms_norm_and_residual() -> None:
     x, residual, weight = torch.randn(3, 2, DIM), torch.randn(3, 2, DIM), torch.randn(DIM)
-    norm = RMSNorm(DIM, EPS, placement())
-    norm.load("weight", None, weight)
+    norm = RMSNorm(DIM, EPS, build_for())
+    norm.load("weight", (), weight)
     torch.testing.assert_close(norm(x).double(), rms_reference(x, weight), rtol=1e-5, atol=1e-5)
     normed, total = norm(x, residual)
     assert torch.equal(total, x + residual)
@@ -37,9 +38,9 @@ def test_rms_norm_and_residual() -> None:
 def test_layer_norm_and_residual() -> None:
     x, residual = torch.randn(3, DIM), torch.randn(3, DIM)
     weight, bias = torch.randn(DIM), torch.randn(DIM)
-    norm = LayerNorm(DIM, EPS, placement())
-    norm.load("weight", None, weight)
-    norm.load("bias", None, bias)
+    norm = LayerNorm(DIM, EPS, build_for())
+    norm.load("weight", (), weight)
+    norm.load("bias", (), bias)
     expected = layer_reference(x, weight, bias)
     torch.testing.assert_close(norm(x).double(), expected, rtol=1e-5, atol=1e-5)
     normed, total = norm(x, residual)
@@ -49,7 +50,7 @@ def test_layer_norm_and_residual() -> None:
 
 def test_layer_norm_without_weights() -> None:
     x = torch.randn(3, DIM)
-    norm = LayerNorm(DIM, EPS, placement(), affine=False)
+    norm = LayerNorm(DIM, EPS, build_for(), affine=False)
     expected = layer_reference(x, torch.ones(DIM), torch.zeros(DIM))
     torch.testing.assert_close(norm(x).double(), expected, rtol=1e-5, atol=1e-5)
     assert not norm.axes
@@ -58,9 +59,9 @@ def test_layer_norm_without_weights() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_rms_norm_squares_in_fp32(dtype: torch.dtype) -> None:
     """Squares of ordinary fp16 activations overflow fp16."""
-    place = placement()
-    norm = RMSNorm(DIM, EPS, Placement(dtype, place.device, place.parallel, place.scheme))
-    norm.load("weight", None, torch.ones(DIM))
+    build = build_for()
+    norm = RMSNorm(DIM, EPS, replace(build, dtype=dtype))
+    norm.load("weight", (), torch.ones(DIM))
     y = norm(torch.full((1, DIM), 1000.0, dtype=dtype))
     assert y.dtype == dtype
     assert torch.equal(y, torch.ones(1, DIM, dtype=dtype))

@@ -19,7 +19,7 @@ from quire.layers.parallel import Parallel
 from quire.models.loader import load_model, load_weights
 from quire.models.registry import CausalLM, model_class
 from quire.protocol.errors import ModelError
-from tests.layers.ranks import on_ranks, placement
+from tests.layers.ranks import build_for, on_ranks
 from tests.models.reference import (
     PagedRun,
     random_model,
@@ -32,7 +32,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def empty_model(config: ModelConfig) -> CausalLM:
-    return model_class(config.architecture)(config, placement())
+    return model_class(config.architecture)(config, build_for())
 
 
 def saved(folder: Path, family: str = "llama", **changes: object) -> tuple[ModelConfig, Tensors]:
@@ -140,7 +140,7 @@ def test_weights_are_cast_while_read(
     assert {parameter.dtype for parameter in model.parameters()} == {wanted}
     gate = reference.model.layers[1].mlp.gate_proj.weight
     layer = model.model.layers[1].mlp.gate_up_proj
-    assert torch.equal(layer.scheme.rows(layer, torch.arange(96)), gate.to(wanted))
+    assert torch.equal(layer.method.rows(layer, torch.arange(96)), gate.to(wanted))
 
 
 def test_half_precision_stays_close(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -14,15 +13,17 @@ from quire.config.embedded import embedded_model_path
 from quire.config.model import load_model_config
 from quire.kernels.torch.gguf_blocks import BlockRows
 from quire.layers.linear import QKVLinear
-from quire.layers.parallel import Parallel, Placement
+from quire.layers.parallel import Parallel
 from quire.layers.quantization.packed import (
     BlockMatrix,
     FloatMatrix,
+    PackBlocks,
     Packed,
-    pack_floats,
-    pack_gguf,
-    pack_int8,
+    Packer,
+    PackFloats,
+    PackInt8,
 )
+from quire.layers.weights import Build
 from quire.models.loader import load_model
 from tests.models.reference import PagedRun, random_tokens
 
@@ -30,9 +31,9 @@ INPUTS = 256
 PARTS = {"q": 64, "k": 32, "v": 32}
 
 
-def qkv_layer(scheme: Packed) -> QKVLinear:
-    place = Placement(torch.float32, torch.device("cpu"), Parallel(), scheme)
-    return QKVLinear(INPUTS, 16, 4, 2, False, place)
+def qkv_layer(packer: Packer) -> QKVLinear:
+    build = Build(torch.float32, torch.device("cpu"), Parallel(), lambda path: Packed(packer))
+    return QKVLinear(INPUTS, 16, 4, 2, False, build)
 
 
 def stored(weight: torch.Tensor, kind: str) -> tuple[BlockRows, torch.Tensor]:
@@ -61,16 +62,16 @@ def stored(weight: torch.Tensor, kind: str) -> tuple[BlockRows, torch.Tensor]:
 )
 def test_parts_of_a_layer_may_differ(kinds: tuple[str, ...], num_matrices: int) -> None:
     """As in files that keep values more exactly than keys; parts arrive in any order."""
-    layer = qkv_layer(Packed(pack_gguf))
+    layer = qkv_layer(PackBlocks())
     exact = {}
     for (name, outputs), kind in reversed(list(zip(PARTS.items(), kinds, strict=True))):
         weight = torch.randn(outputs, INPUTS) / 16
         if kind == "F32":
-            layer.load("weight", name, weight)
+            layer.load("weight", (name,), weight)
             exact[name] = weight
         else:
             rows, exact[name] = stored(weight, kind)
-            layer.load("weight", name, rows)
+            layer.load("weight", (name,), rows)
     assert len(layer.matrices) == num_matrices
     x = torch.randn(5, INPUTS)
     for name, part in zip(PARTS, layer(x), strict=True):
@@ -82,16 +83,16 @@ def test_parts_of_a_layer_may_differ(kinds: tuple[str, ...], num_matrices: int) 
 def test_rows_that_blocks_do_not_divide_stay_exact() -> None:
     """8 bits need 32 inputs at a time; a layer of 40 is kept in float32."""
     weight = torch.randn(8, 40)
-    (matrix,) = pack_int8([weight])
+    (matrix,) = PackInt8().pack([weight])
     assert isinstance(matrix, FloatMatrix)
     assert torch.equal(matrix.rows(torch.arange(8)), weight)
 
 
-@pytest.mark.parametrize("pack", [pack_floats, pack_int8])
-def test_embedding_rows(pack: Callable[..., list[FloatMatrix | BlockMatrix]]) -> None:
+@pytest.mark.parametrize("packer", [PackFloats(), PackInt8()])
+def test_embedding_rows(packer: Packer) -> None:
     weight, ids = torch.randn(50, 64), torch.tensor([3, 49, 0, 17, 3])
-    (matrix,) = pack([weight[:20], weight[20:]])
-    bound = 0 if pack is pack_floats else weight.abs().max() / 120
+    (matrix,) = packer.pack([weight[:20], weight[20:]])
+    bound = 0 if isinstance(packer, PackFloats) else weight.abs().max() / 120
     assert (matrix.rows(ids) - weight[ids]).abs().max() <= bound
 
 

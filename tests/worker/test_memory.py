@@ -91,7 +91,7 @@ def test_weights_too_large_are_refused_before_anything_is_made(tmp_path: Path) -
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": 1000,
+        "vocab_size": 1024,
         "hidden_size": 16384,
         "intermediate_size": 65536,
         "num_hidden_layers": 100,
@@ -100,7 +100,7 @@ def test_weights_too_large_are_refused_before_anything_is_made(tmp_path: Path) -
         "torch_dtype": "bfloat16",
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    num_values = 100 * (4 * 16384**2 + 3 * 16384 * 65536 + 2 * 16384) + (2 * 1000 + 1) * 16384
+    num_values = 100 * (4 * 16384**2 + 3 * 16384 * 65536 + 2 * 16384) + (2 * 1024 + 1) * 16384
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(OptionError) as caught:
         LLM(str(tmp_path), load_format="dummy", skip_tokenizer_init=True, device="cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -33,6 +34,14 @@ def pack_rows(kind: str, rows: Tensor) -> Tensor:
 def int8_group_bytes(num_inputs: int) -> int:
     """What a group of rows takes in 8 bits: a number for each weight, a float16 for every 32."""
     return GROUP * (num_inputs + num_inputs // 16)
+
+
+@cache
+def group_bytes(kind: str, num_inputs: int) -> int:
+    """What a group of rows takes in blocks of this kind."""
+    block_elements, block_bytes = BLOCK_SIZES[kind]
+    row_bytes = num_inputs // block_elements * block_bytes
+    return pack_groups(kind, torch.zeros(GROUP, row_bytes, dtype=torch.uint8)).nbytes
 
 
 def pack_groups(kind: str, rows: Tensor) -> Tensor:

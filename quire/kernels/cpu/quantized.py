@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.kernels.cpu.library import NativeMatrix, native, num_threads
 from quire.kernels.cpu.norm_linear import norm_linear as native_norm_linear
 from quire.kernels.cpu.norm_linear import require_rows
-from quire.kernels.cpu.packing import GROUP, int8_group_bytes, pack_rows
+from quire.kernels.cpu.packing import GROUP, group_bytes, int8_group_bytes, pack_rows
 from quire.kernels.torch.quantized import KINDS, check_inputs, check_rows
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "PackedMatrix",
     "norm_linear",
     "pack_blocks",
+    "packed_bytes",
     "packed_linear",
     "packed_rows",
     "quantize_int8",
@@ -57,6 +58,12 @@ def pack_blocks(kind: str, rows: Tensor, num_inputs: int, input_planes: int = 1)
     """Packs rows [outputs, bytes] of blocks of this kind, as in a GGUF file."""
     check_rows(kind, rows, num_inputs)
     return PackedMatrix(kind, len(rows), num_inputs, pack_rows(kind, rows), input_planes)
+
+
+def packed_bytes(kind: str, num_outputs: int, num_inputs: int) -> int:
+    """What a matrix takes in blocks of this kind."""
+    check_inputs(kind, num_inputs)
+    return -(-num_outputs // GROUP) * group_bytes(kind, num_inputs)
 
 
 def quantize_int8(weight: Tensor) -> PackedMatrix:

@@ -42,6 +42,13 @@ def pack_blocks(kind: str, rows: Tensor, num_inputs: int, input_planes: int = 1)
     return PackedMatrix(kind, len(rows), num_inputs, rows.contiguous(), input_planes)
 
 
+def packed_bytes(kind: str, num_outputs: int, num_inputs: int) -> int:
+    """What a matrix takes in blocks of this kind."""
+    check_inputs(kind, num_inputs)
+    block_elements, block_bytes = BLOCK_SIZES[kind]
+    return num_outputs * (num_inputs // block_elements) * block_bytes
+
+
 def quantize_int8(weight: Tensor) -> PackedMatrix:
     """Weights [outputs, inputs] of any floating type in 8 bits."""
     return pack_blocks("Q8_0", int8_rows(weight), weight.shape[1])

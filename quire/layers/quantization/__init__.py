@@ -1,1 +1,1 @@
-"""How a linear layer stores and multiplies its weight: one scheme object per format."""
+"""How a linear layer stores and multiplies its weight: one method object per format."""

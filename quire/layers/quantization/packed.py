@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
@@ -19,8 +19,8 @@ from quire.kernels.cpu.memory import Arena, Empty
 from quire.kernels.cpu.norm_linear import norm_linear
 from quire.kernels.cpu.quantized import PackedMatrix
 from quire.kernels.torch.gguf_blocks import BlockRows
-from quire.layers.parallel import Axis, Placement, WeightedLayer
-from quire.layers.quantization.scheme import NormWeight
+from quire.layers.quantization.method import NormWeight
+from quire.layers.weights import Axis, Build, MatrixLayer, Shard, ShardId
 
 INT8_BLOCK = 32
 Weight = Tensor | BlockRows
@@ -42,7 +42,7 @@ class Matrix(Protocol):
     def multiply_normal(
         self, x: Tensor, residual: Tensor | None, norm: NormWeight, bias: Tensor | None, gated: bool
     ) -> tuple[Tensor, Tensor]:
-        """`multiply` of norm(x + residual), and x + residual; see `Scheme.apply_after_norm`."""
+        """`multiply` of norm(x + residual), and x + residual; see `apply_after_norm` of methods."""
         ...
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -150,10 +150,6 @@ class BlockMatrix:
         return rows
 
 
-Pack = Callable[[Sequence[Weight]], list[Matrix]]
-"""Makes matrices of the weights that a layer joins."""
-
-
 def block_kernels() -> ModuleType:
     """The native ones where there are any."""
     from quire.kernels.cpu import quantized as native
@@ -162,82 +158,142 @@ def block_kernels() -> ModuleType:
     return native if cpu.available()[0] else twins
 
 
-def pack_floats(weights: Sequence[Weight], empty: Empty = torch.empty) -> list[Matrix]:
-    tensors = [weight for weight in weights if isinstance(weight, Tensor)]
-    assert len(tensors) == len(weights), "blocks are for `pack_gguf`"
-    if not cpu.available()[0]:
-        return [PlainMatrix(torch.cat(tensors).float())]
-    packed = pack_weight(*tensors, empty=empty)
-    return [FloatMatrix(packed, sum(len(tensor) for tensor in tensors))]
+class Packer(Protocol):
+    """A way to keep weights."""
+
+    reads_blocks: bool
+    """Whether blocks of a GGUF file are taken as they are stored."""
+
+    def pack(self, weights: Sequence[Weight]) -> list[Matrix]:
+        """Makes matrices of the weights that a layer joins."""
+        ...
+
+    def nbytes(self, num_outputs: int, num_inputs: int, stored: str | None) -> int:
+        """What such a weight takes; `stored` is its kind of blocks in the file, if any."""
+        ...
 
 
-def pack_int8(weights: Sequence[Weight]) -> list[Matrix]:
+class PackFloats:
+    """In float32, in memory that `empty` gives."""
+
+    reads_blocks = False
+
+    def __init__(self, empty: Empty = torch.empty) -> None:
+        self._empty = empty
+
+    def pack(self, weights: Sequence[Weight]) -> list[Matrix]:
+        tensors = [weight for weight in weights if isinstance(weight, Tensor)]
+        assert len(tensors) == len(weights), "blocks are for `PackBlocks`"
+        if not cpu.available()[0]:
+            return [PlainMatrix(torch.cat(tensors).float())]
+        packed = pack_weight(*tensors, empty=self._empty)
+        return [FloatMatrix(packed, sum(len(tensor) for tensor in tensors))]
+
+    def nbytes(self, num_outputs: int, num_inputs: int, stored: str | None) -> int:
+        if cpu.available()[0]:
+            num_outputs = -(-num_outputs // GROUP) * GROUP
+        return num_outputs * num_inputs * torch.float32.itemsize
+
+
+class PackInt8:
     """8 bits with a scale for each block of inputs; float32 where blocks do not divide them."""
-    if weights[0].shape[1] % INT8_BLOCK:
-        return pack_floats(weights)
-    tensors = [weight for weight in weights if isinstance(weight, Tensor)]
-    kernels = block_kernels()
-    joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-    return [BlockMatrix(kernels, kernels.quantize_int8(joined))]
+
+    reads_blocks = False
+
+    def __init__(self) -> None:
+        self._floats = PackFloats()
+
+    def pack(self, weights: Sequence[Weight]) -> list[Matrix]:
+        if weights[0].shape[1] % INT8_BLOCK:
+            return self._floats.pack(weights)
+        tensors = [weight for weight in weights if isinstance(weight, Tensor)]
+        kernels = block_kernels()
+        joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        return [BlockMatrix(kernels, kernels.quantize_int8(joined))]
+
+    def nbytes(self, num_outputs: int, num_inputs: int, stored: str | None) -> int:
+        if num_inputs % INT8_BLOCK:
+            return self._floats.nbytes(num_outputs, num_inputs, stored)
+        count: int = block_kernels().packed_bytes("Q8_0", num_outputs, num_inputs)
+        return count
 
 
-def pack_gguf(weights: Sequence[Weight], input_planes: int = 1) -> list[Matrix]:
+class PackBlocks:
     """Blocks as they are stored; what is stored as numbers in float32."""
-    matrices: list[Matrix] = []
-    kernels = block_kernels()
-    for kind, group in groupby(weights, lambda weight: getattr(weight, "kind", None)):
-        parts = list(group)
-        if kind is None:
-            matrices += pack_floats(parts)
-            continue
-        rows = torch.cat([part.rows for part in parts if isinstance(part, BlockRows)])
-        blocks = kernels.pack_blocks(kind, rows, parts[0].shape[1], input_planes)
-        matrices.append(BlockMatrix(kernels, blocks))
-    return matrices
+
+    reads_blocks = True
+
+    def __init__(self, input_planes: int = 1) -> None:
+        self._floats, self._input_planes = PackFloats(), input_planes
+
+    def pack(self, weights: Sequence[Weight]) -> list[Matrix]:
+        matrices: list[Matrix] = []
+        kernels = block_kernels()
+        for kind, group in groupby(weights, lambda weight: getattr(weight, "kind", None)):
+            parts = list(group)
+            if kind is None:
+                matrices += self._floats.pack(parts)
+                continue
+            rows = torch.cat([part.rows for part in parts if isinstance(part, BlockRows)])
+            blocks = kernels.pack_blocks(kind, rows, parts[0].shape[1], self._input_planes)
+            matrices.append(BlockMatrix(kernels, blocks))
+        return matrices
+
+    def nbytes(self, num_outputs: int, num_inputs: int, stored: str | None) -> int:
+        if stored is None:
+            return self._floats.nbytes(num_outputs, num_inputs, stored)
+        count: int = block_kernels().packed_bytes(stored, num_outputs, num_inputs)
+        return count
 
 
 class Packed:
     """A layer's weight becomes one matrix, or several where its parts differ in format. An `arena`
-    is where `pack` gets its memory from."""
+    is where the packer gets its memory from."""
 
-    def __init__(self, pack: Pack, arena: Arena | None = None) -> None:
-        self._pack = pack
+    def __init__(self, packer: Packer, arena: Arena | None = None) -> None:
+        self._packer = packer
         self._arena = arena
 
-    def create_weights(
-        self, layer: WeightedLayer, outputs: Axis, inputs: Axis, place: Placement
-    ) -> None:
-        assert place.parallel.size == 1, "packed weights are not divided among ranks yet"
+    @property
+    def reads_blocks(self) -> bool:
+        return self._packer.reads_blocks
+
+    def extra_bytes(self, num_outputs: int, num_inputs: int, stored: str | None) -> int:
+        return self._packer.nbytes(num_outputs, num_inputs, stored)
+
+    def create_weights(self, layer: MatrixLayer, outputs: Axis, inputs: Axis, build: Build) -> None:
+        assert build.parallel.size == 1, "packed weights are not divided among ranks yet"
         layer.axes["weight"] = (outputs, inputs)
-        waiting: dict[str, Weight | None] = dict.fromkeys(part.name for part in outputs)
+        waiting: dict[ShardId | None, Weight | None] = {part.name: None for part in outputs}
         layer.loaders["weight"] = partial(self._load, layer, waiting)
         layer.matrices = []
 
     def _load(
         self,
-        layer: WeightedLayer,
-        waiting: dict[str, Weight | None],
-        shard: str | None,
+        layer: MatrixLayer,
+        waiting: dict[ShardId | None, Weight | None],
+        shard: Shard,
         weight: Weight,
     ) -> None:
         """Keep a weight until all parts of the layer are there, then pack them."""
-        if shard is None:
+        if not shard:
             arrived = [weight]
         else:
-            waiting[shard] = weight
+            (name,) = shard
+            waiting[name] = weight
             arrived = [weight for weight in waiting.values() if weight is not None]
             if len(arrived) < len(waiting):
                 return
-        layer.matrices = self._pack(arrived)
+        layer.matrices = self._packer.pack(arrived)
         waiting.clear()
 
-    def finish_loading(self, layer: WeightedLayer) -> None:
+    def finish_loading(self, layer: MatrixLayer) -> None:
         """The weight was packed when its last part arrived."""
         if self._arena is not None:
             self._arena.settle()
 
     def apply(
-        self, layer: WeightedLayer, x: Tensor, bias: Tensor | None, out: Tensor | None = None
+        self, layer: MatrixLayer, x: Tensor, bias: Tensor | None, out: Tensor | None = None
     ) -> Tensor:
         if len(layer.matrices) == 1:
             return layer.matrices[0].multiply(x, bias, out)
@@ -253,7 +309,7 @@ class Packed:
 
     def apply_after_norm(
         self,
-        layer: WeightedLayer,
+        layer: MatrixLayer,
         x: Tensor,
         residual: Tensor | None,
         norm: NormWeight,
@@ -266,6 +322,6 @@ class Packed:
         out = self.apply(layer, normal, bias)
         return dispatch.silu_and_mul(out) if gated else out, total
 
-    def rows(self, layer: WeightedLayer, ids: Tensor) -> Tensor:
+    def rows(self, layer: MatrixLayer, ids: Tensor) -> Tensor:
         (matrix,) = layer.matrices
         return matrix.rows(ids)

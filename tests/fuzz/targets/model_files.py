@@ -101,7 +101,7 @@ class GGUF(FileTarget):
             load_tokenizer(source).encode(SAMPLE)
         for keeps_blocks in (False, True):
             with contextlib.suppress(ModelError):
-                for _ in iter_weights(source, keeps_blocks=keeps_blocks):
+                for _ in iter_weights(source, keeps_blocks=lambda name, keeps=keeps_blocks: keeps):
                     pass
 
 

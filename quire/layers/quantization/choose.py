@@ -1,0 +1,43 @@
+"""Which quantisation method each layer gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from quire.kernels import cpu
+from quire.kernels.cpu.memory import Arena
+from quire.layers.parallel import Parallel
+from quire.layers.quantization.method import QuantizationMethod, Unquantized
+from quire.layers.quantization.packed import PackBlocks, Packed, Packer, PackFloats, PackInt8
+
+MethodFor = Callable[[str], QuantizationMethod]
+"""The method of the layer with a path such as "model.layers.3.mlp.down_proj"."""
+
+PACKERS: dict[str, Callable[[], Packer]] = {
+    "gguf": PackBlocks,
+    "gguf-a16": lambda: PackBlocks(input_planes=2),
+    "int8": PackInt8,
+}
+
+
+def choose_methods(
+    quantization: str | None, dtype: torch.dtype, device: torch.device | str, parallel: Parallel
+) -> MethodFor:
+    """The form of weights that is asked for, or the quickest that keeps every number."""
+    method = _choose_method(quantization, dtype, torch.device(device), parallel)
+    return lambda path: method
+
+
+def _choose_method(
+    quantization: str | None, dtype: torch.dtype, device: torch.device, parallel: Parallel
+) -> QuantizationMethod:
+    if quantization is not None:
+        return Packed(PACKERS[quantization]())
+    if device.type != "cpu" or dtype != torch.float32 or parallel.size > 1:
+        return Unquantized()
+    if not cpu.available()[0]:
+        return Unquantized()
+    arena = Arena()
+    return Packed(PackFloats(arena.empty), arena)

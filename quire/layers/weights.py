@@ -1,0 +1,212 @@
+"""Weights of layers: how they are made, which part a rank keeps, how they are filled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from quire.layers.parallel import Parallel
+from quire.protocol.errors import ModelError
+
+if TYPE_CHECKING:
+    from quire.layers.quantization.method import QuantizationMethod
+    from quire.layers.quantization.packed import Matrix, Weight
+
+ShardId = int | str
+Shard = tuple[ShardId, ...]
+"""Names a checkpoint tensor among those that one of our parameters joins: ("q",), (3, "gate").
+The empty one names all of them at once."""
+
+
+@dataclass(frozen=True)
+class Build:
+    """How and where the layers under a path are made."""
+
+    dtype: torch.dtype
+    device: torch.device
+    parallel: Parallel
+    method_for: Callable[[str], QuantizationMethod]
+    """The quantisation method of the layer with this path."""
+    path: str = ""
+    """As modules are named from the model on: "model.layers.3.self_attn.qkv_proj"."""
+
+    def __truediv__(self, name: str) -> Build:
+        """The same for what lies below, as with a path of files."""
+        return replace(self, path=f"{self.path}.{name}" if self.path else name)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of one dimension of a weight, of which this rank keeps [start, start + size).
+
+    It may reach beyond the checkpoint's `full` entries; the excess is padding and stays zero.
+    """
+
+    full: int
+    start: int
+    size: int
+    name: ShardId | None = None
+    """Where a dimension joins several checkpoint tensors (q, k and v; gate and up). A number names
+    an entry of a dimension along which they are stacked, and which they themselves lack."""
+
+    @property
+    def kept(self) -> int:
+        return max(0, min(self.size, self.full - self.start))
+
+
+Axis = tuple[Part, ...]
+
+
+def whole(size: int) -> Axis:
+    """A dimension that every rank keeps entirely."""
+    return (Part(size, 0, size),)
+
+
+def divided(size: int, parallel: Parallel, what: str, name: str | None = None) -> Axis:
+    """A dimension of which each rank keeps an equal share."""
+    share = parallel.share(size, what)
+    return (Part(size, parallel.rank * share, share, name),)
+
+
+def stacked(count: int, kept: range | None = None) -> Axis:
+    """A dimension with one entry for each of `count` checkpoint tensors, such as experts; a rank
+    may keep some of them only."""
+    return tuple(Part(1, 0, int(kept is None or i in kept), i) for i in range(count))
+
+
+def counted_in(axis: Axis, unit: int, what: str) -> Axis:
+    """The same dimension of a parameter that has one entry for every `unit` of it: words into which
+    several weights are packed, scales of groups."""
+    for part in axis:
+        if part.full % unit or part.start % unit or part.size % unit:
+            raise ModelError(
+                f"{what} hold {unit} entries each, which do not divide {part.size} of {part.full} "
+                f"entries from {part.start} on; choose another tensor_parallel_size."
+            )
+    return tuple(
+        replace(part, full=part.full // unit, start=part.start // unit, size=part.size // unit)
+        for part in axis
+    )
+
+
+@dataclass(frozen=True)
+class _Selected:
+    """A part that a checkpoint tensor holds, with its offsets there and in the parameter."""
+
+    part: Part
+    there: int
+    here: int
+
+    @property
+    def source(self) -> slice:
+        first = self.there + self.part.start
+        return slice(first, first + self.part.kept)
+
+    @property
+    def target(self) -> slice:
+        return slice(self.here, self.here + self.part.kept)
+
+
+def _selected(axis: Axis, shard: Shard) -> Iterator[_Selected]:
+    """All parts where the shard names none of them."""
+    named = any(part.name in shard for part in axis)
+    there = here = 0
+    for part in axis:
+        if not named or part.name in shard:
+            yield _Selected(part, there, here)
+            there += part.full
+        here += part.size
+
+
+def _is_indexed(axis: Axis, shard: Shard) -> bool:
+    """Whether the shard is one entry of a stacked dimension."""
+    return any(isinstance(part.name, int) and part.name in shard for part in axis)
+
+
+class WeightedLayer(nn.Module):
+    """A layer whose parameters know what to take from a checkpoint tensor and where to put it."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__()
+        self.path = build.path
+        self.axes: dict[str, tuple[Axis, ...]] = {}
+
+    def add_weight(
+        self, name: str, axes: tuple[Axis, ...], build: Build, dtype: torch.dtype | None = None
+    ) -> None:
+        """Makes an uninitialised parameter with one axis per dimension, of the model's dtype unless
+        another is given."""
+        shape = [sum(part.size for part in axis) for axis in axes]
+        padded = any(part.kept < part.size for axis in axes for part in axis)
+        make = torch.zeros if padded else torch.empty
+        tensor = make(shape, dtype=build.dtype if dtype is None else dtype, device=build.device)
+        self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        self.axes[name] = axes
+
+    def weight_dtype(self, name: str) -> torch.dtype | None:
+        """Of parameter `name`; None where the weight is not kept as one."""
+        return self.get_parameter(name).dtype
+
+    def checkpoint_shape(self, name: str, shard: Shard = ()) -> tuple[int, ...]:
+        """Shape of the whole checkpoint tensor that belongs in parameter `name`."""
+        axes = self.axes[name]
+        known = {part.name for axis in axes for part in axis}
+        assert known.issuperset(shard), f"{self.path}.{name} has no shard {shard}"
+        return tuple(
+            sum(selected.part.full for selected in _selected(axis, shard))
+            for axis in axes
+            if not _is_indexed(axis, shard)
+        )
+
+    def load(self, name: str, shard: Shard, tensor: Weight) -> None:
+        """Copies this rank's share of a checkpoint tensor into place, casting as it goes."""
+        assert isinstance(tensor, torch.Tensor), "only packed weights are loaded from blocks"
+        shape = self.checkpoint_shape(name, shard)
+        if tensor.numel() == 1 == prod(shape):
+            tensor = tensor.reshape(shape)  # scales are stored with and without a dimension
+        parameter, axes = self.get_parameter(name), self.axes[name]
+        indexed = [_is_indexed(axis, shard) for axis in axes]
+        for selection in product(*(_selected(axis, shard) for axis in axes)):
+            by_axis = zip(selection, indexed, strict=True)
+            source = tuple(one.source for one, is_absent in by_axis if not is_absent)
+            parameter[tuple(one.target for one in selection)].copy_(tensor[source])
+
+    def fill_dummy(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+        """Writes plausible values of parameter `name` into `tensor`, shaped as in a checkpoint."""
+        if tensor.is_floating_point():
+            tensor.normal_(0.0, 0.02, generator=generator)
+        else:
+            tensor.random_(generator=generator)
+
+    def finish_loading(self) -> None:
+        """Called once, when all tensors are in place."""
+
+
+class MatrixLayer(WeightedLayer):
+    """A layer with a matrix [outputs, inputs] in the form of its quantisation method."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self.method = build.method_for(build.path)
+        self.loaders: dict[str, Callable[[Shard, Weight], None]] = {}
+        """What takes in the tensors of weights that are not kept as parameters."""
+        self.matrices: list[Matrix] = []
+        """What became of them."""
+
+    def weight_dtype(self, name: str) -> torch.dtype | None:
+        return None if name in self.loaders else super().weight_dtype(name)
+
+    def load(self, name: str, shard: Shard, tensor: Weight) -> None:
+        if name in self.loaders:
+            self.loaders[name](shard, tensor)
+        else:
+            super().load(name, shard, tensor)
+
+    def finish_loading(self) -> None:
+        self.method.finish_loading(self)
