@@ -119,6 +119,22 @@ class StepPlan:
         counts = self.num_samples[self.samples]
         return (np.cumsum(counts) - counts).astype(np.int32)
 
+    @property
+    def line_offsets(self) -> Int32Array:
+        """Of each line, how many lines of its row are before it, which is as many drafts."""
+        counts = self.num_samples[self.samples]
+        return (np.arange(counts.sum()) - np.repeat(self.first_lines, counts)).astype(np.int32)
+
+    @property
+    def line_tokens(self) -> Int32Array:
+        """Of each line, which of the step's new tokens it follows: a row's lines belong to its
+        last ones."""
+        ends = np.cumsum(self.num_new_tokens)
+        if not self.has_drafts:
+            return (ends[self.samples] - 1).astype(np.int32)
+        first = np.repeat(ends - self.num_samples, self.num_samples)
+        return (first + self.line_offsets).astype(np.int32)
+
 
 @dataclass(eq=False)
 class TokenMasks:

@@ -59,6 +59,7 @@ def gather_batch(
             query_lens=plan.num_new_tokens,
             send=table.staging.send,
             prefixes=_send_tiles(table, prefixes) if prefixes is not None else None,
+            decode_queries=int(plan.num_samples.max(initial=1)),
         ),
     )
 

@@ -1,6 +1,8 @@
-"""`DecodeGraphs`: the forward pass of decode steps as CUDA graphs, one per batch size."""
+"""`DecodeGraphs`: steps of one token for each row as CUDA graphs, one per batch size."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +17,15 @@ from quire.protocol.plan import Int32Array, empty_ints
 from quire.worker.graph_inputs import GraphInputs
 from quire.worker.request_table import RequestTable
 
-DecodeKey = tuple[int, bool]
-"""Batch size, and whether a shared prefix is read once."""
+
+class DecodeKey(NamedTuple):
+    """The shape of a graph."""
+
+    num_tokens: int
+    """One for each row."""
+    shares_prefixes: bool
+    """Whether a shared prefix is read once."""
+
 
 PREFIX_SIZES = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 """Batch sizes of graphs that read a shared prefix once."""
@@ -60,7 +69,8 @@ class DecodeGraphs:
 
     @property
     def keys(self) -> list[DecodeKey]:
-        return [(s, False) for s in self.sizes] + [(s, True) for s in self.prefix_sizes]
+        keys = [DecodeKey(size, False) for size in self.sizes]
+        return keys + [DecodeKey(size, True) for size in self.prefix_sizes]
 
     def prepare(self, key: DecodeKey) -> None:
         """Inputs for the capture: nothing but padding."""
@@ -92,7 +102,7 @@ class DecodeGraphs:
         """The graph that a batch fits into, if any."""
         sizes = self.prefix_sizes if shares_prefixes else self.sizes
         size = next((size for size in sizes if size >= num_rows), None)
-        return None if size is None else (size, shares_prefixes)
+        return None if size is None else DecodeKey(size, shares_prefixes)
 
     def run(self, key: DecodeKey, rows: Int32Array, prefixes: HostPrefixTiles | None) -> Tensor:
         """Logits of the next token for each row."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -12,15 +10,10 @@ from quire.layers.attention.shared_prefix import HostPrefixTiles
 from quire.models.registry import CausalLM
 from quire.protocol.plan import StepPlan
 from quire.worker.decode_graphs import DecodeGraphs, DecodeKey
-from quire.worker.mixed_graphs import MixedGraphs
+from quire.worker.mixed_graphs import MixedGraphs, MixedKey, mixed_keys
 from quire.worker.request_table import RequestTable, StagedRows
 
-
-class GraphKey(NamedTuple):
-    num_tokens: int
-    """What it is captured for."""
-    decode: DecodeKey | None
-    """None: a step with prompts."""
+GraphKey = DecodeKey | MixedKey
 
 
 class StepGraphs:
@@ -37,28 +30,35 @@ class StepGraphs:
         max_rows: int,
         max_tokens: int,
         shares_prefixes: bool = False,
+        max_queries: int = 1,
     ) -> None:
+        """`max_queries` is 1 and the most drafts of a row."""
+        mixed = mixed_keys(max_rows, max_tokens, min(max_queries, attention.max_decode_queries))
         # One for all graphs: each would keep logits of its own alive, gigabytes in all.
-        logits = model.new_logits(max_rows)
+        logits = model.new_logits(max([max_rows, *(key.num_lines for key in mixed)]))
         self._decode = DecodeGraphs(model, attention, table, max_rows, shares_prefixes, logits)
-        self._mixed = MixedGraphs(model, attention, table, max_rows, max_tokens, logits)
+        self._mixed = MixedGraphs(model, attention, table, mixed, logits)
         self._pool = torch.cuda.graph_pool_handle()
 
     @property
     def keys(self) -> list[GraphKey]:
         """All graphs, the largest first so that the others fit into its memory."""
-        keys = [GraphKey(size, (size, shares)) for size, shares in self._decode.keys]
-        keys += [GraphKey(size, None) for size in self._mixed.sizes]
+        keys: list[GraphKey] = [*self._decode.keys, *self._mixed.keys]
         return sorted(keys, key=lambda key: key.num_tokens, reverse=True)
 
     @property
     def max_mixed_tokens(self) -> int:
         """Most tokens of a step with prompts that is one replay."""
-        return max(self._mixed.sizes, default=1) - 1
+        return max((key.max_tokens for key in self._mixed.keys if key.queries == 1), default=0)
 
     def compile(self) -> None:
         """Go through one graph of each kind, so that its kernels are compiled."""
-        kinds = {(key.decode is None, key.decode and key.decode[1]): key for key in self.keys}
+        kinds: dict[tuple[int, ...], GraphKey] = {}
+        for key in self.keys:
+            if isinstance(key, DecodeKey):
+                kinds[key.shares_prefixes,] = key
+            else:
+                kinds[key.queries, key.num_prompts] = key
         for key in kinds.values():
             self._prepare(key)
             self._forward(key)
@@ -71,33 +71,33 @@ class StepGraphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
                 self._forward(key)
-            if key.decode is not None:
-                self._decode.add(key.decode, graph)
+            if isinstance(key, DecodeKey):
+                self._decode.add(key, graph)
             else:
-                self._mixed.add(key.num_tokens, graph)
+                self._mixed.add(key, graph)
         torch.cuda.synchronize()
 
     def _prepare(self, key: GraphKey) -> None:
-        if key.decode is not None:
-            self._decode.prepare(key.decode)
+        if isinstance(key, DecodeKey):
+            self._decode.prepare(key)
         else:
-            self._mixed.prepare(key.num_tokens)
+            self._mixed.prepare(key)
 
     def _forward(self, key: GraphKey) -> None:
-        if key.decode is not None:
-            self._decode.forward(key.decode)
+        if isinstance(key, DecodeKey):
+            self._decode.forward(key)
         else:
-            self._mixed.forward(key.num_tokens)
+            self._mixed.forward(key)
 
     def run(
         self, plan: StepPlan, staged: StagedRows, prefixes: HostPrefixTiles | None
     ) -> Tensor | None:
-        """Logits of the rows that sample, or None where no graph fits."""
+        """The step's lines of logits, or None where no graph fits."""
         if plan.num_tokens == len(plan.rows):
             key = self._decode.find(len(plan.rows), prefixes is not None)
             if key is None:
                 return None
             logits = self._decode.run(key, plan.rows, prefixes)
             return logits if plan.samples.all() else logits[staged.samples]
-        size = self._mixed.find(plan) if prefixes is None else None
-        return None if size is None else self._mixed.run(size, plan)
+        fits = self._mixed.find(plan) if prefixes is None else None
+        return None if fits is None else self._mixed.run(fits, plan)

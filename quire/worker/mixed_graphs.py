@@ -1,7 +1,7 @@
-"""`MixedGraphs`: steps with a few prompts among the rows as CUDA graphs, one per number of tokens.
+"""`MixedGraphs`: steps in which rows have several tokens as CUDA graphs, of several shapes each.
 
 Launching the kernels of such a step one by one takes the host longer than a GPU needs for some
-hundred tokens, and the requests that decode next to the prompts would wait for it.
+hundred tokens, and the requests that decode next to prompts would wait for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,48 @@ TOKENS = (64, 128, 192, 256, 384, 512, 640, 768, 1024)
 """Numbers of tokens to capture. From there on the GPU takes longer than the launches."""
 MAX_ROWS = 256
 MAX_PROMPTS = 16
-"""Rows with several new tokens."""
+"""Rows with more new tokens than decode attention takes."""
+DRAFTED_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Numbers of rows to capture for steps in which each has a few tokens, and none has more."""
+
+
+class MixedKey(NamedTuple):
+    """The shape of a graph."""
+
+    num_tokens: int
+    num_rows: int
+    queries: int
+    """Rows with up to so many tokens are for decode attention."""
+    num_prompts: int
+    """Most rows with more."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of a step. Where decode attention takes single ones, the last is nobody's,
+        and padding names it."""
+        return self.num_tokens - 1 if self.queries == 1 else self.num_tokens
+
+    @property
+    def num_lines(self) -> int:
+        """Most lines of logits."""
+        return min(self.num_tokens, self.num_rows * self.queries)
+
+
+def mixed_keys(max_rows: int, max_tokens: int, max_queries: int) -> list[MixedKey]:
+    """What to capture. Where rows have up to `max_queries` tokens when drafts are verified, steps
+    with prompts are there twice, so that the others cost the same with and without speculation."""
+    most = 1 << (max_queries - 1).bit_length()
+    max_rows = min(max_rows, MAX_ROWS)
+    keys = [
+        MixedKey(size, min(max_rows, size // 2), queries, MAX_PROMPTS)
+        for queries in sorted({1, most})
+        for size in TOKENS
+    ]
+    rows = sorted({*(count for count in DRAFTED_ROWS if count < max_rows), max_rows})
+    for each in sorted({*(n for n in (2, 4, 8) if n < max_queries), max_queries} - {1}):
+        queries = 1 << (each - 1).bit_length()
+        keys += [MixedKey(count * each, count, queries, 0) for count in rows]
+    return [key for key in keys if key.num_tokens // 2 < max_tokens]
 
 
 class _Host(NamedTuple):
@@ -36,57 +77,58 @@ class _Host(NamedTuple):
     """Of N + 1 requests; -1 pads."""
     starts: Int32Array
     """First tokens of N + 2 requests."""
-    samples: Int32Array
-    """Tokens whose logits are wanted, of N."""
+    lines: Int32Array
+    """Tokens whose logits are wanted."""
     tile_requests: Int32Array
     tile_indices: Int32Array
 
 
 class MixedGraphs:
-    """Graphs of up to so many tokens less one: the last is nobody's, and padding names it."""
+    """A graph gathers the batch from the rows itself; logits are valid until the next replay."""
 
     def __init__(
         self,
         model: CausalLM,
         attention: AttentionBackend,
         table: RequestTable,
-        max_rows: int,
-        max_tokens: int,
+        keys: list[MixedKey],
         logits: Tensor,
     ) -> None:
-        self.model, self.attention, self.table = model, attention, table
-        self._max_rows, self._logits = min(max_rows, MAX_ROWS), logits
-        self.sizes = [size for size in TOKENS if size // 2 < max_tokens]
-        device, most = table.device, max(self.sizes, default=0)
-        lengths = sum(aligned(n) for n in self._lengths(most)) if most else 0
-        self._inputs = torch.zeros(lengths, dtype=torch.int32, device=device)
+        self.model, self.attention, self.table, self.keys = model, attention, table, keys
+        self._logits = logits
+        device, most = table.device, max((key.num_tokens for key in keys), default=0)
+        lengths = [sum(map(aligned, self._lengths(key))) for key in keys]
+        self._inputs = torch.zeros(max(lengths, default=0), dtype=torch.int32, device=device)
         self._rows = RowTensors(table.token_ids, table.num_computed, table.block_tables[0])
         self._tokens = TokenTensors.zeros(most, device)
+        max_rows = max((key.num_rows for key in keys), default=0)
         self._lens, self._single_tokens, self._single_lens = torch.zeros(
-            3, aligned(self._max_rows + 1), dtype=torch.int32, device=device
+            3, aligned(max_rows + 1), dtype=torch.int32, device=device
         )
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        # The smallest first; steps that verify drafts leave graphs for single tokens to others.
+        by_size = sorted(keys, key=lambda key: (key.num_tokens, key.num_prompts, key.queries))
+        self._plain_order = sorted(by_size, key=lambda key: key.queries > 1)
+        self._draft_order = sorted(by_size, key=lambda key: key.queries == 1)
+        self._graphs: dict[MixedKey, torch.cuda.CUDAGraph] = {}
 
-    def _num_rows(self, size: int) -> int:
-        return min(self._max_rows, size // 2)
-
-    def _lengths(self, size: int) -> tuple[int, ...]:
+    def _lengths(self, key: MixedKey) -> tuple[int, ...]:
         """Of the parts of `_Host`."""
-        rows = self._num_rows(size)
-        tiles = -(-size // self.attention.tile_queries) + MAX_PROMPTS
-        return rows + 1, rows + 2, rows, tiles, tiles
+        rows, tiles = key.num_rows, 0
+        if key.num_prompts:
+            tiles = -(-key.num_tokens // self.attention.tile_queries) + key.num_prompts
+        return rows + 1, rows + 2, key.num_lines, tiles, tiles
 
-    def prepare(self, size: int) -> None:
+    def prepare(self, key: MixedKey) -> None:
         """Inputs for the capture: nothing but padding."""
-        self._send(size, empty_ints(), empty_ints(), empty_ints())
+        self._send(key, empty_ints(), empty_ints(), empty_ints())
 
-    def forward(self, size: int) -> None:
-        tokens, num_rows = self._tokens.first(size), self._num_rows(size)
+    def forward(self, key: MixedKey) -> None:
+        tokens, num_rows = self._tokens.first(key.num_tokens), key.num_rows
         parts, start = [], 0
-        for length in self._lengths(size):
+        for length in self._lengths(key):
             parts.append(self._inputs[start : start + length])
             start += aligned(length)
-        rows, starts, samples, tile_requests, tile_indices = parts
+        rows, starts, lines, *tiles = parts
         gather_mixed(
             rows[:num_rows],
             starts,
@@ -94,49 +136,61 @@ class MixedGraphs:
             self.table.block_size,
             tokens,
             self._lens,
-            self._single_tokens,
-            self._single_lens,
+            (self._single_tokens, self._single_lens) if key.queries == 1 else None,
         )
-        attention = self.attention.plan(
-            AttentionInputs(
-                query_start=starts,
-                context_lens=self._lens[: num_rows + 1],
-                block_tables=self._rows.block_tables.index_select(0, rows.clamp(min=0)),
-                slots=tokens.slots,
-                query_lens=empty_ints(),
-                send=self.table.staging.send,
-                divided=DividedRows(
-                    self._single_tokens[:num_rows],
-                    self._single_lens[:num_rows],
-                    tile_requests,
-                    tile_indices,
-                ),
-            )
-        )
+        inputs = self._attention_inputs(key, tokens.slots, rows, starts, tiles)
+        attention = self.attention.plan(inputs)
         hidden = self.model(StepContext(tokens.positions, (attention,), tokens.ids))
-        self.model.logits(hidden.index_select(0, samples), out=self._logits[:num_rows])
+        self.model.logits(hidden.index_select(0, lines), out=self._logits[: len(lines)])
 
-    def add(self, size: int, graph: torch.cuda.CUDAGraph) -> None:
-        self._graphs[size] = graph
+    def _attention_inputs(
+        self, key: MixedKey, slots: Tensor, rows: Tensor, starts: Tensor, tiles: list[Tensor]
+    ) -> AttentionInputs:
+        count, divided = key.num_rows, None
+        if key.queries == 1:
+            single = (self._single_tokens[:count], self._single_lens[:count])
+            divided = DividedRows(*single, *tiles)
+        elif key.num_prompts:
+            divided = DividedRows(starts[: count + 1], self._lens[:count], *tiles)
+        num_requests = count + (divided is not None)  # with the one for unused tiles
+        rows = rows[:num_requests]
+        return AttentionInputs(
+            query_start=starts[: num_requests + 1],
+            context_lens=self._lens[:num_requests],
+            block_tables=self._rows.block_tables.index_select(0, rows.clamp(min=0)),
+            slots=slots,
+            query_lens=np.full(count, key.queries, np.int32),
+            send=self.table.staging.send,
+            divided=divided,
+            decode_queries=key.queries,
+        )
 
-    def find(self, plan: StepPlan) -> int | None:
+    def add(self, key: MixedKey, graph: torch.cuda.CUDAGraph) -> None:
+        self._graphs[key] = graph
+
+    def find(self, plan: StepPlan) -> MixedKey | None:
         """The graph that a step fits into, if any."""
-        if int((plan.num_new_tokens > 1).sum()) > MAX_PROMPTS:
-            return None
-        for size in self.sizes:
-            if plan.num_tokens < size and len(plan.rows) <= self._num_rows(size):
-                return size
+        num_rows, num_tokens = len(plan.rows), plan.num_tokens
+        num_lines = int(plan.num_samples.sum())
+        prompts: dict[int, int] = {}
+        for key in self._draft_order if plan.has_drafts else self._plain_order:
+            if num_tokens > key.max_tokens or num_rows > key.num_rows or num_lines > key.num_lines:
+                continue
+            if key.queries not in prompts:
+                prompts[key.queries] = int((plan.num_new_tokens > key.queries).sum())
+            if prompts[key.queries] <= key.num_prompts:
+                return key
         return None
 
-    def run(self, size: int, plan: StepPlan) -> Tensor:
-        """Logits of the rows that sample."""
-        sampled = np.cumsum(plan.num_new_tokens)[plan.samples] - 1
-        self._send(size, plan.rows, plan.num_new_tokens, sampled)
-        self._graphs[size].replay()
-        return self._logits[: len(sampled)]
+    def run(self, key: MixedKey, plan: StepPlan) -> Tensor:
+        """The step's lines of logits."""
+        lines = plan.line_tokens
+        self._send(key, plan.rows, plan.num_new_tokens, lines)
+        self._graphs[key].replay()
+        return self._logits[: len(lines)]
 
-    def _send(self, size: int, rows: Int32Array, counts: Int32Array, sampled: Int32Array) -> None:
-        lengths = self._lengths(size)
+    def _send(self, key: MixedKey, rows: Int32Array, counts: Int32Array, lines: Int32Array) -> None:
+        lengths = self._lengths(key)
         packed = torch.empty(
             sum(aligned(n) for n in lengths), dtype=torch.int32, pin_memory=self._inputs.is_cuda
         )
@@ -149,9 +203,10 @@ class MixedGraphs:
         host.starts[0] = 0
         host.starts[1 : len(rows) + 1] = np.cumsum(counts)
         host.starts[len(rows) + 1 :] = counts.sum()
-        host.samples[: len(sampled)], host.samples[len(sampled) :] = sampled, size - 1
-        requests, indices = query_tiles(counts, self.attention.tile_queries)
-        host.tile_requests[: len(requests)] = requests
-        host.tile_requests[len(requests) :] = self._num_rows(size)
-        host.tile_indices[: len(indices)], host.tile_indices[len(indices) :] = indices, 0
+        host.lines[: len(lines)], host.lines[len(lines) :] = lines, key.num_tokens - 1
+        if key.num_prompts:
+            requests, indices = query_tiles(counts, self.attention.tile_queries, key.queries)
+            host.tile_requests[: len(requests)] = requests
+            host.tile_requests[len(requests) :] = key.num_rows
+            host.tile_indices[: len(indices)], host.tile_indices[len(indices) :] = indices, 0
         self._inputs[: len(packed)].copy_(packed, non_blocking=True)

@@ -86,8 +86,8 @@ class ModelRunner:
         self._executed = _Executed(plan, staged, logits, hidden)
 
     def _shared_prefixes(self, plan: StepPlan) -> HostPrefixTiles | None:
-        """What the rows with one new token share."""
-        if not len(plan.prefix_groups):
+        """What the rows with one new token share, where no others decode."""
+        if not len(plan.prefix_groups) or plan.has_drafts:
             return None
         tiles = prefix_tiles(
             plan.prefix_groups[plan.num_new_tokens == 1],

@@ -1,9 +1,9 @@
-"""Paged attention of one query per request, split over the context.
+"""Paged attention of one query per request, or of a few, split over the context.
 
-The query heads that share a KV head are packed into the rows of one matrix product, so each key and
-value is read once. A request's context is cut into at most `num_splits` pieces; how long a piece
-is follows from the request's own length on the device, so a captured graph serves any lengths. A
-second kernel merges the pieces by their log-sum-exp.
+The query heads that share a KV head, of all queries of a request, are packed into the rows of one
+matrix product, so each key and value is read once. A request's context is cut into at most
+`num_splits` pieces; how long a piece is follows from the request's own length on the device, so a
+captured graph serves any lengths. A second kernel merges the pieces by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -38,13 +38,18 @@ def attend_to_range(
     stride_block,
     begin,
     end,
+    lowest,
+    limit,
     scale_log2,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    HAS_LOWEST: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
 ):
-    """The running softmax of rows that all see the positions from `begin` to `end`."""
+    """The running softmax of rows over the positions from `begin` to `end`, of which each row sees
+    those below its `limit`, and from its `lowest` on, where there are such."""
     dims = tl.arange(0, PADDED_DIM)
     in_head = dims < HEAD_DIM
     for start in range(begin, end, TILE):
@@ -55,10 +60,19 @@ def attend_to_range(
         kv_mask = valid[:, None] & in_head[None, :]
         k = tl.load(keys_ptr + slot[:, None] + dims[None, :], kv_mask, 0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=EXACT) * scale_log2
-        scores = tl.where(valid[None, :], scores, float("-inf"))
+        seen = valid[None, :]
+        if HAS_LIMIT:
+            seen = seen & (position[None, :] < limit[:, None])
+        if HAS_LOWEST:
+            seen = seen & (position[None, :] >= lowest[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
+        base = new_top
+        if HAS_LIMIT:
+            # A row that has seen nothing yet keeps a top of -inf, and must not become NaN.
+            base = tl.where(new_top > float("-inf"), new_top, 0.0)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(weights, 1)
         v = tl.load(values_ptr + slot[:, None] + dims[None, :], kv_mask, 0.0)
         acc = acc * shrink[:, None]
@@ -93,6 +107,7 @@ def _decode_kernel(
     prefix_splits,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
@@ -109,7 +124,13 @@ def _decode_kernel(
     context = tl.load(lens_ptr + request)
     token = tl.load(tokens_ptr + request).to(tl.int64)
     first = 0
-    if HAS_WINDOW:
+    if QUERIES > 1:
+        count = tl.load(tokens_ptr + request + 1) - token.to(tl.int32)
+        count = tl.where(count <= QUERIES, count, 0)  # those of more are left alone
+        context = tl.where(count > 0, context, 0)
+        if HAS_WINDOW:
+            first = tl.maximum(context - count + 1 - window, 0)
+    elif HAS_WINDOW:
         first = tl.maximum(context - window, 0)
     if HAS_PREFIX:
         first = tl.load(starts_ptr + request)
@@ -120,14 +141,27 @@ def _decode_kernel(
 
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, PADDED_DIM)
-    head = kv_head * GROUP + rows
-    in_group = rows < GROUP
+    lowest = None
+    limit = None
+    if QUERIES > 1:
+        query = rows // GROUP
+        head = kv_head * GROUP + rows % GROUP
+        in_group = query < count
+        line = (token + query)[:, None]
+        owner = request * QUERIES + query
+        limit = context - count + 1 + query
+        lowest = limit - window
+    else:
+        head = kv_head * GROUP + rows
+        in_group = rows < GROUP
+        line = token
+        owner = request
     in_head = dims < HEAD_DIM
     q_mask = in_group[:, None] & in_head[None, :]
     table = tables_ptr + request * stride_table
     kv_offset = kv_head * stride_head
     wait_for_inputs(OVERLAPS)
-    q = tl.load(q_ptr + token * stride_q + head[:, None] * HEAD_DIM + dims[None, :], q_mask, 0.0)
+    q = tl.load(q_ptr + line * stride_q + head[:, None] * HEAD_DIM + dims[None, :], q_mask, 0.0)
 
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -149,15 +183,16 @@ def _decode_kernel(
             top = new_top
     top, total, acc = attend_to_range(
         q, top, total, acc, keys_ptr, values_ptr, table, kv_offset, stride_block, begin, end,
-        scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE,
+        lowest, limit, scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE,
+        HAS_WINDOW and QUERIES > 1, QUERIES > 1,
     )  # fmt: skip
 
     if not IS_SPLIT:
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-        target = out_ptr + token * stride_out + head[:, None] * HEAD_DIM + dims[None, :]
+        target = out_ptr + line * stride_out + head[:, None] * HEAD_DIM + dims[None, :]
         tl.store(target, acc.to(out_ptr.dtype.element_ty), q_mask)
     else:
-        place = (request * NUM_HEADS + head) * num_splits + split
+        place = (owner * NUM_HEADS + head) * num_splits + split
         lse = tl.where(total > 0, top + tl.log2(total), float("-inf"))
         tl.store(lse_ptr + place, lse, in_group)
         has_result = begin < end
@@ -165,6 +200,9 @@ def _decode_kernel(
             # A row that has just computed the last token of what it shares has no others.
             has_result = has_result | (pieces > 0)
         if has_result:
+            if QUERIES > 1:
+                # An early query may see nothing of the last piece.
+                total = tl.where(total > 0, total, 1.0)
             acc = acc / total[:, None]
             tl.store(partial_ptr + place[:, None] * HEAD_DIM + dims[None, :], acc, q_mask)
 
@@ -183,19 +221,30 @@ def _merge_kernel(
     stride_out,
     num_splits,
     NUM_HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    request = tl.program_id(1).to(tl.int64)
+    owner = tl.program_id(1).to(tl.int64)
     head = tl.program_id(0)
     splits = tl.arange(0, PADDED_SPLITS)
     dims = tl.arange(0, PADDED_DIM)
     in_head = dims < HEAD_DIM
-    place = (request * NUM_HEADS + head) * num_splits + splits
+    if QUERIES > 1:
+        request, query = owner // QUERIES, owner % QUERIES
+        start = tl.load(tokens_ptr + request)
+        count = tl.load(tokens_ptr + request + 1) - start
+        count = tl.where(count <= QUERIES, count, 0)
+        token = start.to(tl.int64) + query
+        num_parts = tl.where(query < count, num_splits, 0)
+        in_head = dims < tl.where(query < count, HEAD_DIM, 0)
+    else:
+        num_parts = num_splits
+    place = (owner * NUM_HEADS + head) * num_splits + splits
     wait_for_inputs(OVERLAPS)
-    lse = tl.load(lse_ptr + place, splits < num_splits, float("-inf"))
+    lse = tl.load(lse_ptr + place, splits < num_parts, float("-inf"))
     used = lse > float("-inf")
     top = tl.max(lse, 0)
     weights = tl.where(used, tl.exp2(lse - top), 0.0)
@@ -203,7 +252,8 @@ def _merge_kernel(
     parts = tl.load(partial_ptr + place[:, None] * HEAD_DIM + dims[None, :], mask, 0.0)
     total = tl.sum(weights, 0)
     merged = tl.sum(parts * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
-    token = tl.load(tokens_ptr + request).to(tl.int64)
+    if QUERIES == 1:
+        token = tl.load(tokens_ptr + owner).to(tl.int64)
     target = out_ptr + token * stride_out + head * HEAD_DIM + dims
     tl.store(target, merged.to(out_ptr.dtype.element_ty), in_head)
 
@@ -212,7 +262,7 @@ class DecodeWorkspace:
     """Partial results of split contexts, shared by all layers and steps."""
 
     def __init__(self, max_pieces: int, num_heads: int, head_dim: int, device: torch.device):
-        """`max_pieces` bounds requests times splits."""
+        """`max_pieces` bounds requests times queries of each times splits."""
         self.max_pieces = max_pieces
         self.partial = torch.empty(
             max_pieces * num_heads * head_dim, dtype=torch.float32, device=device
@@ -244,17 +294,22 @@ def decode_attention(
     num_warps: int = 4,
     num_stages: int = 3,
     prefix: PrefixPieces | None = None,
+    queries: int = 1,
 ) -> None:
     """Attends with one line of q [tokens, num_heads, head_dim] per request, named by `tokens`.
 
     A context of 0 gives zeros. What `prefix` covers of a context is taken from there.
+
+    With `queries`, a power of two above 1, request r attends with the lines from tokens[r] to
+    tokens[r + 1], which are the last of its context and each see what precedes them. Where these
+    are more than `queries`, or none, nothing is done.
     """
-    num_requests, (_, num_heads, head_dim) = len(tokens), q.shape
+    num_requests, (_, num_heads, head_dim) = len(context_lens), q.shape
     num_kv_heads, block_size = kv_layer.shape[2], kv_layer.shape[3]
     group = num_heads // num_kv_heads
-    assert len(context_lens) == len(block_tables) == num_requests
-    assert num_splits == 1 or num_requests * num_splits <= workspace.max_pieces
-    assert prefix is None or window is None
+    assert len(block_tables) == num_requests and len(tokens) == num_requests + (queries > 1)
+    assert num_splits == 1 or num_requests * queries * num_splits <= workspace.max_pieces
+    assert prefix is None or (window is None and queries == 1)
     padded = triton.next_power_of_2(head_dim)
     _decode_kernel[(num_splits, num_kv_heads, num_requests)](
         q,
@@ -280,7 +335,8 @@ def decode_attention(
         prefix.num_splits if prefix else 0,
         NUM_HEADS=num_heads,
         GROUP=group,
-        ROWS=max(MIN_ROWS, triton.next_power_of_2(group)),
+        QUERIES=queries,
+        ROWS=max(MIN_ROWS, triton.next_power_of_2(group * queries)),
         HEAD_DIM=head_dim,
         PADDED_DIM=padded,
         BLOCK_SIZE=block_size,
@@ -293,7 +349,7 @@ def decode_attention(
         **launch_options(out),
     )
     if num_splits > 1:
-        _merge_kernel[(num_heads, num_requests)](
+        _merge_kernel[(num_heads, num_requests * queries)](
             workspace.partial,
             workspace.lse,
             out,
@@ -301,6 +357,7 @@ def decode_attention(
             out.stride(0),
             num_splits,
             NUM_HEADS=num_heads,
+            QUERIES=queries,
             HEAD_DIM=head_dim,
             PADDED_DIM=padded,
             PADDED_SPLITS=padded_splits(num_splits),

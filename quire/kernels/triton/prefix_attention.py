@@ -71,7 +71,7 @@ def _prefix_kernel(
     kv_offset = kv_head * stride_head
     top, total, acc = attend_to_range(
         q, top, total, acc, keys_ptr, values_ptr, table, kv_offset, stride_block, begin, end,
-        scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE,
+        None, None, scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, False, False,
     )  # fmt: skip
 
     place = (member * NUM_HEADS + head) * num_splits + split

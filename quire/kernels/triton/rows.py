@@ -139,6 +139,7 @@ def _divide_rows_kernel(
     num_rows,
     num_tokens,
     ROWS: tl.constexpr,
+    HAS_SINGLES: tl.constexpr,
 ):
     lane = tl.arange(0, ROWS)
     inside = lane < num_rows
@@ -149,8 +150,9 @@ def _divide_rows_kernel(
     context = tl.load(num_computed_ptr + row, used, 0) + count
     is_single = used & (count == 1)
     tl.store(out_lens_ptr + lane, tl.where(used, context, 1), lane <= num_rows)
-    tl.store(out_single_tokens_ptr + lane, tl.where(is_single, start, num_tokens - 1), inside)
-    tl.store(out_single_lens_ptr + lane, tl.where(is_single, context, 0), inside)
+    if HAS_SINGLES:
+        tl.store(out_single_tokens_ptr + lane, tl.where(is_single, start, num_tokens - 1), inside)
+        tl.store(out_single_lens_ptr + lane, tl.where(is_single, context, 0), inside)
     tl.store(num_computed_ptr + row, context, used)
 
 
@@ -161,15 +163,15 @@ def gather_mixed(
     block_size: int,
     out: TokenTensors,
     out_lens: Tensor,
-    out_single_tokens: Tensor,
-    out_single_lens: Tensor,
+    out_singles: tuple[Tensor, Tensor] | None,
 ) -> None:
     """Inputs of a step in which row `rows[i]` computes the tokens `starts[i]` to `starts[i + 1]`.
 
-    Rows of -1 are padding behind the others, as are the tokens behind the last row's, of which
-    there is at least one: they get slot -1. `out_lens` holds the contexts and a 1 behind them.
-    Rows with one new token are named again by `out_single_tokens`, with their contexts; others
-    name the last token there, with a context of 0. The rows count as computed afterwards.
+    Rows of -1 are padding behind the others, as are the tokens behind the last row's: they get slot
+    -1. `out_lens` holds the contexts and a 1 behind them. The rows count as computed afterwards.
+
+    Rows with one new token are named again by the first of `out_singles`, with their contexts in
+    the second; others name the last token there, which must be padding, with a context of 0.
     """
     num_rows, num_tokens = len(rows), len(out.ids)
     width = triton.next_power_of_2(max(num_rows + 1, 512))  # few sizes: each is compiled
@@ -192,11 +194,11 @@ def gather_mixed(
         starts,
         table.num_computed,
         out_lens,
-        out_single_tokens,
-        out_single_lens,
+        *(out_singles or (None, None)),
         num_rows,
         num_tokens,
         ROWS=width,
+        HAS_SINGLES=out_singles is not None,
         num_warps=4,
     )
 

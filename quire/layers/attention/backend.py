@@ -19,10 +19,15 @@ BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
 
 @dataclass(frozen=True)
 class DividedRows:
-    """Requests with one new token and tiles of the others, as a captured step has them."""
+    """Requests with few new tokens and tiles of the others, as a captured step has them.
 
-    single_tokens: Tensor  # int32 [requests]: the token, or any for requests with several
-    single_lens: Tensor  # int32 [requests]: the context, 0 for requests with several new tokens
+    Where `decode_queries` is 1, requests with several new tokens have a context of 0 among those of
+    decode attention, and name any token there. Where it is more, decode attention leaves requests
+    with more new tokens alone, and has the queries tokens[r]:tokens[r+1] of the others.
+    """
+
+    tokens: Tensor  # int32 [requests], or one more: first queries of decode attention
+    lens: Tensor  # int32 [requests]: contexts of decode attention
     tile_requests: Tensor  # int32 [tiles]
     tile_indices: Tensor  # int32 [tiles]
 
@@ -38,10 +43,11 @@ class AttentionInputs:
     context_lens: Tensor  # int32 [requests], tokens in the cache, those of this step included
     block_tables: Tensor  # int32 [requests, max_blocks]
     slots: Tensor  # int64 [tokens], block * block_size + offset, where each new token is stored
-    query_lens: Int32Array  # new tokens of each request, on the host
+    query_lens: Int32Array  # new tokens of each request, on the host; in a captured step at most
     send: Callable[..., list[Tensor]]  # host integers to the device, in one copy
     prefixes: PrefixTiles | None = None  # what requests with one new token share, if used
     divided: DividedRows | None = None  # in place of what follows from `query_lens`
+    decode_queries: int = 1  # most new tokens of a request that decode attention is to take
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,8 @@ class AttentionBackend(Protocol):
     """Which kernel attends with prompts, where there are several."""
     tile_queries: int
     """Queries of a request that go into one tile, where it has several; 0: there are no tiles."""
+    max_decode_queries: int
+    """Most new tokens of a request that decode attention can take; others go into tiles."""
 
     def __init__(
         self, kv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int

@@ -33,6 +33,7 @@ class CpuBackend:
     max_prefix_rows: ClassVar[int] = 0
     prefix_members = 0
     tile_queries = 0
+    max_decode_queries = 1
     prefill_name: str | None = None
 
     def __init__(

@@ -1,9 +1,10 @@
-"""Attention on a GPU by Triton kernels: one for rows with one new token, one for longer ones."""
+"""Attention on a GPU by Triton kernels: one for requests with one new token, or a few where drafts
+are verified, and one for those with more."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +15,9 @@ from quire.layers.attention.heads import Heads
 from quire.layers.attention.triton_prefill import choose_prefill, is_hopper, tile_row_bytes
 from quire.protocol.plan import Int32Array
 
+if TYPE_CHECKING:
+    from quire.kernels.triton.decode_attention import DecodeWorkspace
+
 PROGRAMS_WANTED = 512
 """Decode programs that fill a large GPU; contexts are split until there are about as many."""
 PROGRAMS_UNSPLIT = 768
@@ -23,6 +27,7 @@ MIN_SPLITS, MAX_SPLITS = 4, 64
 PREFIX_PROGRAMS_WANTED = 256
 MAX_PREFIX_PIECES = 2048
 """Bounds requests times splits of a shared prefix, and so its workspace."""
+MAX_DECODE_QUERIES = 8
 
 
 class TritonBackend:
@@ -56,13 +61,16 @@ class TritonBackend:
         self.prefill_name: str | None = self.prefill.name
         self.stages = 3 if row_bytes <= 256 else 2
         # Requests times splits never exceeds this.
-        pieces = max(MAX_SPLITS, MIN_SPLITS * PROGRAMS_UNSPLIT // num_kv_heads)
-        self.workspace = DecodeWorkspace(pieces, num_heads, head_dim, kv.device)
-        # Query rows of a tile that attends to a shared prefix: requests times heads of a KV head.
+        self._max_pieces = max(MAX_SPLITS, MIN_SPLITS * PROGRAMS_UNSPLIT // num_kv_heads)
+        self._workspaces = {1: DecodeWorkspace(self._max_pieces, num_heads, head_dim, kv.device)}
+        self._dims = (num_heads, head_dim)
+        # Query rows of a tile that attends to a shared prefix: requests times heads of a KV head;
+        # and of a request with several new tokens: those times heads.
         tile_bytes = tile_row_bytes(kv)
-        prefix_rows = 128 if tile_bytes <= 256 else 64 if tile_bytes <= 512 else 32
+        max_rows = 128 if tile_bytes <= 256 else 64 if tile_bytes <= 512 else 32
         heads_per_kv_head = 1 << (num_heads // num_kv_heads - 1).bit_length()
-        self.prefix_members = max(1, prefix_rows // heads_per_kv_head)
+        self.prefix_members = max(1, max_rows // heads_per_kv_head)
+        self.max_decode_queries = min(MAX_DECODE_QUERIES, self.prefix_members)
         self.prefix_limits: dict[str, int] = {}
         if is_hopper(kv.device) and row_bytes <= 256:
             # As in `choose_prefill`: two programs share a multiprocessor.
@@ -85,8 +93,20 @@ class TritonBackend:
         wanted = PROGRAMS_WANTED // programs
         return min(max(MIN_SPLITS, 1 << max(wanted - 1, 0).bit_length()), MAX_SPLITS)
 
-    def num_warps(self, num_requests: int) -> int:
-        return 2 if num_requests * self.num_kv_heads >= PROGRAMS_WANTED // 2 else 4
+    def num_warps(self, num_requests: int, queries: int = 1) -> int:
+        """Of a program of decode attention, at least one for 16 query rows."""
+        wanted = 2 if num_requests * self.num_kv_heads >= PROGRAMS_WANTED // 2 else 4
+        rows = queries * self._dims[0] // self.num_kv_heads
+        return wanted if queries == 1 else max(wanted, 1 << (rows - 1).bit_length() >> 4)
+
+    def workspace(self, queries: int) -> DecodeWorkspace:
+        """For so many queries of each request; made when first asked for."""
+        from quire.kernels.triton.decode_attention import DecodeWorkspace
+
+        if queries not in self._workspaces:
+            pieces, device = self._max_pieces * queries, self.layers[0].device
+            self._workspaces[queries] = DecodeWorkspace(pieces, *self._dims, device)
+        return self._workspaces[queries]
 
     def num_prefix_splits(self, num_requests: int) -> int:
         """Pieces of a prefix that all requests share, so that few tiles still fill the GPU."""
@@ -98,6 +118,14 @@ class TritonBackend:
         return TritonStep(self, inputs)
 
 
+class _DecodeRows(NamedTuple):
+    """What decode attention is given."""
+
+    tokens: Tensor
+    lens: Tensor
+    tables: Tensor
+
+
 class TritonStep:
     """A step over the layers of a cache."""
 
@@ -105,28 +133,43 @@ class TritonStep:
         self.backend = backend
         self.slots = inputs.slots
         self.inputs = inputs
-        self.decode: tuple[Tensor, Tensor, Tensor] | None = None
+        self.decode: _DecodeRows | None = None
         self.tiles: tuple[Tensor, Tensor] | None = None
+        # A power of two, as the kernel has it.
+        most = min(inputs.decode_queries, backend.max_decode_queries)
+        self.queries = 1 << (most - 1).bit_length()
         if inputs.divided is not None:
             rows = inputs.divided
-            tables = inputs.block_tables[: len(rows.single_lens)]
-            self.decode = (rows.single_tokens, rows.single_lens, tables)
+            tables = inputs.block_tables[: len(rows.lens)]
+            self.decode = _DecodeRows(rows.tokens, rows.lens, tables)
             self.tiles = (rows.tile_requests, rows.tile_indices)
+        elif self.queries > 1:
+            self._divide_few(inputs)
         elif int(inputs.query_lens.max()) == 1:
             tokens = inputs.query_start[: len(inputs.context_lens)]
-            self.decode = (tokens, inputs.context_lens, inputs.block_tables)
+            self.decode = _DecodeRows(tokens, inputs.context_lens, inputs.block_tables)
         else:
             self._divide(inputs)
 
+    def _divide_few(self, inputs: AttentionInputs) -> None:
+        """Cut requests into tiles that have too many new tokens for the decode kernel, which leaves
+        them alone."""
+        assert inputs.prefixes is None, "a shared prefix is read once for single tokens only"
+        self.decode = _DecodeRows(inputs.query_start, inputs.context_lens, inputs.block_tables)
+        if int(inputs.query_lens.max()) > self.queries:
+            tiles = query_tiles(inputs.query_lens, self.backend.tile_queries, self.queries)
+            requests, indices = inputs.send(*tiles)
+            self.tiles = (requests, indices)
+
     def _divide(self, inputs: AttentionInputs) -> None:
-        """Send rows with one new token to the decode kernel and cut the others into tiles."""
+        """Send requests with one new token to the decode kernel and cut the others into tiles."""
         lens = inputs.query_lens
         single = np.flatnonzero(lens == 1).astype(np.int32)
         requests, indices = query_tiles(lens, self.backend.tile_queries)
         sent = inputs.send(single, requests, indices)
         self.tiles = (sent[1], sent[2])
         if len(single):
-            self.decode = (
+            self.decode = _DecodeRows(
                 inputs.query_start[sent[0]],
                 inputs.context_lens[sent[0]],
                 inputs.block_tables[sent[0]],
@@ -178,12 +221,13 @@ class TritonStep:
                 scale,
                 window,
                 splits,
-                backend.workspace,
+                backend.workspace(self.queries),
                 out,
                 tile=backend.tile,
-                num_warps=backend.num_warps(len(lens)),
+                num_warps=backend.num_warps(len(lens), self.queries),
                 num_stages=backend.stages,
                 prefix=pieces,
+                queries=self.queries,
             )
         if self.tiles is not None:
             backend.prefill.attend(
@@ -200,9 +244,12 @@ class TritonStep:
         return out
 
 
-def query_tiles(query_lens: Int32Array, size: int) -> tuple[Int32Array, Int32Array]:
-    """(request, tile of it) for all requests with several new tokens, costly tiles first."""
-    counts = np.where(query_lens > 1, -(-query_lens // size), 0)
+def query_tiles(
+    query_lens: Int32Array, size: int, decode_queries: int = 1
+) -> tuple[Int32Array, Int32Array]:
+    """(request, tile of it) for all requests with more new tokens than decode attention takes,
+    costly tiles first."""
+    counts = np.where(query_lens > decode_queries, -(-query_lens // size), 0)
     requests = np.repeat(np.arange(len(query_lens), dtype=np.int32), counts)
     first = np.repeat(np.cumsum(counts) - counts, counts)
     indices = (np.arange(len(requests)) - first).astype(np.int32)

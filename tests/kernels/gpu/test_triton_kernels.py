@@ -134,6 +134,81 @@ def test_decode_attention_of_padding_gives_zeros() -> None:
         assert (out == 0).all()
 
 
+FEW_QUERY_CASES = [
+    # (query tokens, context) of each request, queries of the kernel, heads, kv heads, block size,
+    # head size, dtype, window, splits
+    ([(2, 70), (1, 1), (2, 2), (1, 33)], 2, 8, 2, 16, 64, torch.float32, None, 1),
+    ([(4, 100), (3, 17), (9, 40), (1, 90), (4, 5)], 4, 4, 4, 32, 80, torch.float32, 30, 2),
+    ([(8, 130), (64, 64), (5, 5), (8, 65)], 8, 6, 2, 32, 96, BFLOAT16, None, 4),
+    ([(3, 90), (0, 50), (4, 34)], 4, 8, 1, 16, 128, torch.float16, None, 8),
+    ([(7, 40), (2, 129), (8, 8)], 8, 2, 1, 16, 256, torch.float32, 20, 3),
+    ([(8, 97), (1, 33), (6, 66)], 8, 7, 1, 16, 64, torch.float32, 3, 4),
+    ([(2, 66), (2, 65), (1, 64)], 2, 3, 3, 16, 64, torch.float32, 1, 3),
+]
+
+
+@pytest.mark.parametrize("case", FEW_QUERY_CASES, ids=str)
+def test_decode_attention_with_few_queries(case: tuple) -> None:
+    """Each query sees what precedes it, whatever the split; requests that have more queries than
+    the kernel, or none, are not touched, and nothing of an unwritten slot is read."""
+    pairs, queries, heads, kv_heads, size, dim, dtype, window, splits = case
+    lens = [pair[0] for pair in pairs]
+    cache = Cache([pair[1] for pair in pairs], kv_heads, size, dim, dtype)
+    if window is not None:
+        for row, (count, context) in enumerate(pairs):  # what no query sees may be freed
+            cache.tables[row, : max(0, context - count + 1 - window) // size] = 2**30
+    first = 2
+    q = torch.randn(first + sum(lens) + 1, heads, dim, device=DEVICE).to(dtype)
+    starts = torch.tensor(first + np.cumsum([0, *lens]), dtype=torch.int32, device=DEVICE)
+    out = torch.full_like(q, float("nan"))
+    workspace = DecodeWorkspace(len(pairs) * queries * splits, heads, dim, DEVICE)
+    workspace.partial.fill_(float("nan"))
+    workspace.lse.fill_(float("nan"))
+    decode_attention(
+        q,
+        cache.kv,
+        starts,
+        cache.lens,
+        cache.tables,
+        dim**-0.5,
+        window,
+        splits,
+        workspace,
+        out,
+        tile=32,
+        queries=queries,
+    )
+    expected = cache.reference(q[first:-1], lens, window)
+    written = torch.zeros(len(q), dtype=torch.bool, device=DEVICE)
+    for start, count in zip(starts.tolist(), lens, strict=False):
+        if count <= queries:
+            written[start : start + count] = True
+            for line in range(start, start + count):  # each: a large one must not hide a small one
+                close(out[line], expected[line - first])
+    assert out[~written].isnan().all(), "only the lines of requests with few queries are written"
+
+
+def test_few_queries_in_random_batches() -> None:
+    """Ragged batches of many contexts, group sizes, windows and splits, in blocks of both sizes."""
+    rng = np.random.default_rng(5)
+    for trial in range(40 if ON_GPU else 6):
+        queries, group = int(rng.choice([2, 4, 8])), int(rng.integers(1, 9))
+        kv_heads, size, dim = int(rng.integers(1, 3)), (16, 32)[trial % 2], 64
+        count = int(rng.integers(1, 40 if ON_GPU else 5))
+        lens = rng.integers(1, queries + 1, count).tolist()
+        contexts = [n + int(rng.integers(0, 1000 if ON_GPU else 150)) for n in lens]
+        window = None if trial % 3 else int(rng.integers(1, 60))
+        splits = int(rng.integers(1, 6))
+        cache = Cache(contexts, kv_heads, size, dim, torch.float32)
+        q = torch.randn(sum(lens), group * kv_heads, dim, device=DEVICE)
+        starts = torch.tensor(np.cumsum([0, *lens]), dtype=torch.int32, device=DEVICE)
+        out = torch.full_like(q, float("nan"))
+        workspace = DecodeWorkspace(count * queries * splits, group * kv_heads, dim, DEVICE)
+        arguments = (cache.kv, starts, cache.lens, cache.tables, dim**-0.5, window, splits)
+        decode_attention(q, *arguments, workspace, out, tile=32, queries=queries)
+        close(out, cache.reference(q, lens, window))
+
+
 PREFIX_CASES = [
     # shared blocks and members of each group, heads, kv heads, block size, head size, dtype,
     # splits of the prefix, splits of the rest
@@ -329,7 +404,7 @@ def test_gather_mixed() -> None:
     )
     before = computed.clone()
     table = RowTensors(token_ids, computed, tables)
-    gather_mixed(rows, starts, table, size, found, lens, single_tokens, single_lens)
+    gather_mixed(rows, starts, table, size, found, lens, (single_tokens, single_lens))
     tokens, positions, slots = found
     expected = [(2, 7), *((0, 3 + i) for i in range(30)), *((4, 2 + i) for i in range(3))]
     for i, (row, position) in enumerate(expected):
@@ -341,6 +416,14 @@ def test_gather_mixed() -> None:
     assert lens.tolist() == [8, 33, 5, 1, 1, 99, 99, 99]
     assert single_tokens.tolist() == [0, 39, 39, 39, 99, 99, 99, 99]
     assert single_lens.tolist() == [8, 0, 0, 0, 99, 99, 99, 99]
+    assert (computed - before).tolist() == [30, 0, 1, 0, 3]
+    # Without those of single tokens, and with no token left over.
+    computed.copy_(before)
+    again = TokenTensors(*(torch.full((34,), 99, device=DEVICE) for _ in range(3)))
+    lens.fill_(99)
+    gather_mixed(rows, starts, table, size, again, lens, None)
+    assert all(torch.equal(a, b[:34]) for a, b in zip(again, found, strict=True))
+    assert lens.tolist() == [8, 33, 5, 1, 1, 99, 99, 99]
     assert (computed - before).tolist() == [30, 0, 1, 0, 3]
 
 

@@ -1,0 +1,260 @@
+"""Steps as graphs run them equal those that gather their batch and attend in plain torch.
+
+The model is an embedding, one layer of attention and a head, in float32. On a GPU its steps are
+captured; elsewhere a replay goes through the same forward pass under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+
+from quire.layers.attention import triton as triton_backend  # noqa: E402
+from quire.layers.attention.heads import Heads  # noqa: E402
+from quire.layers.attention.torch import TorchBackend  # noqa: E402
+from quire.layers.attention.triton import TritonBackend  # noqa: E402
+from quire.layers.step import StepContext  # noqa: E402
+from quire.protocol.plan import AddedRow, StepPlan  # noqa: E402
+from quire.protocol.sampling import SamplingParams  # noqa: E402
+from quire.worker.batch import gather_batch  # noqa: E402
+from quire.worker.mixed_graphs import MixedGraphs, MixedKey, mixed_keys  # noqa: E402
+from quire.worker.request_table import RequestTable  # noqa: E402
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+NUM_HEADS, KV_HEADS, DIM, VOCAB, MAX_LEN = 4, 2, 32, 50, 128
+WINDOW = 21
+
+pytestmark = pytest.mark.skipif(
+    not ON_GPU and not triton.knobs.runtime.interpret,
+    reason="needs a GPU, or TRITON_INTERPRET=1 (see tests/kernels/test_triton_interpreter.py)",
+)
+
+
+class OneLayer:
+    """A model as a worker calls it."""
+
+    def __init__(self, window: int | None) -> None:
+        generator = torch.Generator().manual_seed(1)
+
+        def weights(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(DEVICE)
+
+        width = (NUM_HEADS + 2 * KV_HEADS) * DIM
+        self.window = window
+        self.tokens, self.positions = weights(VOCAB, width), weights(MAX_LEN, width)
+        self.head = weights(NUM_HEADS * DIM, VOCAB) / DIM
+
+    def __call__(self, step: StepContext) -> Tensor:
+        assert step.token_ids is not None
+        joined = self.tokens[step.token_ids] + self.positions[step.positions]
+        heads = joined.view(len(joined), -1, DIM).split([NUM_HEADS, KV_HEADS, KV_HEADS], 1)
+        attention = step.attention[0]
+        return attention.attend(0, Heads(*heads), DIM**-0.5, self.window).flatten(1)
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.mm(hidden, self.head, out=out)
+
+
+class Side:
+    """Rows, a cache and a model: the same on both sides of a comparison."""
+
+    def __init__(self, size: int, max_rows: int, window: int | None, backend: Any) -> None:
+        blocks = MAX_LEN // size
+        self.table = RequestTable(max_rows, MAX_LEN, blocks, size, DEVICE)
+        # Nothing is read that was not written; the first block is for rows that have none.
+        shape = (1, 2, 1 + max_rows * blocks, KV_HEADS, size, DIM)
+        self.kv = torch.full(shape, float("nan"), device=DEVICE)
+        self.attention = backend(self.kv, NUM_HEADS, KV_HEADS, DIM, size)
+        self.model: Any = OneLayer(window)
+        order = 1 + torch.randperm(max_rows * blocks, generator=torch.Generator().manual_seed(2))
+        self.table.block_tables[0] = order.view(max_rows, blocks).int()
+
+    def run_eagerly(self, plan: StepPlan) -> Tensor:
+        staged = self.table.update(plan)
+        batch = gather_batch(self.table, plan, staged)
+        attention = self.attention.plan(batch.attention)
+        hidden = self.model(StepContext(batch.positions, (attention,), batch.token_ids))
+        return self.model.logits(hidden[torch.from_numpy(plan.line_tokens).to(DEVICE)])
+
+
+class _Replay:
+    """In place of a captured graph where there is no GPU."""
+
+    def __init__(self, graphs: MixedGraphs, key: MixedKey) -> None:
+        self._graphs, self._key = graphs, key
+
+    def replay(self) -> None:
+        self._graphs.forward(self._key)
+
+
+class Graphs:
+    """`MixedGraphs` over a side; a shape is captured when a step first needs it."""
+
+    def __init__(self, side: Side, max_queries: int) -> None:
+        keys = mixed_keys(len(side.table.num_tokens), 1024, max_queries)
+        logits = torch.empty(max(key.num_lines for key in keys), VOCAB, device=DEVICE)
+        arguments: tuple[Any, ...] = (side.model, side.attention, side.table)
+        self.side, self.graphs = side, MixedGraphs(*arguments, keys, logits)
+        self.captured: dict[MixedKey, Any] = {}
+
+    def run(self, plan: StepPlan) -> tuple[MixedKey, Tensor]:
+        self.side.table.update(plan)
+        key = self.graphs.find(plan)
+        assert key is not None
+        if key not in self.captured:
+            self.captured[key] = self._capture(key)
+            self.graphs.add(key, self.captured[key])
+        return key, self.graphs.run(key, plan).clone()
+
+    def _capture(self, key: MixedKey) -> Any:
+        if not ON_GPU:
+            return _Replay(self.graphs, key)
+        self.graphs.prepare(key)
+        self.graphs.forward(key)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.graphs.forward(key)
+        return graph
+
+
+def first_plan(lengths: list[int], max_rows: int, seed: int) -> StepPlan:
+    """Rows in any order with so many tokens, all to be computed; the last does not sample."""
+    rng = np.random.default_rng(seed)
+    rows = rng.permutation(max_rows)[: len(lengths)].astype(np.int32)
+    added = [
+        AddedRow(row, rng.integers(0, VOCAB, n).astype(np.int32), n, 0, SamplingParams(), 0)
+        for row, n in zip(rows.tolist(), lengths, strict=True)
+    ]
+    samples = np.ones(len(rows), np.int32)
+    samples[-1] = 0
+    counts = np.array(lengths, np.int32)
+    return StepPlan(0, added_rows=added, rows=rows, num_new_tokens=counts, num_samples=samples)
+
+
+def drafted_plan(sides: list[Side], rows: np.ndarray, counts: list[int]) -> StepPlan:
+    """Rows of one known token that is to be computed, and drafts behind it."""
+    rng = np.random.default_rng(len(rows))
+    tokens = torch.from_numpy(rng.integers(0, VOCAB, (len(rows), 8)).astype(np.int32)).to(DEVICE)
+    for side in sides:
+        for place, row in enumerate(rows.tolist()):
+            at = int(side.table.num_computed[row])
+            side.table.token_ids[row, at : at + 8] = tokens[place]
+    new = np.array(counts, np.int32)
+    return StepPlan(1, rows=rows, num_new_tokens=new, num_samples=new.copy())
+
+
+def with_prompt(plan: StepPlan, row: int, length: int) -> StepPlan:
+    """The plan with another row, whose prompt is computed in the same step."""
+    tokens = np.arange(length, dtype=np.int32) % VOCAB
+    plan.added_rows = [AddedRow(row, tokens, length, 0, SamplingParams(), 0)]
+    plan.rows = np.append(plan.rows, np.int32(row))
+    plan.num_new_tokens = np.append(plan.num_new_tokens, np.int32(length))
+    plan.num_samples = np.append(plan.num_samples, np.int32(1))
+    return plan
+
+
+def check(found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape
+    assert torch.isfinite(found).all()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+CASES = [
+    # tokens of each row, of a prompt beside them (0: none), most queries, block size, window
+    ([2, 2, 2], 0, 2, 16, None),
+    ([4, 3, 1, 4, 2], 0, 8, 32, WINDOW),
+    ([8, 5], 40, 8, 16, None),
+    ([1, 3, 4, 1], 9, 4, 16, WINDOW),
+    *([([1 + i % 8 for i in range(40)], 60, 8, 16, None), ([4] * 70, 0, 4, 16, 5)] * ON_GPU),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case)[-60:])
+def test_steps_with_drafts(case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines come in the order of the plan, whatever pads the graph, and rows count as
+    computed; keys and values go where they belong and nowhere else."""
+    counts, prompt, max_queries, size, window = case
+    if not ON_GPU:  # each program takes the interpreter a while
+        monkeypatch.setattr(triton_backend, "PROGRAMS_WANTED", 16)
+        monkeypatch.setattr(triton_backend, "MIN_SPLITS", 2)
+    max_rows = len(counts) + 3
+    sides = [Side(size, max_rows, window, kind) for kind in (TritonBackend, TorchBackend)]
+    ours, reference = sides
+    graphs = Graphs(ours, max_queries)
+    plan = first_plan([3 + 7 * i % 50 for i in range(len(counts))], max_rows, seed=3)
+    for side in sides:
+        side.run_eagerly(plan)
+    for step in range(2):  # the second replays what the first captured
+        drafted = drafted_plan(sides, plan.rows, counts)
+        free = next(row for row in range(max_rows) if row not in plan.rows)
+        if prompt:
+            drafted = with_prompt(drafted, free, prompt)
+        drafted.num_samples[step] = 1  # one line of several tokens
+        key, found = graphs.run(drafted)
+        assert key.queries >= max(counts)
+        assert key.num_prompts or not prompt
+        check(found, reference.run_eagerly(drafted))
+        assert torch.equal(ours.table.num_computed, reference.table.num_computed)
+        written = ~reference.kv.isnan()
+        assert torch.equal(~ours.kv.isnan(), written)
+    torch.testing.assert_close(ours.kv[written], reference.kv[written])
+
+
+def test_eager_steps_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no graph fits, rows with drafts take the same kernel, and others tiles."""
+    if not ON_GPU:
+        monkeypatch.setattr(triton_backend, "PROGRAMS_WANTED", 16)
+    sides = [Side(16, 8, WINDOW, kind) for kind in (TritonBackend, TorchBackend)]
+    plan = first_plan([30, 5, 18, 40], 8, seed=4)
+    check(*(side.run_eagerly(plan) for side in sides))
+    drafted = drafted_plan(sides, plan.rows, [3, 1, 4, 2])
+    free = next(row for row in range(8) if row not in plan.rows)
+    drafted = with_prompt(drafted, free, 11)
+    used: list[int] = []
+    kernel = TritonBackend.workspace
+    monkeypatch.setattr(
+        TritonBackend, "workspace", lambda self, n: (used.append(n), kernel(self, n))[1]
+    )
+    check(*(side.run_eagerly(drafted) for side in sides))
+    assert used == [4], "the smallest kernel that has room for all drafts"
+
+
+def test_which_graph_a_step_takes() -> None:
+    """Only rows with more tokens than decode attention takes count as prompts, and steps without
+    drafts take the same graphs whether or not speculation is configured."""
+    plain, five, drafting = (MixedGraphs(*_parts(queries)) for queries in (1, 5, 8))
+
+    def plan(counts: list[int], samples: list[int] | None = None) -> StepPlan:
+        lines = np.array(samples or [1] * len(counts), np.int32)
+        rows = np.arange(len(counts), dtype=np.int32)
+        return StepPlan(0, rows=rows, num_new_tokens=np.array(counts, np.int32), num_samples=lines)
+
+    for counts in ([1] * 30 + [90], [20] * 16, [64], [1, 2], [200] * 5):
+        key = plain.find(plan(counts))
+        assert key is not None and key.queries == 1
+        assert five.find(plan(counts)) == drafting.find(plan(counts)) == key
+    assert plain.find(plan([4] * 17)) is None
+    assert drafting.find(plan([4] * 17, [4] * 17)) == MixedKey(96, 24, 4, 0)
+    assert drafting.find(plan([3] * 60, [3] * 60)) == MixedKey(192, 96, 8, 16), "the fewest tokens"
+    assert five.find(plan([5] * 60, [5] * 60)) == MixedKey(320, 64, 8, 0)
+    assert five.find(plan([4] * 60, [4] * 60)) == MixedKey(256, 64, 4, 0)
+    assert drafting.find(plan([8] * 256, [8] * 256)) == MixedKey(2048, 256, 8, 0)
+    assert drafting.find(plan([2] * 100, [2] * 100)) == MixedKey(256, 128, 2, 0)
+    assert drafting.find(plan([4] * 40 + [90], [4] * 40 + [1])) == MixedKey(256, 128, 8, 16)
+    assert drafting.find(plan([4] * 17)) is not None, "tokens that a grammar forces, say"
+    assert drafting.find(plan([4] * 8 + [9] * 17, [4] * 8 + [0] * 17)) is None
+    assert drafting.find(plan([8] * 257, [8] * 257)) is None
+
+
+def _parts(max_queries: int) -> tuple[Any, ...]:
+    side = Side(16, 300, None, TritonBackend)
+    keys = mixed_keys(300, 4096, max_queries)
+    return side.model, side.attention, side.table, keys, torch.empty(0, VOCAB)
