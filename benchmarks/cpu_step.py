@@ -19,6 +19,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,19 +144,20 @@ def profile_batch(llm: LLM, reader: Reader, size: int, context: int) -> dict[str
     """Milliseconds by row of the table."""
     core: Any = llm._core
     decoder = core.executor.runner.model.model.layers
-    native = decoder.native_decoder
-    assert native is not None, "the native library is not there"
+    runs = decoder.runs
+    one_by_one = [replace(run, decoder=None) for run in runs]
+    assert all(run.decoder for run in runs), "the native library is not there"
     batch = Batch(llm, size, context)
     whole: list[dict[str, float]] = []
     pieces: list[dict[str, float]] = []
     speeds: list[float] = []
     for _ in range(ROUNDS):
         speeds.append(reader.bytes_per_s())
-        decoder.__dict__["native_decoder"] = native
+        decoder.__dict__["runs"] = runs
         whole.append(batch.run(engine_phases(llm)))
-        decoder.__dict__["native_decoder"] = None
+        decoder.__dict__["runs"] = one_by_one
         pieces.append(batch.run(layer_phases()))
-    decoder.__dict__["native_decoder"] = native
+    decoder.__dict__["runs"] = runs
     batch.finish()
 
     def median(runs: list[dict[str, float]], name: str) -> float:

@@ -58,6 +58,27 @@ class LayerParts:
         return self.down(inner), residual
 
 
+@dataclass(frozen=True)
+class LayerRun:
+    """Consecutive layers whose keys and values lie in consecutive slots of one KV group."""
+
+    layers: Sequence[LayerParts]
+    decoder: native.Decoder | None
+    """All of them in one call of the library, where their weights allow it."""
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, step: StepContext
+    ) -> tuple[Tensor, Tensor | None]:
+        first = self.layers[0].attend
+        attention = step.attention[first.kv_group]
+        if self.decoder is not None and isinstance(attention, CpuStep):
+            stream = x if residual is None else x + residual
+            return attention.decode(self.decoder, stream, rotation, first.layer_slot)
+        for layer in self.layers:
+            x, residual = layer.forward(x, residual, rotation, step)
+        return x, residual
+
+
 class FusedLayers(DecoderLayers):
     """The same layers under the same names, carried out by their parts."""
 
@@ -66,25 +87,28 @@ class FusedLayers(DecoderLayers):
         self.parts = parts
 
     def forward(self, x: Tensor, rotation: Rotation, step: StepContext, norm: Norm) -> Tensor:
-        attention = step.attention[self.parts[0].attend.kv_group]
-        if isinstance(attention, CpuStep) and self.native_decoder is not None:
-            return norm.add_and_normalize(*attention.decode(self.native_decoder, x, rotation))[0]
         residual = None
-        for layer in self.parts:
-            x, residual = layer.forward(x, residual, rotation, step)
+        for run in self.runs:
+            x, residual = run.forward(x, residual, rotation, step)
         return norm.add_and_normalize(x, residual)[0]
 
     @cached_property
-    def native_decoder(self) -> native.Decoder | None:
-        """All layers in one call where their weights and their places in the KV cache, which must
-        be settled by now, allow it."""
-        bound = [(layer.attend.kv_group, layer.attend.layer_slot) for layer in self.parts]
-        group = bound[0][0]
-        if bound != [(group, slot) for slot in range(len(bound))]:
-            return None
-        weights = [_weights(layer) for layer in self.parts]
-        known = [one for one in weights if one is not None]
-        return native.Decoder(known) if len(known) == len(weights) else None
+    def runs(self) -> list[LayerRun]:
+        """Made at the first step: by then weights are loaded and layers bound to their groups."""
+        runs: list[list[LayerParts]] = []
+        for layer in self.parts:
+            place = (layer.attend.kv_group, layer.attend.layer_slot - 1)
+            last = runs[-1][-1].attend if runs else None
+            if last is None or (last.kv_group, last.layer_slot) != place:
+                runs.append([])
+            runs[-1].append(layer)
+        return [LayerRun(layers, _native_decoder(layers)) for layers in runs]
+
+
+def _native_decoder(layers: Sequence[LayerParts]) -> native.Decoder | None:
+    weights = [_weights(layer) for layer in layers]
+    known = [one for one in weights if one is not None]
+    return native.Decoder(known) if len(known) == len(weights) else None
 
 
 def _weights(layer: LayerParts) -> native.LayerWeights | None:

@@ -3,6 +3,7 @@ float32 what transformers gives. A layer whose cache, bias, norm or window goes 
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,11 @@ def test_equals_layers_one_by_one(
     config = load_model_config(str(tmp_path))
     model = load_model(config, dtype=torch.float32, device="cpu", quantization=quantization)
     assert isinstance(model, LlamaForCausalLM) and isinstance(model.model.layers, FusedLayers)
-    assert model.model.layers.native_decoder is not None
+    (one_run,) = model.model.layers.runs
+    assert one_run.decoder is not None
     together = run(model, config, CpuBackend, cache)
-    model.model.layers.__dict__["native_decoder"] = None  # the cached property
+    one_by_one = [dataclasses.replace(one_run, decoder=None)]
+    model.model.layers.__dict__["runs"] = one_by_one  # the cached property
     for found, expected in zip(together, run(model, config, CpuBackend, cache), strict=True):
         assert torch.equal(found, expected)
     if quantization is None:

@@ -108,6 +108,10 @@ class Decoder:
         calls = (DecoderCall, HeadsCall, WriteCall, AttentionCall)
         self._entry.argtypes = tuple(ctypes.POINTER(call) for call in calls)
 
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
     def run(
         self, x: Tensor, step: HeadsStep, caches: ctypes.Array[ctypes.c_void_p]
     ) -> tuple[Tensor, Tensor]:

@@ -84,7 +84,14 @@ class CpuStep:
         caches = self.caches[layer_index]
         return self.step.attend(caches, heads.q, heads.k, heads.v, scale, window)
 
-    def decode(self, decoder: Decoder, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """All layers at once; see `Decoder.run`."""
+    def decode(
+        self, decoder: Decoder, x: Tensor, rotation: Rotation, first_slot: int
+    ) -> tuple[Tensor, Tensor]:
+        """Layers in consecutive slots at once; see `Decoder.run`."""
         self.step.set_rotation(rotation.cos, rotation.sin, rotation.positions)
-        return decoder.run(x, self.step, self.cache_array)
+        caches = self.cache_array
+        if decoder.num_layers != len(self.caches):
+            assert first_slot + decoder.num_layers <= len(self.caches)
+            address = ctypes.addressof(caches) + 2 * first_slot * ctypes.sizeof(ctypes.c_void_p)
+            caches = (ctypes.c_void_p * (2 * decoder.num_layers)).from_address(address)
+        return decoder.run(x, self.step, caches)
