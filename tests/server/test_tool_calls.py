@@ -304,9 +304,8 @@ def test_settings_of_json_reach_tools_and_forms(client: openai.OpenAI, model: st
     text = call.function.arguments
     assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False)
     form: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": NUMBERS}}
-    plain = client.chat.completions.create(
-        model=model, messages=QUESTION, response_format=form, max_tokens=60, extra_body=tight
-    )
+    arguments = {"model": model, "messages": QUESTION, "temperature": 0, "max_tokens": 100}
+    plain = client.chat.completions.create(**arguments, response_format=form, extra_body=tight)
     text = plain.choices[0].message.content or ""
     assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False)
 
