@@ -100,7 +100,7 @@ def _sequence(
     request: Request, blocks: NDArray[np.uint8], tables_of: Collection[int] | None
 ) -> SequenceSnapshot:
     row = request.row
-    held = request.blocks if row >= 0 else empty_ints()
+    held = np.concatenate(request.tables) if row >= 0 else empty_ints()
     has_table = row >= 0 and (tables_of is None or request.key in tables_of)
     return SequenceSnapshot(
         key=request.key,

@@ -11,6 +11,16 @@ KEY_BITS = 40
 """Sequences a client can number: key = client_index << KEY_BITS | n."""
 
 
+@dataclass(frozen=True)
+class MediaSpan:
+    """Placeholder tokens of an image or the like in a prompt."""
+
+    start: int
+    length: int
+    digest: bytes
+    """Of its content: equal placeholders of different media have different KV."""
+
+
 @dataclass(slots=True)
 class NewRequest:
     """One prompt. With `params.n > 1` it stands for n sequences, of keys `key` to `key + n - 1`."""
@@ -36,6 +46,7 @@ class NewRequest:
     """Prefixes are shared only between equal ones (and within one tenant)."""
     adapter: str | None = None
     """Digest of the adapter's content; prefix blocks are shared only between equal ones."""
+    media: tuple[MediaSpan, ...] = ()
     streams: bool = False
     """Whether tokens are sent as they come; otherwise they arrive with the end."""
     interactive: bool = False

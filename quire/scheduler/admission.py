@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from quire.protocol.plan import Int32Array
 from quire.scheduler.draft import PlanDraft
 from quire.scheduler.pause import Pause
-from quire.scheduler.prefix_cache import PrefixMatch
+from quire.scheduler.radix_tree import PrefixMatch
 from quire.scheduler.request import Request, Status
 
 if TYPE_CHECKING:
@@ -27,8 +27,7 @@ def admit_waiting(scheduler: Scheduler, draft: PlanDraft, now: float) -> None:
         num_known = len(request.held_token_ids)
         match, fork_of = kv.match(request, draft.step)
         if not kv.room_for(match, num_known, promised):
-            # Without the copy of a partly matching block one block less is needed.
-            match, fork_of = match.without_partial(limits.block_size), -1
+            match, fork_of = kv.without_partial(match, fork_of)
             if not kv.room_for(match, num_known, promised):
                 return
         want = num_known - match.num_tokens
@@ -82,7 +81,8 @@ def _admit(
     num_tokens = scheduler.columns.fill(request, draft.step, match.num_tokens, grant, tenant)
     num_blocks = scheduler.kv.admit(request, match, fork_of, grant, draft)
     scheduler.forget_order()
-    return max(scheduler.limits.blocks_for(num_tokens) - num_blocks, 0)
+    missing = scheduler.limits.blocks_for(num_tokens) - num_blocks
+    return max(missing, 0) * len(scheduler.limits.windows)
 
 
 def release_followers(scheduler: Scheduler, rows: Int32Array) -> None:

@@ -16,7 +16,7 @@ def check_books(scheduler: Scheduler) -> None:
     references = np.zeros(pool.num_blocks, np.int32)
     for request in scheduler.by_row:
         if request is not None:
-            blocks = request.blocks
+            blocks = np.concatenate(request.tables)
             assert len(np.unique(blocks)) == len(blocks), f"{request.request_id} owns a block twice"
             np.add.at(references, blocks, 1)
     wrong = np.flatnonzero(references != np.asarray(pool.ref_counts))

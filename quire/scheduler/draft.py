@@ -31,7 +31,7 @@ class PlanDraft:
         self._block_indices: list[Int32Array] = []
         self._block_groups: list[Int32Array] = []
         self._block_ids: list[Int32Array] = []
-        self._tables: list[tuple[int, int, int]] = []
+        self._tables: list[tuple[int, int, int, int]] = []
         self._table_ids: list[int] = []
         self._copies: list[tuple[int, int]] = []
 
@@ -58,15 +58,17 @@ class PlanDraft:
         self.budget -= count
         self.prompt_budget -= count
 
-    def write_blocks(self, rows: Int32Array, indices: Int32Array, ids: Int32Array) -> None:
+    def write_blocks(
+        self, group: int, rows: Int32Array, indices: Int32Array, ids: Int32Array
+    ) -> None:
         self._block_rows.append(rows)
         self._block_indices.append(indices)
-        self._block_groups.append(np.zeros_like(ids))
+        self._block_groups.append(np.full_like(ids, group))
         self._block_ids.append(ids)
 
-    def write_table(self, row: int, first: int, ids: list[int]) -> None:
+    def write_table(self, group: int, row: int, first: int, ids: list[int]) -> None:
         """Entries of one row from index `first` on."""
-        self._tables.append((row, first, len(ids)))
+        self._tables.append((group, row, first, len(ids)))
         self._table_ids += ids
 
     def copy_block(self, source: int, target: int) -> None:
@@ -104,9 +106,10 @@ class PlanDraft:
         self._rows.append(rows)
         self._counts.append(counts)
         self._samples.append(samples)
-        rows, first, lengths = np.array(self._tables, np.int32).T
+        groups, rows, first, lengths = np.array(self._tables, np.int32).T
         starts = np.cumsum(lengths) - lengths
         places = np.arange(len(self._table_ids)) + np.repeat(first - starts, lengths)
-        self.write_blocks(
-            np.repeat(rows, lengths), places.astype(np.int32), np.array(self._table_ids, np.int32)
-        )
+        self._block_groups.append(np.repeat(groups, lengths))
+        self._block_rows.append(np.repeat(rows, lengths))
+        self._block_indices.append(places.astype(np.int32))
+        self._block_ids.append(np.array(self._table_ids, np.int32))

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 def recover(scheduler: Scheduler, failed_step: int) -> None:
     """After a failed step nothing from it on is computed: every running request starts over from
     its known tokens, and draws the same random numbers again."""
-    scheduler.kv.cache.withdraw(failed_step)
+    scheduler.kv.tree.withdraw(failed_step)
     scheduler.num_steps_in_flight = 0
     for request in [r for r in scheduler.by_row if r is not None]:
         # Nothing of a row whose last step is lost may be published on release.

@@ -1,4 +1,8 @@
-"""`KVBlocks`: which blocks hold whose KV. Joins block pool, prefix cache and block tables."""
+"""`KVBlocks`: which blocks hold whose KV. Joins block pool, radix tree and block tables.
+
+Every KV group has a table of its own. All tables of a row are equally long; a group with a window
+has let go of the blocks that no further token sees, and what it had there is not read any more.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from quire.protocol.plan import Int32Array
 from quire.scheduler.block_pool import BlockPool
 from quire.scheduler.draft import PlanDraft
 from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.prefix_cache import PrefixCache, PrefixMatch
+from quire.scheduler.radix_tree import NO_BLOCK, PrefixMatch, RadixTree
 from quire.scheduler.request import Columns, Request, Status
 
 
@@ -17,7 +21,11 @@ class KVBlocks:
         self.limits = limits
         self.columns = columns
         self.pool = BlockPool(limits.num_blocks)
-        self.cache = PrefixCache(self.pool, limits.block_size, limits.enable_prefix_caching)
+        self.tree = RadixTree(
+            self.pool, limits.block_size, limits.enable_prefix_caching, limits.windows
+        )
+        self._num_groups = len(limits.windows)
+        self._windowed = [(g, w) for g, w in enumerate(limits.windows) if w is not None]
 
     def blocks_for(self, num_tokens: Int32Array) -> Int32Array:
         return -(-num_tokens // self.limits.block_size)
@@ -27,12 +35,13 @@ class KVBlocks:
     def match(self, request: Request, step: int) -> tuple[PrefixMatch, int]:
         """The longest prefix that is already computed, and the row it is forked from (-1: none).
 
-        It comes from the cache or from the row of the request's parent, and leaves out the last
+        It comes from the tree or from the row of the request's parent, and leaves out the last
         token, which must be computed to sample the next one.
         """
-        match = PrefixMatch([], 0)
+        match = self.tree.bounded([[] for _ in self.limits.windows], 0)
         if not self._skips_cache(request):
-            match = self.cache.match(request.root, request.held_token_ids[:-1], step)
+            tokens = request.held_token_ids[:-1]
+            match = self.tree.match(request.root, tokens, step, request.digests)
         parent, c = request.parent, self.columns
         # The tables and copies of a row that joins with this very plan are not there to take from.
         if (
@@ -44,10 +53,26 @@ class KVBlocks:
             computed = c.computed_before if c.last_step[row] == step else c.num_computed
             shared = min(request.num_shared, int(computed[row]))
             if shared > match.num_tokens:
-                full, rest = divmod(shared, self.limits.block_size)
-                partial = int(parent.blocks[full]) if rest else -1
-                return PrefixMatch(parent.blocks[:full].tolist(), shared, partial), row
+                forked = self._match_row(row, shared)
+                if forked is not None:
+                    return forked, row
         return match, -1
+
+    def _match_row(self, row: int, num_tokens: int) -> PrefixMatch | None:
+        """The first `num_tokens` tokens of a row, if it has kept what the next one sees."""
+        if not self.keeps(row, num_tokens):
+            return None
+        full, rest = divmod(num_tokens, self.limits.block_size)
+        tables = self.columns.block_tables[:, row]
+        partial = tables[:, full].tolist() if rest else ()
+        return self.tree.bounded(tables[:, :full].tolist(), num_tokens, partial)
+
+    def without_partial(self, match: PrefixMatch, fork_of: int) -> tuple[PrefixMatch, int]:
+        """The whole blocks of a match: one block less is needed without the copy of another."""
+        num_tokens = match.num_blocks * self.limits.block_size
+        if fork_of >= 0 and not self.keeps(fork_of, num_tokens):
+            return self.tree.bounded([[] for _ in self.limits.windows], 0), -1
+        return self.tree.bounded(match.blocks, num_tokens), -1
 
     def _skips_cache(self, request: Request) -> bool:
         """Prompt logprobs need every prompt token computed, by the first sequence of a prompt; so
@@ -60,85 +85,121 @@ class KVBlocks:
     def num_promised(self, running: Int32Array) -> int:
         """Blocks that running requests still need for the tokens they have."""
         c = self.columns
-        promised = self.blocks_for(c.num_tokens[running]) - c.num_blocks[running]
-        return int(np.maximum(promised, 0).sum())
+        total = 0
+        for group in range(self._num_groups):
+            held = c.num_blocks[running] - c.first_blocks[group, running]
+            most = self.blocks_for(c.num_tokens[running])
+            limit = self.limits.max_held_blocks(group)
+            if limit is not None:
+                most = np.minimum(most, limit)
+            total += int(np.maximum(most - held, 0).sum())
+        return total
 
     def room_for(self, match: PrefixMatch, num_tokens: int, num_promised: int) -> bool:
         """Whether a whole request fits beside what is promised to running ones."""
         if self.limits.reserves_max_length:
             return self.limits.max_blocks_per_row <= self.pool.num_free
-        most = self.limits.blocks_for(num_tokens) + 1
+        most = self.limits.blocks_held(num_tokens) + self._num_groups
         if most + num_promised <= self.pool.num_free:
-            return True  # even if nobody held any of the matched blocks
-        revived = sum(self.pool.is_free(block) for block in match.blocks)
-        need = most - 1 - len(match.blocks) + revived
-        if match.partial_block >= 0 and self.pool.is_free(match.partial_block):
-            need += 1  # the source of the copy must not be taken as its target
+            return True  # even if no sequence held any of the matched blocks
+        shared = list(match.held())
+        revived = sum(self.pool.is_free(block) for block in shared)
+        need = most - self._num_groups - len(shared) + revived
+        # The sources of a copy must not be taken as its targets.
+        need += sum(self.pool.is_free(block) for block in match.partial)
         return need + num_promised <= self.pool.num_free
 
     def admit(
         self, request: Request, match: PrefixMatch, fork_of: int, grant: int, draft: PlanDraft
     ) -> int:
-        """Give a new row the matched blocks and further ones for `grant` tokens; returns how many.
+        """Give a new row the matched blocks and further ones for `grant` tokens; returns how many
+        blocks its tables have.
 
         The block that is shared in part is copied. Full blocks become findable at once.
         """
-        c, limits, row, shared = self.columns, self.limits, request.row, len(match.blocks)
+        c, limits, row, shared = self.columns, self.limits, request.row, match.num_blocks
         filled = match.num_tokens + grant
-        self.pool.share(match.blocks)
-        if match.partial_block >= 0:
-            self.pool.share((match.partial_block,))
-            draft.held_blocks.append(match.partial_block)
+        self.pool.share(match.held())
+        self.pool.share(match.partial)
+        draft.held_blocks += match.partial
         reserve = limits.max_model_len if limits.reserves_max_length else filled
-        added = self.pool.allocate(limits.blocks_for(reserve) - shared)
-        blocks = match.blocks + added
-        c.block_tables[0, row, : len(blocks)] = blocks
-        c.num_blocks[row] = len(blocks)
-        if fork_of < 0:
-            published = shared
-            draft.write_table(row, 0, blocks)
-        else:  # the device copies the shared part of the table from the other row
-            published = min(shared, int(c.num_published[fork_of]))
-            draft.write_table(row, shared, added)
-        if match.partial_block >= 0:
-            draft.copy_block(match.partial_block, added[0])
+        num_added = limits.blocks_for(reserve) - shared
+        added = self.pool.allocate(num_added * self._num_groups)
+        for group, table in enumerate(match.blocks):
+            own = added[group * num_added : (group + 1) * num_added]
+            blocks = table + own
+            c.first_blocks[group, row] = first = match.firsts[group]
+            c.block_tables[group, row, : len(blocks)] = blocks
+            if fork_of < 0:
+                draft.write_table(group, row, first, blocks[first:])
+            else:  # the device copies the shared part of the table from the other row
+                draft.write_table(group, row, shared, own)
+            if match.partial:
+                draft.copy_block(match.partial[group], own[0])
+        c.num_blocks[row] = shared + num_added
+        published = shared if fork_of < 0 else min(shared, int(c.num_published[fork_of]))
         full = filled // limits.block_size
         tokens = request.held_token_ids[: full * limits.block_size]
-        self.cache.publish(request.root, tokens, blocks[:full], published, draft.step)
+        tables = self._tables(row, full)
+        self.tree.insert(request.root, tokens, tables, published, draft.step, request.digests)
         c.num_published[row] = max(full, published)
-        return len(blocks)
+        return shared + num_added
 
     # --- while running --------------------------------------------------------------------------
 
     def shortfall(self, rows: Int32Array, num_tokens: Int32Array) -> Int32Array:
-        """Blocks that each row lacks to hold `num_tokens` tokens."""
+        """Blocks that each row lacks, in each group, to hold `num_tokens` tokens."""
         need: Int32Array = self.blocks_for(num_tokens) - self.columns.num_blocks[rows]
         return need.clip(0)
 
+    def can_grow(self, need: Int32Array) -> bool:
+        return int(need.sum()) * self._num_groups <= self.pool.num_free
+
     def grow(self, draft: PlanDraft, rows: Int32Array, need: Int32Array) -> None:
-        """Append `need[i]` new blocks to the table of `rows[i]`."""
+        """Append `need[i]` new blocks to the tables of `rows[i]`."""
         total = int(need.sum())
         if not total:
             return
         c = self.columns
-        ids = np.array(self.pool.allocate(total), np.int32)
         rows_of = np.repeat(rows, need)
         first = np.repeat(np.cumsum(need) - need, need)
         indices = (c.num_blocks[rows_of] + np.arange(total) - first).astype(np.int32)
-        c.block_tables[0, rows_of, indices] = ids
+        for group in range(self._num_groups):
+            ids = np.array(self.pool.allocate(total), np.int32)
+            c.block_tables[group, rows_of, indices] = ids
+            draft.write_blocks(group, rows_of, indices, ids)
         c.num_blocks[rows] += need
-        draft.write_blocks(rows_of, indices, ids)
+
+    def free_behind_windows(self, rows: Int32Array) -> None:
+        """Free what no step from the next on reads. Steps in flight may still read it, and are done
+        with it before a later one writes there."""
+        c = self.columns
+        for group, window in self._windowed:
+            first = np.maximum(c.num_certain[rows] - window + 1, 0) // self.limits.block_size
+            moved = first > c.first_blocks[group, rows]
+            for row, stop in zip(rows[moved].tolist(), first[moved].tolist(), strict=True):
+                start = int(c.first_blocks[group, row])
+                self.pool.free(c.block_tables[group, row, start:stop][::-1].tolist())
+                c.first_blocks[group, row] = stop
+
+    def keeps(self, row: int, num_tokens: int) -> bool:
+        """Whether a row still has all that the token after its first `num_tokens` sees."""
+        return all(
+            self.columns.first_blocks[group, row] <= self.tree.first_needed(window, num_tokens)
+            for group, window in self._windowed
+        )
 
     def shrink(self, rows: Int32Array) -> None:
         """Free what rows hold beyond their computed tokens, which have become fewer."""
         c = self.columns
-        keep = self.blocks_for(c.num_computed[rows])
         if self.limits.reserves_max_length:
             return
+        keep = self.blocks_for(c.num_computed[rows])
         for row, count in zip(rows.tolist(), keep.tolist(), strict=True):
-            if count < c.num_blocks[row]:
-                blocks = c.block_tables[0, row, count : c.num_blocks[row]]
-                self.pool.free(blocks[::-1].tolist())
+            held = int(c.num_blocks[row])
+            if count < held:
+                for group in range(self._num_groups):
+                    self.pool.free(c.block_tables[group, row, count:held][::-1].tolist())
                 c.num_blocks[row] = count
 
     def publish_prompts(self, rows: Int32Array, by_row: list[Request | None]) -> None:
@@ -150,25 +211,37 @@ class KVBlocks:
             request = by_row[row]
             assert request is not None
             tokens = request.held_token_ids[: count * self.limits.block_size]
-            blocks = request.blocks[:count].tolist()
             start, step = int(c.num_published[row]), int(c.last_step[row])
-            self.cache.publish(request.root, tokens, blocks, start, step)
+            self.tree.insert(
+                request.root, tokens, self._tables(row, count), start, step, request.digests
+            )
             c.num_published[row] = count
+
+    def _tables(self, row: int, count: int) -> list[list[int]]:
+        """The first blocks of a row in each group, `NO_BLOCK` for those it has let go of."""
+        c = self.columns
+        tables: list[list[int]] = []
+        for group in range(self._num_groups):
+            first = min(int(c.first_blocks[group, row]), count)
+            tables.append([NO_BLOCK] * first + c.block_tables[group, row, first:count].tolist())
+        return tables
 
     # --- leaving --------------------------------------------------------------------------------
 
     def release(self, request: Request) -> None:
-        """Publish what can be found again, then free the blocks, deepest first."""
+        """Insert what can be found again, then free the blocks, deepest first."""
         c, row = self.columns, request.row
-        blocks: list[int] = request.blocks.tolist()
         filled = int(min(c.num_computed[row], c.num_known[row]))
-        self.cache.publish(
+        self.tree.insert(
             request.root,
             request.token_ids[:filled],
-            blocks[: self.limits.blocks_for(filled)],
+            self._tables(row, self.limits.blocks_for(filled)),
             int(c.num_published[row]),
             int(c.last_step[row]),
+            request.digests,
         )
-        self.pool.free(reversed(blocks))
+        for blocks in request.tables:
+            self.pool.free(blocks[::-1].tolist())
         c.num_blocks[row] = 0
+        c.first_blocks[:, row] = 0
         c.num_computed[row] = 0

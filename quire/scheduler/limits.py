@@ -17,6 +17,8 @@ class SchedulerLimits:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    windows: tuple[int | None, ...] = (None,)
+    """Of each KV group, how many tokens a query sees; None: all."""
     policy: str = "fcfs"
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
@@ -46,6 +48,22 @@ class SchedulerLimits:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def max_held_blocks(self, group: int) -> int | None:
+        """Most blocks of a sequence in a group with a window: those of the window and of the tokens
+        that one step computes."""
+        window = self.windows[group]
+        if window is None:
+            return None
+        return self.blocks_for(window + self.max_num_batched_tokens) + 1
+
+    def blocks_held(self, num_tokens: int) -> int:
+        """Most blocks of a sequence of so many tokens, in all groups."""
+        total, blocks = 0, self.blocks_for(num_tokens)
+        for group in range(len(self.windows)):
+            limit = self.max_held_blocks(group)
+            total += blocks if limit is None else min(blocks, limit)
+        return total
+
     def max_total(self, new: NewRequest) -> int:
         """Prompt and output tokens at which a request ends by length."""
         if new.params.max_tokens is None:
@@ -55,7 +73,7 @@ class SchedulerLimits:
     def check_fits(self, new: NewRequest) -> None:
         """Refuse a request that the cache or the rows could not hold even alone."""
         num_prompt, total = len(new.prompt_token_ids), self.max_total(new)
-        need = self.blocks_for(total) * max(new.beam_width, 1)
+        need = self.blocks_held(total) * max(new.beam_width, 1)
         if need > self.num_blocks:
             raise RequestError(
                 f"request {new.request_id!r} can never fit: {num_prompt} prompt tokens and up to "

@@ -21,8 +21,10 @@ class PrefixGroups:
     """Kept until somebody joins or leaves: leading blocks are shared from a row's first step on,
     and never change while it runs."""
 
-    def __init__(self, columns: Columns, block_size: int) -> None:
+    def __init__(self, columns: Columns, block_size: int, group: int) -> None:
+        """Blocks are compared in the tables of one KV group, which keeps all of them."""
         self.columns = columns
+        self._table = columns.block_tables[group]
         self.block_size = block_size
         self._running: Int32Array | None = None
         self._group_of = np.full(len(columns.running), -1, np.int32)
@@ -39,7 +41,7 @@ class PrefixGroups:
     def _find(self, running: Int32Array) -> None:
         self._running = running
         computed = self.columns.num_computed[running] // self.block_size
-        groups = best_groups(self.columns.block_tables[0], running, computed)
+        groups = best_groups(self._table, running, computed)
         saved = sum((len(rows) - 1) * blocks for rows, blocks in groups) * self.block_size
         if saved < MIN_SAVED_TOKENS:
             groups = []

@@ -10,7 +10,7 @@ import numpy as np
 
 from quire.protocol.output import FinishedSequence
 from quire.protocol.plan import AddedRow, BoolArray, Int32Array, Int64Array
-from quire.protocol.request import NewRequest
+from quire.protocol.request import MediaSpan, NewRequest
 from quire.protocol.sampling import SamplingParams
 from quire.protocol.seeds import derive_seed
 
@@ -33,7 +33,9 @@ class Columns:
     counts the tokens whose ids the host has.
     """
 
-    def __init__(self, max_rows: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self, max_rows: int, max_model_len: int, block_size: int, num_groups: int = 1
+    ) -> None:
         max_blocks = -(-max_model_len // block_size)
         self.block_size = block_size
 
@@ -44,7 +46,7 @@ class Columns:
             return np.zeros(max_rows, np.bool_)
 
         self.token_ids: Int32Array = np.zeros((max_rows, max_model_len), np.int32)
-        self.block_tables: Int32Array = np.zeros((1, max_rows, max_blocks), np.int32)
+        self.block_tables: Int32Array = np.zeros((num_groups, max_rows, max_blocks), np.int32)
         self.epoch = ints()
         """Bumped when a row changes hands, so that late results find nobody."""
         self.running = flags()
@@ -61,7 +63,12 @@ class Columns:
         """Prompt and output tokens at which the request ends by length."""
         self.min_total = ints()
         """No stop token ends the request before it has this many tokens."""
+        self.num_certain = ints()
+        """Computed tokens less those in flight that may be rejected."""
         self.num_blocks = ints()
+        """Length of a row's tables, the same in all groups."""
+        self.first_blocks: Int32Array = np.zeros((num_groups, max_rows), np.int32)
+        """Of each group, the first block that the row still holds."""
         self.num_held_blocks = ints()
         """Blocks full of tokens that the request came with, and how many of them are published."""
         self.num_published = ints()
@@ -97,7 +104,7 @@ class Columns:
         self.num_prompt[row] = request.num_prompt
         self.num_known[row] = num_known
         self.num_tokens[row] = num_tokens
-        self.num_computed[row] = num_cached + num_new
+        self.num_computed[row] = self.num_certain[row] = num_cached + num_new
         self.computed_before[row] = num_cached
         self.last_step[row] = self.first_step[row] = step
         self.max_total[row] = request.max_total
@@ -158,6 +165,8 @@ class Request:
     columns: Columns
     held_token_ids: Int32Array
     """Its known tokens while it has no row."""
+    digests: dict[int, bytes] = field(default_factory=dict)
+    """Block index -> digest of the media whose placeholders lie in the block."""
     row: int = -1
     status: Status = Status.WAITING
     finish_reason: str | None = None
@@ -208,9 +217,14 @@ class Request:
         return int(num_tokens) - self.num_prompt
 
     @property
-    def blocks(self) -> Int32Array:
-        """Its block table, shallowest first."""
-        return self.columns.block_tables[0, self.row, : self.columns.num_blocks[self.row]]
+    def tables(self) -> list[Int32Array]:
+        """Blocks that it holds in each group, shallowest first."""
+        c, row = self.columns, self.row
+        end = c.num_blocks[row]
+        return [
+            table[first:end]
+            for table, first in zip(c.block_tables[:, row], c.first_blocks[:, row], strict=True)
+        ]
 
     def added_row(self, row: int, num_computed: int, fork_of: int) -> AddedRow:
         """What the device must know of it."""
@@ -264,6 +278,20 @@ class Request:
         self.row = -1
 
 
+def media_digests(media: tuple[MediaSpan, ...], block_size: int) -> dict[int, bytes]:
+    """Block index -> what tells the block from others with the same placeholder tokens: which
+    media, and which part of each."""
+    digests: dict[int, bytes] = {}
+    for span in media:
+        last = (span.start + span.length - 1) // block_size
+        for block in range(span.start // block_size, last + 1):
+            part = span.start - block * block_size
+            digests[block] = (
+                digests.get(block, b"") + part.to_bytes(8, "little", signed=True) + span.digest
+            )
+    return digests
+
+
 def make_sequences(
     new: NewRequest,
     *,
@@ -276,6 +304,7 @@ def make_sequences(
     """The `n` sequences of a request; `unseeded` is its seed if it brings none."""
     seed = unseeded if new.params.seed is None else new.params.seed
     eos = () if new.params.ignore_eos else new.eos_token_ids
+    digests = media_digests(new.media, columns.block_size)
     sequences = [
         Request(
             key=new.key + i,
@@ -287,6 +316,7 @@ def make_sequences(
             stop_ids=(*eos, *(new.params.stop_token_ids or ())),
             rank=rank,
             root=root,
+            digests=digests,
             columns=columns,
             held_token_ids=new.prompt_token_ids,
         )

@@ -28,10 +28,10 @@ from quire.scheduler.pace import Pace
 from quire.scheduler.pause import Pause
 from quire.scheduler.policy import rank_function
 from quire.scheduler.prefill_budget import PrefillBudget
-from quire.scheduler.prefix_cache import chain_root
 from quire.scheduler.prefix_groups import PrefixGroups
 from quire.scheduler.progress import ProgressReports
 from quire.scheduler.queue import WaitingQueue
+from quire.scheduler.radix_tree import chain_root
 from quire.scheduler.request import Columns, Request, Status, make_sequences
 from quire.scheduler.results import AcceptedTokens, accept, collect_output
 from quire.scheduler.speculation import Speculation
@@ -44,11 +44,14 @@ class Scheduler:
         self.max_step_tokens = limits.max_num_batched_tokens
         """Most tokens in a step; less than the limit while memory is short."""
         self.metrics = metrics or EngineMetrics()
-        self.columns = Columns(limits.max_num_seqs, limits.max_model_len, limits.block_size)
-        self.kv = KVBlocks(limits, self.columns)
-        self.prefix_groups = (
-            PrefixGroups(self.columns, limits.block_size) if limits.groups_prefixes else None
+        self.columns = Columns(
+            limits.max_num_seqs, limits.max_model_len, limits.block_size, len(limits.windows)
         )
+        self.kv = KVBlocks(limits, self.columns)
+        self.prefix_groups: PrefixGroups | None = None
+        if limits.groups_prefixes:
+            full = limits.windows.index(None)
+            self.prefix_groups = PrefixGroups(self.columns, limits.block_size, full)
         self.speculation = Speculation(self.columns)
         self.pace = Pace()
         self.prefill_budget = PrefillBudget(limits.target_itl_s, limits.graph_tokens)
@@ -191,6 +194,7 @@ class Scheduler:
     def _continue_running(self, draft: PlanDraft) -> None:
         """Let running requests catch up, preempting the last in rank while blocks are short."""
         c = self.columns
+        self.kv.free_behind_windows(self.ranked_rows())
         while True:
             rows = self.ranked_rows()
             if not len(rows):
@@ -205,7 +209,7 @@ class Scheduler:
                 want += np.where(catches_up, self.speculation.drafts(rows), 0)
             grant = np.clip(draft.budget - (np.cumsum(want) - want), 0, want).astype(np.int32)
             need = self.kv.shortfall(rows, c.num_computed[rows] + grant)
-            if int(need.sum()) <= self.kv.pool.num_free:
+            if self.kv.can_grow(need):
                 break
             self._preempt(int(rows[-1]), draft)
         self.kv.grow(draft, rows, need)
@@ -249,6 +253,7 @@ class Scheduler:
         c.num_computed[rows] += counts
         samples = np.where(counts >= missing, counts - missing + 1, 0).astype(np.int32)
         c.num_tokens[rows] += np.where(c.host_chooses[rows], 0, samples)
+        c.num_certain[rows] += counts - np.maximum(samples - 1, 0)
         c.has_sampled[rows] |= samples > 0
         c.in_flight[rows] += 1
         if len(self.tenants) > 1:
@@ -305,7 +310,9 @@ class Scheduler:
         c, samples = self.columns, plan.samples
         rows = plan.rows[samples]
         rejected = plan.num_samples[samples] - result.counts
-        given = live[samples] & c.running[rows] & (rejected > 0)
+        given = live[samples] & c.running[rows]
+        c.num_certain[rows[given]] += result.counts[given] - 1
+        given &= rejected > 0
         rows, rejected = rows[given], rejected[given]
         c.num_tokens[rows] -= rejected
         c.num_computed[rows] -= rejected
@@ -355,7 +362,8 @@ class Scheduler:
         assert request.num_prompt <= num_tokens <= c.num_known[row]
         c.num_known[row] = c.num_tokens[row] = num_tokens
         c.num_computed[row] = min(c.num_computed[row], num_tokens - 1)
-        if num_tokens < len(request.held_token_ids):
+        c.num_certain[row] = c.num_computed[row]
+        if num_tokens < len(request.held_token_ids) or not self.kv.keeps(row, num_tokens - 1):
             # Blocks of tokens that it came with are findable: it must not write to them.
             self.requeue(request)
             return
@@ -462,7 +470,7 @@ class Scheduler:
     # --- maintenance ----------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> None:
-        self.kv.cache.reset()
+        self.kv.tree.reset()
 
     def check_books(self) -> None:
         check_books(self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
@@ -21,11 +21,19 @@ from quire.protocol.sampling import SamplingParams
 from quire.protocol.seeds import derive_seed
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.request import Status
-from tests.engine.toy import InjectedError, ToyExecutor, entries_of, next_token, ranked_tokens
+from tests.engine.toy import (
+    InjectedError,
+    ToyExecutor,
+    Windows,
+    context_of,
+    next_token,
+    ranked_tokens,
+)
 
 VOCAB = 23
 EOS = 0
 MAX_LEN = 40
+WINDOWS: tuple[Windows, ...] = ((None,), (None,), (None, 5), (3,), (9,), (None, 2, 9))
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,8 @@ class Setting:
     threshold: int
     failing: frozenset[int]
     num_drafts: int = 0
+    windows: Windows = (None,)
+    """Of each KV group."""
 
 
 prefixes = st.sampled_from([(), (1, 2, 3), (1, 2, 3, 4, 5, 6, 7, 8, 9), (5,) * 13])
@@ -96,28 +106,35 @@ def engine_settings(draw: st.DrawFn) -> Setting:
         threshold=draw(st.sampled_from([0, 0, 5])),
         failing=draw(st.frozensets(st.integers(0, 30), max_size=2)),
         num_drafts=draw(st.sampled_from([0, 0, 1, 2, 5])),
+        windows=draw(st.sampled_from(WINDOWS)),
     )
 
 
 def build(setting: Setting, work: list[Job]) -> EngineCore:
-    largest = max(
-        -(-min(len(job.prompt) + job.max_tokens, MAX_LEN) // setting.block_size)
-        * max(job.beam_width, 1)
-        for job in work
-    )
-    num_blocks = largest + setting.spare_blocks
-    executor = ToyExecutor(
-        num_blocks, setting.block_size, VOCAB, setting.failing, setting.num_drafts
-    )
     limits = SchedulerLimits(
-        num_blocks=num_blocks,
+        num_blocks=1,
         block_size=setting.block_size,
         max_model_len=MAX_LEN,
         max_num_seqs=setting.max_num_seqs,
         max_num_batched_tokens=setting.budget,
+        windows=setting.windows,
         policy=setting.policy,
         enable_prefix_caching=setting.caching,
         long_prefill_token_threshold=setting.threshold,
+    )
+    largest = max(
+        limits.blocks_held(min(len(job.prompt) + job.max_tokens, MAX_LEN)) * max(job.beam_width, 1)
+        for job in work
+    )
+    num_blocks = largest + setting.spare_blocks
+    limits = replace(limits, num_blocks=num_blocks)
+    executor = ToyExecutor(
+        num_blocks,
+        setting.block_size,
+        VOCAB,
+        setting.failing,
+        setting.num_drafts,
+        setting.windows,
     )
     clock = iter(range(1_000_000))
     core = EngineCore(executor, limits, setting.steps_in_flight, clock=lambda: next(clock))
@@ -189,6 +206,7 @@ def drive(core: EngineCore, work: list[Job]) -> dict[int, FinishedSequence]:
         output = core.step()
         core.scheduler.check_books()
         check_steps_in_flight(core)
+        check_windows(core)
         for key, token in zip(output.keys.tolist(), output.tokens.tolist(), strict=True):
             assert key not in ended, "no token after the end"
             streamed.setdefault(key, []).append(token)
@@ -227,21 +245,36 @@ def check_steps_in_flight(core: EngineCore) -> None:
     assert columns.in_flight[held].tolist() == counts[held].tolist()
 
 
-def reference_tokens(prompt: tuple[int, ...], max_tokens: int, seed: int) -> list[int]:
+def check_windows(core: EngineCore) -> None:
+    """Where nothing is rejected, a sequence holds the window and what one step computes."""
+    if core.scheduler.speculation.num_drafts:
+        return
+    for request in core.scheduler.by_row:
+        if request is not None and request.status is Status.RUNNING:
+            for group, table in enumerate(request.tables):
+                most = core.scheduler.limits.max_held_blocks(group)
+                assert most is None or len(table) <= most
+
+
+def reference_tokens(
+    prompt: tuple[int, ...], max_tokens: int, seed: int, windows: Windows
+) -> list[int]:
     tokens = list(prompt)
     while True:
-        tokens.append(next_token(entries_of(tokens), seed, VOCAB))
+        tokens.append(next_token(context_of(tokens, windows), seed, VOCAB))
         made = len(tokens) - len(prompt)
         if tokens[-1] == EOS or made == max_tokens or len(tokens) == MAX_LEN:
             return tokens[len(prompt) :]
 
 
-def reference_beams(prompt: tuple[int, ...], width: int, max_tokens: int) -> list[list[int]]:
+def reference_beams(
+    prompt: tuple[int, ...], width: int, max_tokens: int, windows: Windows
+) -> list[list[int]]:
     live, ended = [(0.0, list(prompt))], []
     for _ in range(min(max_tokens, MAX_LEN - len(prompt))):
         found = []
         for logprob, tokens in live:
-            ids, values = ranked_tokens(entries_of(tokens), VOCAB, 2 * width)
+            ids, values = ranked_tokens(context_of(tokens, windows), VOCAB, 2 * width)
             for token, value in zip(ids, values, strict=True):
                 value = float(np.float32(value))
                 if token == EOS:
@@ -265,10 +298,12 @@ def check_outputs(setting: Setting, work: list[Job]) -> None:
                 if sequence.finish_reason != "abort":
                     assert sequence.beams is not None
                     found = [beam.token_ids for beam in sequence.beams]
-                    assert found == reference_beams(job.prompt, job.beam_width, job.max_tokens)
+                    assert found == reference_beams(
+                        job.prompt, job.beam_width, job.max_tokens, setting.windows
+                    )
                 continue
             seed = derive_seed(i, child)
-            expected = reference_tokens(job.prompt, job.max_tokens, seed)
+            expected = reference_tokens(job.prompt, job.max_tokens, seed, setting.windows)
             if sequence.finish_reason == "abort":
                 assert tokens == expected[: len(tokens)]
             else:
@@ -328,6 +363,7 @@ def crowd(random: Random) -> tuple[Setting, list[Job]]:
         threshold=random.choice([0, 0, 5]),
         failing=frozenset(random.sample(range(25), random.choice([0, 1, 2]))),
         num_drafts=random.choice([0, 1, 4]),
+        windows=random.choice(WINDOWS),
     )
     work = []
     for _ in range(random.randint(2, 6)):

@@ -11,7 +11,7 @@ import pytest
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams
 from quire.scheduler.block_pool import BlockPool
-from quire.scheduler.prefix_cache import PrefixCache, block_hash, chain_root
+from quire.scheduler.radix_tree import RadixTree, chain_hash, chain_root
 from tests.engine.driver import Engine, numbers
 
 
@@ -125,7 +125,7 @@ def test_a_hash_covers_everything_before_it() -> None:
 def test_names_of_blocks_last() -> None:
     """Parts of a root are told apart, and names are the same in every process and release."""
     assert chain_root("ab", "c") != chain_root("a", "bc")
-    name = block_hash(chain_root("model", ""), _ids(0, 4))
+    name = chain_hash(chain_root("model", ""), _ids(0, 4))
     assert name.hex() == "1bb809580f41c57e8b272f612a37d928"
 
 
@@ -143,7 +143,7 @@ def test_reset_forgets_all_prefixes_also_in_mid_run() -> None:
     assert engine.cached(late) == 0
     assert {running, late} == set(engine.ended)
     engine.core.scheduler.reset_prefix_cache()
-    assert len(engine.core.scheduler.kv.cache) == 0
+    assert len(engine.core.scheduler.kv.tree) == 0
     last = engine.add(numbers(20))
     engine.finish()
     assert engine.cached(last) == 0
@@ -156,7 +156,7 @@ def test_without_caching_nothing_is_shared_between_requests() -> None:
     keys.append(engine.add(numbers(20)))
     engine.finish()
     assert [engine.cached(key) for key in keys] == [0, 0, 0]
-    assert len(engine.core.scheduler.kv.cache) == 0
+    assert len(engine.core.scheduler.kv.tree) == 0
 
 
 def test_skip_reading_prefix_cache() -> None:
@@ -188,11 +188,11 @@ def test_sequences_of_one_prompt_share_its_blocks(caching: bool) -> None:
 
 def test_blocks_nobody_can_find_go_first_then_the_least_recently_used() -> None:
     pool = BlockPool(6)
-    cache = PrefixCache(pool, 4)
+    tree = RadixTree(pool, 4)
     blocks = pool.allocate(6)
     root = chain_root("m")
     for block in (blocks[0], blocks[1], blocks[4]):
-        cache.publish(root, _ids(10 * block, 10 * block + 4), [block], 0, step=0)
+        tree.insert(root, _ids(10 * block, 10 * block + 4), [[block]], 0, step=0)
     pool.free([blocks[4]])
     pool.free([blocks[0], blocks[2]])
     pool.free([blocks[1]])
@@ -200,7 +200,7 @@ def test_blocks_nobody_can_find_go_first_then_the_least_recently_used() -> None:
     taken = [pool.allocate(1)[0] for _ in range(6)]
     assert set(taken[:3]) == {blocks[2], blocks[3], blocks[5]}
     assert taken[3:] == [blocks[4], blocks[0], blocks[1]]
-    assert len(cache) == 0 and not any(pool.cached)
+    assert len(tree) == 0 and not any(pool.cached)
 
 
 def test_a_shared_block_is_used_until_its_last_owner_leaves() -> None:

@@ -1,8 +1,9 @@
 """A toy executor: its KV cache stores what it computed, its next token hashes what it reads.
 
-The entry of a position is a hash of its token and of the entry before it, read through the block
-table, as the KV of a real model depends on the whole prefix. The next token hashes all entries of
-the context. So any wrong, stale, doubly used or uncomputed block changes the output.
+The entry of a position is a hash of its token, of the entry before it and of the first one that it
+sees, read through the block table, as the KV of a real model depends on the whole prefix. The next
+token hashes all entries of the context, in a KV group with a window those of the last window. So
+any wrong, stale, doubly used or uncomputed block changes the output.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from quire.protocol.plan import (
     TokenMasks,
 )
 from quire.protocol.snapshot import DeviceMemory
+
+Windows = tuple[int | None, ...]
 
 UNWRITTEN = -7
 NO_DRAFT = -3
@@ -60,12 +63,27 @@ def next_token(entries: list[int], seed: int, vocab: int) -> int:
     return mix(mix(*entries), seed, len(entries)) % vocab
 
 
-def entries_of(tokens: list[int]) -> list[int]:
-    """What a correct KV cache holds for these tokens."""
+def entries_of(tokens: list[int], window: int | None = None) -> list[int]:
+    """What a correct KV cache holds for these tokens, in a group with this window."""
     entries: list[int] = []
-    for token in tokens:
-        entries.append(mix(entries[-1] if entries else 0, token))
+    for position, token in enumerate(tokens):
+        first = first_seen(position, window)
+        before = entries[-1] if position > first else 0
+        entries.append(mix(before, entries[first] if position > first else 0, token))
     return entries
+
+
+def first_seen(position: int, window: int | None) -> int:
+    return 0 if window is None else max(position - window + 1, 0)
+
+
+def context_of(tokens: list[int], windows: Windows = (None,)) -> list[int]:
+    """What the last of these tokens sees, in all groups."""
+    return [
+        entry
+        for window in windows
+        for entry in entries_of(tokens, window)[first_seen(len(tokens) - 1, window) :]
+    ]
 
 
 @dataclass
@@ -73,7 +91,8 @@ class ToyRow:
     added: AddedRow
     tokens: list[int]
     num_computed: int
-    table: list[int] = field(default_factory=list)
+    tables: list[dict[int, int]]
+    """Of each KV group: block index -> block."""
     drafts: list[int] = field(default_factory=list)
     states: list[int] = field(default_factory=list)
     """What was computed since the row was added: a hidden state is its entry's last digits."""
@@ -106,6 +125,7 @@ class ToyExecutor:
         vocab: int,
         failing_steps: frozenset[int] = frozenset(),
         num_drafts: int = 0,
+        windows: Windows = (None,),
     ) -> None:
         """After each sample `num_drafts` tokens are proposed, some of them wrong."""
         self.num_blocks = num_blocks
@@ -115,6 +135,7 @@ class ToyExecutor:
         self.rows: dict[int, ToyRow] = {}
         self.failing_steps = failing_steps
         self.num_drafts = num_drafts
+        self.windows = windows
         self.num_tokens_computed = 0
         self._plan: StepPlan | None = None
         self.is_down = False
@@ -135,15 +156,14 @@ class ToyExecutor:
             self._cut(self.rows[row], length)
         for row, token in zip(plan.append_rows.tolist(), plan.append_tokens.tolist(), strict=True):
             self.rows[row].tokens.append(token)
-        for row, index, block in zip(
+        for row, group, index, block in zip(
             plan.block_rows.tolist(),
+            plan.block_groups.tolist(),
             plan.block_indices.tolist(),
             plan.block_ids.tolist(),
             strict=True,
         ):
-            table = self.rows[row].table
-            require(index <= len(table), "table entries arrive in order")
-            table[index:] = [block]  # what was beyond it had been booked and given back
+            self.rows[row].tables[group][index] = block
         sources, targets = plan.copy_sources.tolist(), plan.copy_targets.tolist()
         require(not set(sources) & set(targets), "no block is both source and target of copies")
         self.kv[plan.copy_targets] = self.kv[plan.copy_sources]
@@ -151,30 +171,45 @@ class ToyExecutor:
             self._compute(self.rows[row], count)
 
     def _add(self, added: AddedRow) -> None:
-        tokens, table = added.token_ids.tolist(), []
+        tokens = added.token_ids.tolist()
+        tables: list[dict[int, int]] = [{} for _ in self.windows]
         if added.fork_of >= 0:
             parent = self.rows[added.fork_of]
             forked = added.num_forked_tokens
             require(tokens[:forked] == parent.tokens[:forked], "a fork begins as its parent does")
-            table = parent.table[: added.num_forked_tokens // self.block_size]
-        self.rows[added.row] = ToyRow(added, tokens, added.num_computed_tokens, table)
+            shared = range(added.num_forked_tokens // self.block_size)
+            tables = [{i: table[i] for i in shared if i in table} for table in parent.tables]
+        self.rows[added.row] = ToyRow(added, tokens, added.num_computed_tokens, tables)
 
     def _cut(self, row: ToyRow, length: int) -> None:
         require(0 < length <= len(row.tokens), "a row is cut back to tokens it has")
         row.tokens, row.drafts = row.tokens[:length], []
         row.num_computed = min(row.num_computed, length - 1)
 
-    def _entry(self, row: ToyRow, position: int) -> int:
-        block = row.table[position // self.block_size]
+    def _entry(self, row: ToyRow, group: int, position: int) -> int:
+        block = row.tables[group][position // self.block_size]
         return int(self.kv[block, position % self.block_size])
 
+    def _context(self, row: ToyRow, num_tokens: int) -> list[int]:
+        """What the last of a row's first `num_tokens` tokens sees."""
+        return [
+            self._entry(row, group, position)
+            for group, window in enumerate(self.windows)
+            for position in range(first_seen(num_tokens - 1, window), num_tokens)
+        ]
+
     def _compute(self, row: ToyRow, count: int) -> None:
+        known = row.tokens + row.drafts
         for position in range(row.num_computed, row.num_computed + count):
-            before = self._entry(row, position - 1) if position else 0
-            block = row.table[position // self.block_size]
-            known = row.tokens + row.drafts
-            entry = mix(before, known[position] if position < len(known) else NO_DRAFT)
-            self.kv[block, position % self.block_size] = entry
+            token = known[position] if position < len(known) else NO_DRAFT
+            for group, window in enumerate(self.windows):
+                first, before, oldest = first_seen(position, window), 0, 0
+                if position > first:
+                    before = self._entry(row, group, position - 1)
+                    oldest = self._entry(row, group, first)
+                block = row.tables[group][position // self.block_size]
+                entry = mix(before, oldest, token)
+                self.kv[block, position % self.block_size] = entry
             row.states.append(entry % 1000)
         row.num_computed += count
         self.num_tokens_computed += count
@@ -213,10 +248,9 @@ class ToyExecutor:
 
     def _verify(self, row: ToyRow, num_samples: int) -> list[int]:
         """Tokens sampled after the known ones and after each draft, while drafts agree."""
-        entries = [self._entry(row, p) for p in range(row.num_computed)]
         accepted: list[int] = []
         for i in range(num_samples):
-            context = entries[: len(row.tokens) + i]
+            context = self._context(row, len(row.tokens) + i)
             accepted.append(next_token(context, row.added.seed, self.vocab))
             if i >= len(row.drafts) or row.drafts[i] != accepted[-1]:
                 break
@@ -225,12 +259,12 @@ class ToyExecutor:
     def _candidates(
         self, row: ToyRow, accepted: list[int], place: int
     ) -> list[tuple[int, int, list[int], list[float]]]:
-        entries = [self._entry(row, p) for p in range(row.num_computed)]
+        count, num_tokens = row.added.num_logprobs, len(row.tokens)
         return [
             (
                 place + i,
                 token,
-                *ranked_tokens(entries[: len(row.tokens) + i], self.vocab, row.added.num_logprobs),
+                *ranked_tokens(self._context(row, num_tokens + i), self.vocab, count),
             )
             for i, token in enumerate(accepted)
         ]
@@ -240,7 +274,7 @@ class ToyExecutor:
         tokens = list(row.tokens)
         row.drafts = []
         for _ in range(self.num_drafts):
-            token = next_token(entries_of(tokens), row.added.seed, self.vocab)
+            token = next_token(context_of(tokens, self.windows), row.added.seed, self.vocab)
             if mix(row.added.seed, len(tokens), -1) % 3 == 0:
                 token = (token + 1) % self.vocab
             row.drafts.append(token)

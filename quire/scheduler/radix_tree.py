@@ -1,0 +1,459 @@
+"""`RadixTree`: finds blocks whose KV a prompt can reuse, whole or in part.
+
+A node holds consecutive blocks of one sequence; sequences that part have a node each below the one
+that they share. An edge is keyed by the tokens of the node's first block and by the digests of the
+media in it. A node has a block in each KV group, or none where that block was reused: a group with
+a window needs the blocks of the last window only, and the tree stays whole without the others.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from itertools import chain, islice
+from typing import NamedTuple
+
+import numpy as np
+
+from quire.protocol.plan import Int32Array
+from quire.scheduler.block_pool import BlockPool
+
+HASH_BYTES = 16
+MAX_PARTIAL_CANDIDATES = 16  # newest nodes compared when a prompt diverges inside a block
+NO_BLOCK = -1
+
+Digests = Mapping[int, bytes]
+"""Block index -> digest of the media whose placeholder tokens lie in it."""
+
+
+def chain_root(*parts: str) -> bytes:
+    """Root of a hash chain. Every part that changes the KV of equal tokens belongs here."""
+    digest = blake2b(digest_size=HASH_BYTES)
+    for part in parts:
+        data = part.encode(errors="surrogatepass")
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.digest()
+
+
+def chain_hash(parent: bytes, token_ids: Int32Array, digest: bytes = b"") -> bytes:
+    """Name of a block: equal names mean equal content from the first token on."""
+    return blake2b(token_ids.tobytes() + digest, digest_size=HASH_BYTES, key=parent).digest()
+
+
+def common_prefix(a: Int32Array, b: Int32Array) -> int:
+    """Length of the longest common prefix of two token arrays."""
+    length = min(len(a), len(b))
+    differs = a[:length] != b[:length]
+    first = int(differs.argmax()) if length else 0
+    return first if length and differs[first] else length
+
+
+def _agreement(a: list[int], b: list[int]) -> int:
+    """`common_prefix` of short lists that mostly differ early."""
+    length = 0
+    for one, other in zip(a, b, strict=False):
+        if one != other:
+            break
+        length += 1
+    return length
+
+
+class PrefixMatch(NamedTuple):
+    """A reusable prefix: whole blocks to share and, beyond them, part of one block to copy."""
+
+    blocks: list[list[int]]
+    """Of each group."""
+    firsts: list[int]
+    """Of each group, where the blocks begin that the next token sees; those before are not used."""
+    num_tokens: int
+    partial: list[int]
+    """A block of each group, or nothing."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Whole blocks, in each group."""
+        return len(self.blocks[0])
+
+    def held(self) -> Iterator[int]:
+        """All blocks to share."""
+        return chain.from_iterable(
+            table[first:] for table, first in zip(self.blocks, self.firsts, strict=True)
+        )
+
+
+class Node:
+    """Blocks that follow each other. The last may be filled in part."""
+
+    __slots__ = (
+        "blocks",
+        "by_token",
+        "children",
+        "digests",
+        "name",
+        "parent",
+        "steps",
+        "token_ids",
+    )
+
+    def __init__(self, parent: Node | None, token_ids: Int32Array, num_groups: int) -> None:
+        self.parent = parent
+        self.token_ids = token_ids
+        self.blocks: list[list[int]] = [[] for _ in range(num_groups)]
+        """Of each group."""
+        self.steps: list[int] = []
+        """The step that writes each block's last token; from the next on it may be copied."""
+        self.digests: dict[int, bytes] = {}
+        self.children: dict[bytes, Node] = {}
+        """By the first block, where that is full."""
+        self.by_token: dict[int, dict[Node, None]] = {}
+        """All children by their first token, in order of insertion."""
+        self.name = b""
+        """Chain root, of a root node."""
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.steps)
+
+    def matching(self, token_ids: Int32Array, digests: Digests, start: int, size: int) -> int:
+        """How many of its blocks hold the beginning of `token_ids`, whose blocks count from
+        `start`."""
+        count = common_prefix(self.token_ids, token_ids) // size
+        if self.digests or digests:
+            for i in range(count):
+                if self.digests.get(i, b"") != digests.get(start + i, b""):
+                    return i
+        return count
+
+
+class RadixTree:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        enabled: bool = True,
+        windows: Sequence[int | None] = (None,),
+    ) -> None:
+        """`windows` has an entry for each KV group."""
+        self.pool = pool
+        self.block_size = block_size
+        self.enabled = enabled
+        self.windows = tuple(windows)
+        self._roots: dict[bytes, Node] = {}
+        self._node_of: list[Node | None] = [None] * pool.num_blocks
+        # Where in its node a block is.
+        self._group_of = array("i", bytes(4 * pool.num_blocks))
+        self._index_of = array("i", bytes(4 * pool.num_blocks))
+        pool.on_evict = self.evict
+
+    def __len__(self) -> int:
+        return sum(node is not None for node in self._node_of)
+
+    # --- matching -------------------------------------------------------------------------------
+
+    def match(
+        self, root: bytes, token_ids: Int32Array, step: int, digests: Digests | None = None
+    ) -> PrefixMatch:
+        """Longest reusable prefix of `token_ids` for a plan of the given step."""
+        if not self.enabled:
+            return self.bounded([[] for _ in self.windows], 0)
+        digests = digests or {}
+        path = self._walk(root, token_ids, digests)
+        tables: list[list[int]] = [[] for _ in self.windows]
+        for node, count in path:
+            for table, blocks in zip(tables, node.blocks, strict=True):
+                table += blocks[:count]
+        found = len(tables[0])
+        num_blocks = self._longest_whole(tables)
+        partial: list[int] = []
+        extra = 0
+        if num_blocks == found:
+            rest = token_ids[found * self.block_size :]
+            partial, extra = self._match_inside(root, path, rest, digests.get(found, b""), step)
+        num_tokens = num_blocks * self.block_size + extra
+        return self.bounded([table[:num_blocks] for table in tables], num_tokens, partial)
+
+    def bounded(
+        self, tables: list[list[int]], num_tokens: int, partial: Sequence[int] = ()
+    ) -> PrefixMatch:
+        """These blocks, as far as the token after the first `num_tokens` sees them."""
+        firsts = [
+            min(self.first_needed(window, num_tokens), len(table))
+            for table, window in zip(tables, self.windows, strict=True)
+        ]
+        return PrefixMatch(tables, firsts, num_tokens, list(partial))
+
+    def first_needed(self, window: int | None, num_tokens: int) -> int:
+        """First block that the token after the first `num_tokens` sees; it sees itself too."""
+        return 0 if window is None else max(num_tokens - window + 1, 0) // self.block_size
+
+    def _longest_whole(self, tables: list[list[int]]) -> int:
+        """Most leading blocks of which no group lacks one that the next token sees."""
+        longest = len(tables[0])
+        while True:
+            shorter = longest
+            for table, window in zip(tables, self.windows, strict=True):
+                first = self.first_needed(window, longest * self.block_size)
+                # What is missing is missing for every shorter prefix that does not end before it.
+                if NO_BLOCK in table[first:longest]:
+                    shorter = min(shorter, table.index(NO_BLOCK, first, longest))
+            if shorter == longest:
+                return longest
+            longest = shorter
+
+    def _walk(self, root: bytes, token_ids: Int32Array, digests: Digests) -> list[tuple[Node, int]]:
+        """Nodes that hold the beginning of `token_ids`, and how many blocks of each; all of every
+        node but the last."""
+        size, node, start = self.block_size, self._roots.get(root), 0
+        path: list[tuple[Node, int]] = []
+        while node is not None and (start + 1) * size <= len(token_ids):
+            rest = token_ids[start * size :]
+            child = node.children.get(rest[:size].tobytes() + digests.get(start, b""))
+            if child is None:
+                break
+            count = child.matching(rest, digests, start, size)
+            path.append((child, count))
+            start += count
+            node = child if count == child.num_blocks else None
+        return path
+
+    def _match_inside(
+        self,
+        root: bytes,
+        path: list[tuple[Node, int]],
+        rest: Int32Array,
+        digest: bytes,
+        step: int,
+    ) -> tuple[list[int], int]:
+        """The block after those of a walk that agrees longest with `rest`, and how long."""
+        size = self.block_size
+        tokens = rest[:size].tolist()
+        best: list[int] = []
+        best_length = 0
+        if not tokens:
+            return best, best_length
+        node, at = path[-1] if path else (self._roots.get(root), 0)
+        candidates: Iterable[Node]
+        if node is not None and path and at < node.num_blocks:
+            candidates = (node,)
+        else:
+            at = 0
+            siblings = node.by_token.get(tokens[0], {}) if node is not None else {}
+            candidates = islice(reversed(siblings), MAX_PARTIAL_CANDIDATES)
+        for one in candidates:
+            blocks = [table[at] for table in one.blocks]
+            if (
+                one.steps[at] < step
+                and NO_BLOCK not in blocks
+                and one.digests.get(at, b"") == digest
+            ):
+                held = one.token_ids[at * size : (at + 1) * size].tolist()
+                length = _agreement(held, tokens)
+                if length > best_length:
+                    best, best_length = blocks, length
+        return best, best_length
+
+    # --- inserting ------------------------------------------------------------------------------
+
+    def insert(
+        self,
+        root: bytes,
+        token_ids: Int32Array,
+        tables: Sequence[Sequence[int]],
+        start: int,
+        step: int,
+        digests: Digests | None = None,
+    ) -> None:
+        """Make the blocks from `start` on findable; those before were found or inserted earlier.
+
+        Each group's table holds `token_ids` from the first on, with `NO_BLOCK` where the group has
+        let go; the last block may be filled in part.
+        """
+        size, digests = self.block_size, digests or {}
+        if not self.enabled or len(token_ids) <= start * size:
+            return
+        path = self._walk(root, token_ids, digests)
+        known = sum(count for _, count in path)
+        if known < start:
+            return  # what comes before was forgotten
+        self._fill_gaps(path, tables, start, step)
+        rest = token_ids[known * size :]
+        if not len(rest):
+            return
+        if len(rest) < size:
+            digest = digests.get(known, b"")
+            if self._match_inside(root, path, rest, digest, step + 1)[1] == len(rest):
+                return  # another block holds these tokens too
+        node = self._end_of(root, path)
+        if path and not node.by_token:
+            node.token_ids = np.concatenate([node.token_ids, rest])
+        else:
+            node = Node(node, rest.copy(), len(self.windows))
+        first = node.num_blocks
+        count = -(-len(rest) // size)
+        for i in range(count):
+            if known + i in digests:
+                node.digests[first + i] = digests[known + i]
+        node.steps += [step] * count
+        for group, table in enumerate(tables):
+            node.blocks[group] += table[known : known + count]
+            self._place(node, group, first)
+        if first == 0:
+            self._attach(node)
+
+    def _fill_gaps(
+        self,
+        path: list[tuple[Node, int]],
+        tables: Sequence[Sequence[int]],
+        start: int,
+        step: int,
+    ) -> None:
+        """Blocks from `start` on take the place of those that were reused meanwhile."""
+        position = 0
+        for node, count in path:
+            if position + count > start:
+                for group, blocks in enumerate(node.blocks):
+                    if NO_BLOCK not in blocks:
+                        continue
+                    for i in range(max(start - position, 0), count):
+                        if blocks[i] == NO_BLOCK and tables[group][position + i] != NO_BLOCK:
+                            blocks[i] = tables[group][position + i]
+                            node.steps[i] = max(node.steps[i], step)
+                            self._place(node, group, i, i + 1)
+            position += count
+
+    def _end_of(self, root: bytes, path: list[tuple[Node, int]]) -> Node:
+        """The node that ends where a walk does; one that goes on is split there."""
+        if not path:
+            if root not in self._roots:
+                self._roots[root] = Node(None, np.empty(0, np.int32), len(self.windows))
+                self._roots[root].name = root
+            return self._roots[root]
+        node, count = path[-1]
+        if count < node.num_blocks:
+            self._split(node, count)
+        return node
+
+    def _split(self, node: Node, at: int) -> None:
+        """Let a node end after `at` blocks; a child of it holds the others."""
+        size = self.block_size
+        back = Node(node, node.token_ids[at * size :], len(self.windows))
+        node.token_ids = node.token_ids[: at * size]
+        back.steps, node.steps = node.steps[at:], node.steps[:at]
+        back.children, node.children = node.children, {}
+        back.by_token, node.by_token = node.by_token, {}
+        back.digests = {i - at: one for i, one in node.digests.items() if i >= at}
+        node.digests = {i: one for i, one in node.digests.items() if i < at}
+        for siblings in back.by_token.values():
+            for child in siblings:
+                child.parent = back
+        for group, blocks in enumerate(node.blocks):
+            back.blocks[group], node.blocks[group] = blocks[at:], blocks[:at]
+            self._place(back, group, 0)
+        self._attach(back)
+
+    def _attach(self, node: Node) -> None:
+        parent, size = node.parent, self.block_size
+        assert parent is not None
+        if len(node.token_ids) >= size:
+            key = node.token_ids[:size].tobytes() + node.digests.get(0, b"")
+            parent.children[key] = node
+        parent.by_token.setdefault(int(node.token_ids[0]), {})[node] = None
+
+    def _place(self, node: Node, group: int, first: int, stop: int | None = None) -> None:
+        """Note where the blocks of a node are."""
+        blocks, node_of, cached = node.blocks[group], self._node_of, self.pool.cached
+        for i in range(first, len(blocks) if stop is None else stop):
+            block = blocks[i]
+            if block >= 0:
+                node_of[block] = node
+                self._group_of[block], self._index_of[block] = group, i
+                cached[block] = True
+
+    # --- evicting -------------------------------------------------------------------------------
+
+    def evict(self, blocks: Iterable[int]) -> None:
+        """Forget blocks that are reused."""
+        touched: dict[Node, None] = {}
+        for block in blocks:
+            node = self._node_of[block]
+            if node is not None:
+                self._clear(node, self._group_of[block], self._index_of[block])
+                touched[node] = None
+        for node in touched:
+            self._prune(node)
+
+    def _clear(self, node: Node, group: int, index: int) -> None:
+        block = node.blocks[group][index]
+        if block >= 0:
+            node.blocks[group][index] = NO_BLOCK
+            self._node_of[block] = None
+            self.pool.cached[block] = False
+
+    def _prune(self, node: Node) -> None:
+        """Cut off what has no block left, at the ends of the tree."""
+        size = self.block_size
+        while node.parent is not None and not node.by_token:
+            length = node.num_blocks
+            while length and all(table[length - 1] < 0 for table in node.blocks):
+                length -= 1
+            if length == node.num_blocks:
+                return
+            if length:
+                del node.steps[length:]
+                for table in node.blocks:
+                    del table[length:]
+                node.token_ids = node.token_ids[: length * size]
+                node.digests = {i: one for i, one in node.digests.items() if i < length}
+                return
+            parent = node.parent
+            if len(node.token_ids) >= size:
+                del parent.children[node.token_ids[:size].tobytes() + node.digests.get(0, b"")]
+            siblings = parent.by_token[int(node.token_ids[0])]
+            del siblings[node]
+            if not siblings:
+                del parent.by_token[int(node.token_ids[0])]
+            node.parent, node = None, parent
+        if node.parent is None and node.name and not node.by_token:
+            del self._roots[node.name]
+
+    def withdraw(self, step: int) -> None:
+        """Forget blocks that a failed step, or any later one, was to write."""
+        late = [node for node in self._nodes() if any(one >= step for one in node.steps)]
+        for node in late:
+            for i, one in enumerate(node.steps):
+                if one >= step:
+                    for group in range(len(self.windows)):
+                        self._clear(node, group, i)
+        for node in late:
+            self._prune(node)
+
+    def reset(self) -> None:
+        """Forget everything; blocks in use stay with their owners."""
+        for block, node in enumerate(self._node_of):
+            if node is not None:
+                self._node_of[block] = None
+                self.pool.cached[block] = False
+        self._roots.clear()
+
+    def _nodes(self) -> set[Node]:
+        return {node for node in self._node_of if node is not None}
+
+    # --- names ----------------------------------------------------------------------------------
+
+    def name_of(self, block: int) -> bytes | None:
+        """What the block is called outside of this process, if it is findable and full: the same
+        in every process and after a restart."""
+        node = self._node_of[block]
+        if node is None or (self._index_of[block] + 1) * self.block_size > len(node.token_ids):
+            return None
+        path = [node]
+        while path[-1].parent is not None:
+            path.append(path[-1].parent)
+        name, size = path[-1].name, self.block_size
+        for one in path[-2::-1]:
+            last = self._index_of[block] + 1 if one is node else one.num_blocks
+            for i in range(last):
+                tokens = one.token_ids[i * size : (i + 1) * size]
+                name = chain_hash(name, tokens, one.digests.get(i, b""))
+        return name
