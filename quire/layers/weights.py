@@ -179,10 +179,12 @@ class WeightedLayer(nn.Module):
 
     def fill_dummy(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
         """Writes plausible values of parameter `name` into `tensor`, shaped as in a checkpoint."""
-        if tensor.is_floating_point():
-            tensor.normal_(0.0, 0.02, generator=generator)
-        else:
+        if not tensor.is_floating_point():
             tensor.random_(generator=generator)
+        elif tensor.dtype.itemsize > 1:
+            tensor.normal_(0.0, 0.02, generator=generator)
+        else:  # types of one byte are stored in, not computed with
+            tensor.copy_(tensor.half().normal_(0.0, 0.02, generator=generator))
 
     def finish_loading(self) -> None:
         """Called once, when all tensors are in place."""

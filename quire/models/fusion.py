@@ -1,5 +1,4 @@
-"""What makes a loaded model quicker without a change to its file: layers whose parts can be carried
-out in fewer calls are replaced by such as do."""
+"""Fusion: layers of a loaded model are replaced by ones that do the same in fewer calls."""
 
 from __future__ import annotations
 

@@ -56,6 +56,14 @@ def test_parameters_have_types_of_their_own(dtype: torch.dtype) -> None:
     assert torch.equal(layer.get_parameter("bias"), torch.ones(2))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float16, torch.float8_e4m3fn])
+def test_dummy_values_of_any_type(dtype: torch.dtype) -> None:
+    tensor = torch.zeros(64, 64, dtype=dtype)
+    WeightedLayer(build_for()).fill_dummy("packed", tensor, torch.Generator().manual_seed(0))
+    spread = tensor.double().std()
+    assert spread > 10 if not dtype.is_floating_point else 0.018 < spread < 0.022
+
+
 @pytest.mark.parametrize("parallel", RANKS)
 def test_words_and_groups_of_inputs_are_divided_with_them(parallel: Parallel) -> None:
     """64 inputs are 8 words of 8 weights and 4 groups of 16."""

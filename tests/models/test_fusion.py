@@ -158,3 +158,22 @@ def test_layers_of_another_class_are_left_alone(tmp_path: Path) -> None:
     fuse(model)
     assert type(model.model.layers) is DecoderLayers
     close(logits(model, config), expected, bound=0)
+
+
+@pytest.mark.gpu
+def test_one_token_on_a_gpu_takes_a_kernel_for_each_pair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The norm, and the gates of the network, are done by the kernel that reads the weights."""
+    from quire.kernels.triton import gemv, norm
+
+    _, config = saved(tmp_path)
+    model = load_model(config, dtype=torch.bfloat16, device="cuda")
+    run = PagedRun(model, config, SEQUENCES, dtype=torch.bfloat16)
+    run.step({0: 8})
+    kernels = count_calls(monkeypatch, gemv, "gemv")
+    norms = count_calls(monkeypatch, norm, "rms_norm")
+    run.step({0: 1})
+    # Four linear layers each, and the head; the last norm alone is a kernel of its own.
+    assert len(kernels) == 4 * config.num_layers + 1
+    assert len(norms) == 1

@@ -16,8 +16,10 @@ import torch
 from quire.config.architectures import SUPPORTED_ARCHITECTURES
 from quire.config.model import ModelConfig, load_model_config
 from quire.layers.parallel import Parallel
+from quire.layers.step import StepContext
+from quire.layers.weights import Build, Part, WeightedLayer, divided, stacked, whole
 from quire.models.loader import load_model, load_weights
-from quire.models.registry import CausalLM, model_class
+from quire.models.registry import CausalLM, WeightMap, model_class
 from quire.protocol.errors import ModelError
 from tests.layers.ranks import build_for, on_ranks
 from tests.models.reference import (
@@ -205,3 +207,66 @@ def test_unknown_architecture_is_refused_with_the_list() -> None:
 def test_every_listed_architecture_has_its_class() -> None:
     for architecture in SUPPORTED_ARCHITECTURES:
         assert model_class(architecture).__name__ == architecture
+
+
+class Experts(WeightedLayer):
+    """Three experts, each with a gate and an up projection, as one parameter."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        parts = (divided(8, build.parallel, "layer width", name) for name in ("gate", "up"))
+        self.add_weight("weight", (stacked(3), sum(parts, ()), whole(4)), build)
+        self.add_weight("scale", (stacked(3), by_part("gate", "up")), build)
+
+
+def by_part(*names: str) -> tuple[Part, ...]:
+    return tuple(Part(1, 0, 1, name) for name in names)
+
+
+class ModelOfExperts(CausalLM):
+    weight_map = WeightMap(
+        fused={
+            "experts": {
+                (expert, part): f"experts.{expert}.{theirs}"
+                for expert in range(3)
+                for part, theirs in (("gate", "w1"), ("up", "w3"))
+            }
+        }
+    )
+
+    def __init__(self, config: ModelConfig, build: Build) -> None:
+        super().__init__(config, build)
+        self.experts = Experts(build / "experts")
+
+    def forward(self, step: StepContext) -> torch.Tensor:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_experts_are_loaded_by_number_and_part(rank: int, tmp_path: Path) -> None:
+    """Matrices in any order; scales without a dimension, or with one."""
+    config, _ = saved(tmp_path)
+    model = ModelOfExperts(config, build_for(Parallel(rank, 2)))
+    tensors: Tensors = {}
+    for expert in (2, 0, 1):
+        for number, name in enumerate(("w3", "w1")):
+            tensors[f"experts.{expert}.{name}.weight"] = torch.randn(8, 4)
+            scale = torch.tensor(float(10 * expert + number))
+            tensors[f"experts.{expert}.{name}.scale"] = scale if expert else scale.view(1, 1)
+    load_weights(model, config, tensors.items())
+    for expert in range(3):
+        gate, up = (tensors[f"experts.{expert}.{name}.weight"] for name in ("w1", "w3"))
+        mine = slice(4 * rank, 4 * rank + 4)
+        assert torch.equal(model.experts.weight[expert], torch.cat((gate[mine], up[mine])))
+    assert model.experts.scale.tolist() == [[1.0, 0.0], [11.0, 10.0], [21.0, 20.0]]
+    del tensors["experts.2.w3.weight"]
+    with pytest.raises(ModelError, match=r"1 tensor missing: experts\.2\.w3\.weight"):
+        load_weights(model, config, tensors.items())
+
+
+def test_layers_must_be_built_under_their_names(tmp_path: Path) -> None:
+    """A method would be chosen for another layer."""
+    config, _ = saved(tmp_path)
+    model = ModelOfExperts(config, build_for() / "wrong")
+    with pytest.raises(AssertionError, match=r"at experts was built as 'wrong\.experts'"):
+        load_weights(model, config, [])

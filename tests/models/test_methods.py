@@ -127,6 +127,28 @@ def test_four_bits_beside_exact_embeddings(family: str, size: int, tmp_path: Pat
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
 
 
+def test_dummy_weights_in_four_bits(tmp_path: Path) -> None:
+    save_four_bits("llama", tmp_path)
+    config = load_model_config(str(tmp_path))
+    packed, exact = FourBits(), Unquantized()
+
+    def run(parallel: Parallel) -> torch.Tensor:
+        model = load_model(
+            config,
+            dtype=torch.float32,
+            device="cpu",
+            load_format="dummy",
+            parallel=parallel,
+            method_for=lambda path: packed if ".layers." in path else exact,
+        )
+        return logits(model, config, parallel.size)
+
+    (expected,) = on_ranks(1, run)
+    assert expected.isfinite().all() and expected.std() > 0
+    for found in on_ranks(2, run):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
 def test_numbers_with_fractions_do_not_become_words(tmp_path: Path) -> None:
     """A folder of another format must not load as noise."""
     save_four_bits("llama", tmp_path)
