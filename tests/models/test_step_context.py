@@ -11,12 +11,13 @@ import torch
 from quire.config.model import ModelConfig, load_model_config
 from quire.layers.attention.backend import AttentionBackend
 from quire.layers.attention.cpu import CpuBackend
-from quire.layers.attention.layer import Attention
+from quire.layers.attention.layer import Attention, bind_kv_groups
 from quire.layers.attention.torch import TorchBackend
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.step import StepContext
 from quire.models.loader import load_model
 from quire.models.registry import CausalLM
+from quire.protocol.kv_spec import PAD_LAYER, KVGroup
 from tests.models.reference import PagedRun, random_model, random_tokens, save_safetensors
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -72,16 +73,25 @@ def test_embeddings_take_the_place_of_token_ids(
 
 
 class Grouped(torch.nn.Module):
-    """A model whose attention comes in two KV groups, each with a cache of its own."""
+    """A model whose attention comes in several KV groups, each with a cache of its own."""
 
-    def __init__(self, model: CausalLM, second: PagedRun) -> None:
+    def __init__(self, model: CausalLM, others: list[PagedRun]) -> None:
         super().__init__()
-        self.model, self.second, self.logits = model, second, model.logits
+        self.model, self.others, self.logits = model, others, model.logits
 
     def forward(self, step: StepContext) -> torch.Tensor:
         (first,) = step.attention
-        groups = (first, self.second.backend.plan(first.inputs))  # type: ignore[attr-defined]
+        inputs = first.inputs  # type: ignore[attr-defined]
+        groups = (first, *(other.backend.plan(inputs) for other in self.others))
         return self.model(StepContext(step.positions, groups, step.token_ids))
+
+
+GROUPS = [
+    (KVGroup(None, (0, 2)), KVGroup(None, (1, PAD_LAYER))),
+    (KVGroup(None, (1, 2)), KVGroup(None, (0, PAD_LAYER))),
+    (KVGroup(None, (PAD_LAYER, PAD_LAYER, 2)), KVGroup(None, (PAD_LAYER, 0, 1))),
+    (KVGroup(None, (2,)), KVGroup(None, (0,)), KVGroup(None, (1,))),
+]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -89,16 +99,16 @@ class Grouped(torch.nn.Module):
 def test_layers_find_their_group(
     family: str, backend: type[AttentionBackend], tmp_path: Path
 ) -> None:
-    """Some layers in a second group, in slots of their own: wrong ones would read NaN or foreign
-    keys. The native library carries out each run of layers in one group."""
+    """Layers in slots of several groups: wrong ones would read NaN or foreign keys. The native
+    library carries out each run of layers in one group."""
     model, config = loaded(tmp_path, family)
     expected = run(model, config, backend)
     assert config.num_layers == 3
-    for places in (((0, 0), (1, 0), (0, 1)), ((1, 0), (0, 0), (0, 1)), ((1, 1), (1, 2), (0, 2))):
+    for groups in GROUPS:
         model = load_model(config, dtype=torch.float32, device="cpu")
         layers = [module for module in model.modules() if isinstance(module, Attention)]
         assert [(a.kv_group, a.layer_slot) for a in layers] == [(0, 0), (0, 1), (0, 2)]
-        for attention, place in zip(layers, places, strict=True):
-            attention.bind(*place)
-        grouped: Any = Grouped(model, PagedRun(model, config, [TOKENS], backend))
+        bind_kv_groups(model, groups)
+        others = [PagedRun(model, config, [TOKENS], backend) for _ in groups[1:]]
+        grouped: Any = Grouped(model, others)
         assert torch.equal(run(grouped, config, backend), expected)

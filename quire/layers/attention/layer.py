@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from quire.layers.attention.heads import Heads
 from quire.layers.step import StepContext
+from quire.protocol.kv_spec import KVGroup
 
 
 class Attention(nn.Module):
@@ -18,10 +21,22 @@ class Attention(nn.Module):
         self.kv_group, self.layer_slot = 0, layer_index
 
     def bind(self, kv_group: int, layer_slot: int) -> None:
-        """Says where keys and values lie."""
+        """Says where keys and values lie, before the first step."""
         self.kv_group, self.layer_slot = kv_group, layer_slot
 
     def forward(self, heads: Heads, step: StepContext) -> Tensor:
         """[T, num_heads * head_dim]"""
         attention = step.attention[self.kv_group]
         return attention.attend(self.layer_slot, heads, self.scale, self.window).flatten(1)
+
+
+def bind_kv_groups(model: nn.Module, groups: Sequence[KVGroup]) -> None:
+    """Binds all attention layers of a model to their groups, before the first step."""
+    places = {
+        layer_index: (kv_group, layer_slot)
+        for kv_group, group in enumerate(groups)
+        for layer_slot, layer_index in enumerate(group.layers)
+    }
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.bind(*places[module.layer_index])
