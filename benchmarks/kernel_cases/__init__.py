@@ -38,6 +38,16 @@ SHARED_PREFIXES = (
     (256, 1024, 512),
     (1024, 1088, 1024),
 )
+DRAFTED = (
+    # requests, tokens of each with drafts, context
+    (1, 4, 2048),
+    (8, 8, 2048),
+    (64, 2, 2048),
+    (64, 4, 2048),
+    (64, 8, 2048),
+    (256, 4, 2048),
+    (16, 4, 32768),
+)
 ROWS = (1, 16, 256, 1024, 8192)
 LINEAR_BATCHES = (16, 64, 256, 1024)
 
@@ -67,6 +77,8 @@ KERNELS: dict[str, list[Case]] = {
     "shared-prefix attention": [
         attention(batch, 1, context, shared) for batch, context, shared in SHARED_PREFIXES
     ],
+    "attention with drafts": [attention(*one, decode_queries=one[1]) for one in DRAFTED],
+    "attention with drafts, in prefill tiles": [attention(*one) for one in DRAFTED],
     "prefill attention": [attention(*prefill) for prefill in PREFILLS],
     "rotation and cache write": [rotation_and_write(count) for count in ROWS],
     "norm with residual": [norm_with_residual(count) for count in ROWS],

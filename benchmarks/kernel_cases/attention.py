@@ -34,9 +34,12 @@ MAX_CHECKED = 16
 """Requests of a batch that are compared with the twin."""
 
 
-def attention(num_requests: int, queries: int, context: int, shared: int = 0) -> Case:
+def attention(
+    num_requests: int, queries: int, context: int, shared: int = 0, decode_queries: int = 1
+) -> Case:
     """`queries` new tokens of each request over `context` cached ones, the new ones included; all
-    requests have the first `shared` tokens in common."""
+    requests have the first `shared` tokens in common. Up to `decode_queries` new tokens are for the
+    decode kernel."""
     past = context - queries
     size = f"{num_requests:,} x {context:,}"
     if queries > 1:
@@ -47,7 +50,7 @@ def attention(num_requests: int, queries: int, context: int, shared: int = 0) ->
     num_bytes += 2 * num_requests * queries * HEADS * DIM * 2
     pairs = num_requests * (queries * past + queries * (queries + 1) // 2)
     flops = 4 * HEADS * DIM * pairs
-    make = partial(_attention_sides, num_requests, queries, context, shared)
+    make = partial(_attention_sides, num_requests, queries, context, shared, decode_queries)
     return Case(size, num_bytes, flops, False, make)
 
 
@@ -56,7 +59,9 @@ def _kv_bytes(num_requests: int, context: int, shared: int) -> int:
     return tokens * KV_HEADS * DIM * 2 * 2
 
 
-def _attention_sides(num_requests: int, queries: int, context: int, shared: int) -> Sides:
+def _attention_sides(
+    num_requests: int, queries: int, context: int, shared: int, decode_queries: int
+) -> Sides:
     blocks = -(-context // BLOCK_SIZE)
     copies = copies_of(_kv_bytes(num_requests, context, shared))
     kv = random(1, 2, copies * num_requests * blocks, KV_HEADS, BLOCK_SIZE, DIM)
@@ -84,6 +89,7 @@ def _attention_sides(num_requests: int, queries: int, context: int, shared: int)
             query_lens=np.full(num_requests, queries, np.int32),
             send=Staging(DEVICE).send,
             prefixes=prefixes,
+            decode_queries=decode_queries,
         )
         step = backend.plan(inputs)
         return lambda: step.attend_prepared(kv[0], q[copy], scale, None)

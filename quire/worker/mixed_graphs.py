@@ -20,6 +20,7 @@ from quire.models.registry import CausalLM
 from quire.protocol.plan import Int32Array, StepPlan, empty_ints
 from quire.worker.request_table import RequestTable
 from quire.worker.staging import aligned
+from quire.worker.warm_up import drafted_counts
 
 TOKENS = (64, 128, 192, 256, 384, 512, 640, 768, 1024)
 """Numbers of tokens to capture. From there on the GPU takes longer than the launches."""
@@ -63,7 +64,7 @@ def mixed_keys(max_rows: int, max_tokens: int, max_queries: int) -> list[MixedKe
         for size in TOKENS
     ]
     rows = sorted({*(count for count in DRAFTED_ROWS if count < max_rows), max_rows})
-    for each in sorted({*(n for n in (2, 4, 8) if n < max_queries), max_queries} - {1}):
+    for each in drafted_counts(max_queries):
         queries = 1 << (each - 1).bit_length()
         keys += [MixedKey(count * each, count, queries, 0) for count in rows]
     return [key for key in keys if key.num_tokens // 2 < max_tokens]

@@ -50,15 +50,19 @@ def run_trial(
     with_graphs: bool,
     shares_prefixes: bool,
     num_threads: int,
+    max_queries: int = 1,
 ) -> TrialBytes:
     """Measure with a runner that has all it will have, but a cache of one block, which all rows
     share: what they compute is of no use."""
     used = used_bytes()
     runner = build_runner()
     runner.kv.data.zero_()
-    graphs = _make_graphs(runner, num_rows, num_tokens, shares_prefixes) if with_graphs else None
-    compile_kernels(runner, graphs, shares_prefixes, num_threads)
-    runner.execute(largest_step(num_rows, num_tokens, runner.table.token_ids.shape[1]))
+    graphs = None
+    if with_graphs:
+        graphs = _make_graphs(runner, num_rows, num_tokens, shares_prefixes, max_queries)
+    compile_kernels(runner, graphs, shares_prefixes, num_threads, max_queries)
+    max_len = runner.table.token_ids.shape[1]
+    runner.execute(largest_step(num_rows, num_tokens, max_len, max_queries))
     runner.sample().result()
     torch.cuda.synchronize()
     # What torch has cached shows how far the memory was filled.
@@ -70,8 +74,9 @@ def run_trial(
     return TrialBytes(total, used, step, for_graphs)
 
 
-def largest_step(num_rows: int, num_tokens: int, max_len: int) -> StepPlan:
-    """As many tokens and rows as a step may have; all rows sample with edited, filtered scores."""
+def largest_step(num_rows: int, num_tokens: int, max_len: int, max_queries: int = 1) -> StepPlan:
+    """As many tokens and rows as a step may have; all rows sample with edited, filtered scores, and
+    from as many lines as drafts allow."""
     counts = np.full(num_rows, num_tokens // num_rows, np.int32)
     counts[: num_tokens % num_rows] += 1
     counts = counts.clip(1, max_len)
@@ -94,17 +99,17 @@ def largest_step(num_rows: int, num_tokens: int, max_len: int) -> StepPlan:
         added_rows=added,
         rows=np.arange(num_rows, dtype=np.int32),
         num_new_tokens=counts,
-        num_samples=np.ones(num_rows, np.int32),
+        num_samples=np.minimum(counts, max_queries),
     )
 
 
 def _make_graphs(
-    runner: ModelRunner, num_rows: int, num_tokens: int, shares_prefixes: bool
+    runner: ModelRunner, num_rows: int, num_tokens: int, shares_prefixes: bool, max_queries: int
 ) -> StepGraphs:
     from quire.worker.graphs import StepGraphs
 
     model, attention, table = runner.model, runner.attention, runner.table
-    return StepGraphs(model, attention, table, num_rows, num_tokens, shares_prefixes)
+    return StepGraphs(model, attention, table, num_rows, num_tokens, shares_prefixes, max_queries)
 
 
 def _graph_bytes(graphs: StepGraphs) -> int:

@@ -25,7 +25,11 @@ PARAMS = (
 
 
 def compile_kernels(
-    runner: ModelRunner, graphs: StepGraphs | None, shares_prefixes: bool, num_threads: int
+    runner: ModelRunner,
+    graphs: StepGraphs | None,
+    shares_prefixes: bool,
+    num_threads: int,
+    max_queries: int = 1,
 ) -> None:
     """Compile most kernels side by side, which a cold start would otherwise do one by one.
 
@@ -38,7 +42,7 @@ def compile_kernels(
     sizes = sorted({min(size, max_rows) for size in COMPILE_SIZES})
     with CompilingTogether(num_threads):
         runner.sampler.warm_up(runner.kv.data.dtype)
-        for plan in warm_up_plans(runner, sizes, shares_prefixes):
+        for plan in warm_up_plans(runner, sizes, shares_prefixes, max_queries):
             runner.execute(plan)
             runner.update_rows(StepPlan(step=0, freed_rows=plan.rows))
         if graphs is not None:
@@ -46,12 +50,12 @@ def compile_kernels(
                 graphs.compile()
 
 
-def warm_up(runner: ModelRunner, shares_prefixes: bool) -> None:
+def warm_up(runner: ModelRunner, shares_prefixes: bool, max_queries: int = 1) -> None:
     """Run steps of each kind. Their rows have no blocks of their own: all write to the first block
     of the cache, which holds nothing yet."""
     runner.sampler.warm_up(runner.kv.data.dtype)
     sizes = batch_sizes(len(runner.table.num_tokens), runner.graphs is not None)
-    for plan in warm_up_plans(runner, sizes, shares_prefixes):
+    for plan in warm_up_plans(runner, sizes, shares_prefixes, max_queries):
         runner.execute(plan)
         runner.sample().result()
         runner.update_rows(StepPlan(step=0, freed_rows=plan.rows))
@@ -65,10 +69,16 @@ def batch_sizes(max_rows: int, has_graphs: bool) -> list[int]:
     return [*(1 << i for i in range(max_rows.bit_length())), max_rows]
 
 
+def drafted_counts(max_queries: int) -> list[int]:
+    """Tokens of each row in steps that verify drafts, of which there are up to `max_queries` - 1:
+    one for each kernel of decode attention."""
+    return sorted({*(count for count in (2, 4, 8) if count < max_queries), max_queries} - {1})
+
+
 def warm_up_plans(
-    runner: ModelRunner, sizes: list[int], shares_prefixes: bool
+    runner: ModelRunner, sizes: list[int], shares_prefixes: bool, max_queries: int = 1
 ) -> Iterator[StepPlan]:
-    """Single tokens alone and next to prompts, for each number of rows."""
+    """Single tokens alone and next to prompts, and with drafts, for each number of rows."""
     block_size, max_len = runner.table.block_size, runner.table.token_ids.shape[1]
     length = min(block_size + 4, max_len - 1)
     if length < 2:
@@ -84,10 +94,13 @@ def warm_up_plans(
                     plan.prefix_groups = np.zeros(count, np.int32)
                     plan.prefix_blocks = np.ones(1, np.int32)
                 yield plan
+        for tokens in drafted_counts(max_queries):
+            if length + tokens <= max_len:
+                yield _plan(np.full(count, length - 1, np.int32), length, tokens - 1)
 
 
-def _plan(computed: Int32Array, length: int) -> StepPlan:
-    """Each row has so many of its `length` tokens computed and computes the others."""
+def _plan(computed: Int32Array, length: int, num_drafts: int = 0) -> StepPlan:
+    """Each row has so many of its `length` tokens computed and computes the others, and drafts."""
     added = [
         AddedRow(
             row=row,
@@ -104,6 +117,6 @@ def _plan(computed: Int32Array, length: int) -> StepPlan:
         step=0,
         added_rows=added,
         rows=np.arange(len(computed), dtype=np.int32),
-        num_new_tokens=length - computed,
-        num_samples=np.ones(len(computed), np.int32),
+        num_new_tokens=length - computed + num_drafts,
+        num_samples=np.full(len(computed), 1 + num_drafts, np.int32),
     )

@@ -45,7 +45,9 @@ class Worker:
         device: DeviceInfo,
         *,
         fits_max_model_len: bool = False,
+        max_queries: int = 1,
     ) -> None:
+        """`max_queries` is 1 and the most drafts of a row."""
         self.device = torch.device(device.type)
         dtype = getattr(torch, options.model.dtype)
         assert options.device.num_threads is not None
@@ -92,6 +94,7 @@ class Worker:
         self.threads = ComputingThreads(options.device.num_threads, is_native)
         self._options, self._config, self._backend = options, model_config, backend
         self._device_info, self._weight_bytes = device, held_weight_bytes(model)
+        self._max_queries = max_queries
         obstacle = self._obstacle_to_sharing()
         self.groups_prefixes = obstacle is None
         if obstacle is not None and self.device.type == "cuda":
@@ -114,7 +117,7 @@ class Worker:
                 self._capture_graphs()
         if self.device.type == "cuda":
             with explaining("warming up", f"Lower {lower} or max_num_seqs.", device):
-                warm_up(self.runner, self.groups_prefixes)
+                warm_up(self.runner, self.groups_prefixes, max_queries)
 
     def memory(self) -> DeviceMemory:
         kind = self.device.type
@@ -156,6 +159,7 @@ class Worker:
             limits.max_num_seqs,
             limits.max_num_batched_tokens,
             self.groups_prefixes,
+            self._max_queries,
         )
         started, before = time.perf_counter(), used_bytes()
         with torch.inference_mode():
@@ -198,6 +202,7 @@ class Worker:
                 with_graphs=self._has_graphs,
                 shares_prefixes=self.groups_prefixes,
                 num_threads=self._options.device.num_threads or 1,
+                max_queries=self._max_queries,
             )
 
     def _build_runner(self, model: CausalLM, kv: KVTensors, max_len: int) -> ModelRunner:

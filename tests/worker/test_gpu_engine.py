@@ -12,6 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from quire import LLM, SamplingParams
+from quire.protocol.plan import AddedRow, StepPlan
+from quire.worker.model_runner import ModelRunner
 
 pytestmark = pytest.mark.gpu
 
@@ -242,3 +244,120 @@ def test_no_way_rounds_more_than_another(folder: Path) -> None:
         np.median(errors(scored(folder, work, dtype="bfloat16", **way), exact)) for way in WAYS
     ]
     assert 0 < max(noise) < 1.3 * min(noise)
+
+
+DRAFTED_STEPS = {
+    # tokens of each row, of which all but the first are drafts; tokens of prompts beside them
+    "one row": ([4], []),
+    "pairs": ([2] * 17, []),
+    "ragged": ([1 + i % 8 for i in range(40)], []),
+    "all eight": ([8] * 40, []),
+    "threes": ([3] * 23, []),
+    "with a prompt": ([4] * 40, [90]),
+    "with prompts, long and short": ([2, 8, 1, 5, 3] * 6, [9, 200, 3]),
+}
+
+
+def drafted_rows(runner: ModelRunner, counts: list[int], prompts: list[int]) -> list[list[int]]:
+    """Rows with known tokens, all but the last of them computed, and drafts behind; and prompts of
+    which nothing is computed. Returns all tokens of each row."""
+    rng = np.random.default_rng(len(counts))
+    known = [int(rng.integers(2, 250)) for _ in counts] + prompts
+    lengths = [k + c - 1 for k, c in zip(known, counts, strict=False)] + prompts
+    tokens = [rng.integers(5, 500, length).astype(np.int32) for length in lengths]
+    size = runner.table.block_size
+    blocks = [-(-length // size) for length in lengths]
+    rows = np.arange(len(known), dtype=np.int32)
+    order = 1 + rng.permutation(sum(blocks)).astype(np.int32)
+    plan = StepPlan(
+        0,
+        added_rows=[
+            AddedRow(row, tokens[row][: known[row]], known[row], 0, SamplingParams(), 0)
+            for row in rows.tolist()
+        ],
+        block_rows=np.repeat(rows, blocks),
+        block_groups=np.zeros(sum(blocks), np.int32),
+        block_indices=np.concatenate([np.arange(n, dtype=np.int32) for n in blocks]),
+        block_ids=order,
+        rows=rows[: len(counts)],
+        num_new_tokens=np.array(known[: len(counts)], np.int32) - 1,
+        num_samples=np.zeros(len(counts), np.int32),
+    )
+    runner.execute(plan)
+    for row, ids in enumerate(tokens):
+        runner.table.token_ids[row, : len(ids)] = torch.from_numpy(ids).to(runner.table.device)
+    return [ids.tolist() for ids in tokens]
+
+
+def launched(runner: ModelRunner, plan: StepPlan) -> torch.Tensor:
+    """The lines of logits of a step whose launch must not wait for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        runner.execute(plan)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert runner._executed is not None
+    return runner._executed.logits.float().clone()
+
+
+def expected_lines(
+    model: torch.nn.Module, rows: list[list[int]], num_samples: list[int]
+) -> torch.Tensor:
+    """Of each row the last lines, as transformers computes them."""
+    lines = []
+    for tokens, count in zip(rows, num_samples, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([tokens], device=model.device)).logits[0]
+        lines.append(logits[len(tokens) - count :])
+    return torch.cat(lines)
+
+
+def test_graphs_cover_steps_that_verify_drafts(folder: Path) -> None:
+    """Rows of 1 to 8 tokens, few and many, alone and beside prompts: a replay gives the lines that
+    the step gives without graphs, and that transformers does."""
+    from quire.worker.graphs import StepGraphs
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
+    limits = {"kv_cache_memory_bytes": 1 << 28, "max_num_seqs": 64, "dtype": "float32"}
+    with LLM(str(folder), skip_tokenizer_init=True, **limits) as llm:
+        runner = llm._core.executor.runner
+        captured = runner.graphs
+        with_drafts = StepGraphs(
+            runner.model, runner.attention, runner.table, 64, 1024, max_queries=8
+        )
+        with torch.inference_mode():
+            with_drafts.capture(with_drafts.keys)
+        for name, (counts, prompts) in DRAFTED_STEPS.items():
+            rows = drafted_rows(runner, counts, prompts)
+            num_samples = [*counts, *(1 for _ in prompts)]
+            plan = StepPlan(
+                1,
+                rows=np.arange(len(rows), dtype=np.int32),
+                num_new_tokens=np.array([*counts, *prompts], np.int32),
+                num_samples=np.array(num_samples, np.int32),
+            )
+            expected = expected_lines(model, rows, num_samples)
+            before = runner.table.num_computed.clone()
+            for graphs in (with_drafts, None):
+                runner.table.num_computed.copy_(before)
+                runner.graphs = graphs
+                runner.execute(plan)  # what is compiled is compiled here
+                runner.table.num_computed.copy_(before)
+                found = launched(runner, plan)
+                assert runner._executed is not None
+                assert (runner._executed.hidden is None) == (graphs is not None), name
+                assert found.shape == expected.shape
+                error = (found - expected).norm(dim=1) / expected.norm(dim=1)
+                assert float(error.max()) < 1e-4, f"{name}: {float(error.max()):.1e}"
+                after = runner.table.num_computed[: len(rows)] - before[: len(rows)]
+                assert after.tolist() == plan.num_new_tokens.tolist()
+            runner.graphs = captured
+            runner.update_rows(StepPlan(2, freed_rows=plan.rows))
+
+
+def test_without_speculation_the_graphs_are_the_same(folder: Path) -> None:
+    """Graphs for drafts are captured where they are asked for, and only there."""
+    with LLM(str(folder), skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 28) as llm:
+        keys = llm._core.executor.runner.graphs.keys
+    assert all(getattr(key, "queries", 1) == 1 for key in keys)
+    assert len({key for key in keys if hasattr(key, "queries")}) == 9

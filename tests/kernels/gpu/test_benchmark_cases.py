@@ -21,6 +21,8 @@ pytestmark = pytest.mark.skipif(
 CASES: dict[str, Callable[[Any], Any]] = {
     "decode attention": lambda cases: cases.attention(2, 1, 40),
     "shared-prefix attention": lambda cases: cases.attention(4, 1, 40, shared=32),
+    "attention with drafts": lambda cases: cases.attention(2, 3, 40, decode_queries=3),
+    "attention with drafts, in prefill tiles": lambda cases: cases.attention(1, 3, 40),
     "prefill attention": lambda cases: cases.attention(1, 20, 40),
     "prompt attention": lambda cases: cases.attention(2, 20, 20),
     "rotation and cache write": lambda cases: cases.rotation_and_write(3),

@@ -227,6 +227,15 @@ def test_eager_steps_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert used == [4], "the smallest kernel that has room for all drafts"
 
 
+def test_shapes_without_speculation() -> None:
+    """One graph for each number of tokens; rows with several are prompts."""
+    assert mixed_keys(300, 4096, 1) == [
+        MixedKey(size, min(256, size // 2), 1, 16)
+        for size in (64, 128, 192, 256, 384, 512, 640, 768, 1024)
+    ]
+    assert mixed_keys(5, 65, 1) == [MixedKey(size, 5, 1, 16) for size in (64, 128)]
+
+
 def test_which_graph_a_step_takes() -> None:
     """Only rows with more tokens than decode attention takes count as prompts, and steps without
     drafts take the same graphs whether or not speculation is configured."""

@@ -137,7 +137,7 @@ def test_decode_attention_of_padding_gives_zeros() -> None:
 FEW_QUERY_CASES = [
     # (query tokens, context) of each request, queries of the kernel, heads, kv heads, block size,
     # head size, dtype, window, splits
-    ([(2, 70), (1, 1), (2, 2), (1, 33)], 2, 8, 2, 16, 64, torch.float32, None, 1),
+    ([(2, 70), (1, 1), (5, 60), (2, 2), (1, 33)], 2, 8, 2, 16, 64, torch.float32, None, 1),
     ([(4, 100), (3, 17), (9, 40), (1, 90), (4, 5)], 4, 4, 4, 32, 80, torch.float32, 30, 2),
     ([(8, 130), (64, 64), (5, 5), (8, 65)], 8, 6, 2, 32, 96, BFLOAT16, None, 4),
     ([(3, 90), (0, 50), (4, 34)], 4, 8, 1, 16, 128, torch.float16, None, 8),
