@@ -18,6 +18,7 @@ class Choice:
 
     def __init__(self, vocab_size: int, columns: RowColumns, num_tokens: Tensor) -> None:
         self._vocab_size = vocab_size
+        self._columns = columns
         self._num_tokens = num_tokens
         self._drawing = RowSet(columns.max_rows)
         self._filtering = RowSet(columns.max_rows)
@@ -37,6 +38,7 @@ class Choice:
             self._log_min_p.device,
             merge_scratch(columns.max_rows, columns.device),
         )
+        self._line_scratch = self._settings.scratch
 
     def add(self, added: AddedRow) -> None:
         params, row = added.params, added.row
@@ -66,7 +68,26 @@ class Choice:
         kinds = Kinds(
             batch.has(self._drawing), batch.has(self._filtering), batch.has(self._searching)
         )
+        if batch.offsets is not None:
+            return self._choose_verifying(scores, batch, kinds)
         return dispatch.choose_tokens(scores, batch.rows, self._num_tokens, self._settings, kinds)
+
+    def _choose_verifying(self, scores: Tensor, batch: Batch, kinds: Kinds) -> Tensor:
+        """Where rows have several lines: each is chosen for as if it were a row of its own."""
+        if len(batch) > self._line_scratch.shape[1]:
+            self._line_scratch = merge_scratch(2 * len(batch), scores.device)
+        taken, lines = self._columns.take(batch.rows), batch.all_lines
+        settings = RowSettings(
+            self._temperature.of(taken),
+            self._seed_low.of(taken),
+            self._seed_high.of(taken),
+            self._top_k.of(taken),
+            self._top_p.of(taken),
+            self._log_min_p.of(taken),
+            self._line_scratch,
+        )
+        positions = lines.num_known(self._num_tokens)
+        return dispatch.choose_tokens(scores, lines.numbers, positions, settings, kinds)
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Choose once in every way from scores as they come and as they are when edited."""

@@ -99,7 +99,7 @@ class BadWords:
             return
         words = self._words.index_select(0, self._slots.of(lines.rows))
         back = torch.arange(1, words.shape[2], device=scores.device)
-        at = self._num_tokens[lines.rows][:, None].long() - back
+        at = lines.num_known(self._num_tokens)[:, None].long() - back
         tail = self._token_ids[lines.rows[:, None], at.clamp_min(0)]
         tail = tail.masked_fill(at < 0, BEFORE_START)[:, None, :]
         prefixes = words[:, :, 1:]
@@ -136,7 +136,7 @@ class MinTokens:
         if (lines := batch.lines(self.users)) is None:
             return
         ids = self._ids.index_select(0, self._slots.of(lines.rows))
-        early = self._num_tokens[lines.rows] < self._until.device[lines.rows]
+        early = lines.num_known(self._num_tokens) < self._until.device[lines.rows]
         lines.add_at(scores, ids.clamp_min(0), _forbid(early[:, None] & (ids >= 0)))
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from quire.decoding.rows import Batch, RowColumns, Slots, fit, upload
+from quire.decoding.rows import Batch, Lines, RowColumns, Slots, fit, upload
 from quire.kernels import dispatch
 from quire.kernels.torch.penalties import PenaltySettings
 from quire.protocol.plan import AddedRow, Int32Array
@@ -15,10 +16,17 @@ from quire.protocol.plan import AddedRow, Int32Array
 class Penalties:
     """Counts each token's uses in the rows that are penalised, and lowers its score accordingly.
 
-    `repetition_penalty` looks at prompt and generated tokens, the others at generated ones.
+    `repetition_penalty` looks at prompt and generated tokens, the others at generated ones. Drafts
+    before a line count as generated there.
     """
 
-    def __init__(self, vocab_size: int, columns: RowColumns) -> None:
+    def __init__(
+        self, vocab_size: int, columns: RowColumns, token_ids: Tensor, num_tokens: Tensor
+    ) -> None:
+        self._columns = columns
+        self._token_ids = token_ids
+        self._num_tokens = num_tokens
+        self._num_prompt_tokens = np.zeros(columns.max_rows, np.int32)
         self._slots = Slots(columns)
         self.users = self._slots.users
         self._repetition = columns.floats()
@@ -41,6 +49,7 @@ class Penalties:
         self._repetition.host[row] = params.repetition_penalty
         self._frequency.host[row] = params.frequency_penalty
         self._presence.host[row] = params.presence_penalty
+        self._num_prompt_tokens[row] = added.num_prompt_tokens
         slot = self._slots.take(row)
         self._uses = fit(self._uses, (slot + 1, self._uses.shape[1]), 0)
         prompt, generated = np.split(token_ids, [added.num_prompt_tokens])
@@ -57,10 +66,25 @@ class Penalties:
     def remove(self, row: int) -> None:
         self._slots.release(row)
 
-    def appended(self, rows: Tensor, tokens: Tensor) -> None:
-        """Count generated tokens."""
-        if self.users:
-            dispatch.count_uses(self._uses, rows, tokens, self._settings.slot)
+    def cut(self, row: int, num_tokens: int) -> None:
+        """Count only the first `num_tokens` tokens of a row from now on."""
+        if row not in self.users:
+            return
+        uses = self._uses[int(self._slots.column.host[row])]
+        generated = self._token_ids[row, int(self._num_prompt_tokens[row]) : num_tokens].long()
+        uses.bitwise_and_(1)
+        uses.index_add_(0, generated, torch.full_like(generated, 2, dtype=torch.int32))
+
+    def appended(self, rows: Tensor, tokens: Tensor, accepted: Tensor | None = None) -> None:
+        """Count generated tokens, or those of them that were `accepted`."""
+        if not self.users:
+            return
+        slots = self._settings.slot
+        if accepted is not None:
+            # Each token has a slot of its own; those of others are counted in no row's.
+            slots = slots.index_select(0, rows) * accepted
+            rows = torch.arange(len(rows), device=rows.device)
+        dispatch.count_uses(self._uses, rows, tokens, slots)
 
     def warm_up(self) -> None:
         """Run both kernels for row 0, which has no penalties yet."""
@@ -71,4 +95,38 @@ class Penalties:
             dispatch.count_uses(self._uses, index, rows.int(), self._settings.slot)
 
     def apply(self, scores: Tensor, batch: Batch) -> None:
+        lines = None if batch.offsets is None else batch.lines(self.users)
+        if lines is None:
+            dispatch.penalize(scores, batch.rows, self._uses, self._settings)
+            return
+        drafts, penalized = self._penalize_drafts(scores, lines, batch.max_drafts)
         dispatch.penalize(scores, batch.rows, self._uses, self._settings)
+        # A token that is drafted twice has the same score in both places.
+        scores[lines.numbers[:, None], drafts] = penalized
+
+    def _penalize_drafts(
+        self, scores: Tensor, lines: Lines, max_drafts: int
+    ) -> tuple[Tensor, Tensor]:
+        """All drafts of each line's row [n, max_drafts], and what their scores become when those
+        before the line count as generated. The scores stay as they are."""
+        assert lines.offsets is not None
+        column = torch.arange(max_drafts, device=scores.device)
+        places = self._num_tokens[lines.rows].long()[:, None] + column
+        # A row near its end has fewer drafts; what is looked at instead is before no line.
+        places.clamp_max_(self._token_ids.shape[1] - 1)
+        drafts = self._token_ids[lines.rows[:, None], places].long()
+        is_before = column < lines.offsets[:, None]
+        repeats = ((drafts[:, :, None] == drafts[:, None, :]) & is_before[:, None, :]).sum(-1)
+        uses = self._uses[self._slots.of(lines.rows)[:, None], drafts] + 2 * repeats.int()
+        penalized = scores[lines.numbers[:, None], drafts]
+        # As if the drafts were the vocabulary, and each line a row with a slot of its own.
+        taken = self._columns.take(lines.rows)
+        index = torch.arange(len(lines), device=scores.device)
+        settings = PenaltySettings(
+            index.int() + 1,
+            self._repetition.of(taken),
+            self._frequency.of(taken),
+            self._presence.of(taken),
+        )
+        dispatch.penalize(penalized, index, F.pad(uses, (0, 0, 1, 0)), settings)
+        return drafts, penalized

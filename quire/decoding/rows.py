@@ -1,13 +1,15 @@
 """What sampling features are built from: columns, slots and sets of rows, and the lines of a batch.
 
 A *row* is a request's permanent place in the request table; a *line* is its place among the logits
-of one step. Numbers are written on the host when a request comes or goes and read on the device in
-every step, so a request that merely decodes costs the host nothing.
+of one step. A row whose drafts are verified has several lines, each with its own prefix: the known
+tokens and the drafts before the line. Numbers are written on the host when a request comes or goes
+and read on the device in every step, so a request that merely decodes costs the host nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from heapq import heappop, heappush
 from typing import Any
 
@@ -31,8 +33,13 @@ def upload(array: NDArray[Any], device: torch.device) -> Tensor:
 class Column:
     """One number per row: write `host[row]`, then `RowColumns.touch(row)`; read `device`."""
 
+    index: int
     host: NDArray[Any]
     device: Tensor
+
+    def of(self, taken: Tensor) -> Tensor:
+        """Its numbers among what `RowColumns.take` gave."""
+        return taken[self.index].view(self.device.dtype)
 
 
 class RowColumns:
@@ -50,11 +57,16 @@ class RowColumns:
         index = self._num_columns
         assert index < MAX_COLUMNS, "raise MAX_COLUMNS"
         self._num_columns += 1
-        return Column(self._host[index], self._device[index])
+        return Column(index, self._host[index], self._device[index])
 
     def floats(self) -> Column:
         column = self.integers()
-        return Column(column.host.view(np.float32), column.device.view(torch.float32))
+        host, device = column.host.view(np.float32), column.device.view(torch.float32)
+        return Column(column.index, host, device)
+
+    def take(self, rows: Tensor) -> Tensor:
+        """The numbers of `rows` in all columns, for `Column.of`; one launch."""
+        return self._device[: self._num_columns].index_select(1, rows)
 
     def touch(self, row: int) -> None:
         self._touched.add(row)
@@ -150,9 +162,16 @@ class Lines:
     host_rows: NDArray[np.int64]
     numbers: Tensor
     rows: Tensor
+    offsets: Tensor | None
+    """Drafts before each line; None where every row of the batch has one line."""
 
     def __len__(self) -> int:
         return len(self.host_numbers)
+
+    def num_known(self, num_tokens: Tensor) -> Tensor:
+        """Tokens before the one that each line samples; `num_tokens` are those of all rows."""
+        known = num_tokens[self.rows]
+        return known if self.offsets is None else known + self.offsets
 
     @property
     def is_range(self) -> bool:
@@ -180,7 +199,13 @@ class Lines:
             return [self]
         cuts = [slice(i, i + max_lines) for i in range(0, len(self), max_lines)]
         return [
-            Lines(self.host_numbers[c], self.host_rows[c], self.numbers[c], self.rows[c])
+            Lines(
+                self.host_numbers[c],
+                self.host_rows[c],
+                self.numbers[c],
+                self.rows[c],
+                None if self.offsets is None else self.offsets[c],
+            )
             for c in cuts
         ]
 
@@ -188,15 +213,29 @@ class Lines:
 class Batch:
     """The rows sampled together, and which lines use which feature; kept while nothing changes."""
 
-    def __init__(self, rows: Tensor, host_rows: NDArray[Any]) -> None:
-        # The caller may reuse both buffers for its next step.
+    def __init__(
+        self, rows: Tensor, host_rows: NDArray[Any], offsets: Tensor | None = None
+    ) -> None:
+        """Of each line its row, on both sides, and the drafts before it; see `Lines.offsets`."""
+        # The caller may reuse all buffers for its next step.
         self.rows = rows.long().clone()
         self.host_rows = host_rows.astype(np.int64)
+        self.offsets = None if offsets is None else offsets.clone()
         self._lines: dict[RowSet, Lines | None] = {}
         self._has: dict[RowSet, bool] = {}
 
     def __len__(self) -> int:
         return len(self.host_rows)
+
+    @cached_property
+    def all_lines(self) -> Lines:
+        numbers = torch.arange(len(self), device=self.rows.device)
+        return Lines(np.arange(len(self)), self.host_rows, numbers, self.rows, self.offsets)
+
+    @cached_property
+    def max_drafts(self) -> int:
+        """Drafts of the row with most of them."""
+        return int(np.bincount(self.host_rows).max()) - 1 if len(self) else 0
 
     def has(self, users: RowSet) -> bool:
         """Whether any line's row is among `users`."""
@@ -220,4 +259,5 @@ class Batch:
             return None
         numbers = upload(host_numbers, self.rows.device)
         rows = self.rows.index_select(0, numbers)
-        return Lines(host_numbers, self.host_rows[host_numbers], numbers, rows)
+        offsets = None if self.offsets is None else self.offsets.index_select(0, numbers)
+        return Lines(host_numbers, self.host_rows[host_numbers], numbers, rows, offsets)

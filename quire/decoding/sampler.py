@@ -31,9 +31,13 @@ class Sampled:
 class Sampler:
     """Chooses tokens for the rows of a request table.
 
-    `add` and `remove` follow the rows' requests; `sample` chooses one token for each given row, at
-    the position `num_tokens[row]`; the caller then writes the tokens into the table and tells
-    `appended`. On a GPU `sample` never waits for the device.
+    `add`, `cut` and `remove` follow the rows' requests; `sample` chooses one token for each given
+    row, at the position `num_tokens[row]`; the caller then writes the tokens into the table and
+    tells `appended`. On a GPU `sample` never waits for the device.
+
+    A row whose drafts are verified is given several times, one line after the other. Its drafts lie
+    behind its tokens in the table, and each line samples what would follow if those before it were
+    known: with their penalties, their position's noise and so on.
 
     Order: grammars, allowed ids, bad words, min_tokens, logit_bias, repetition, frequency,
     presence; then the highest score if greedy, else temperature, min_p, top_k, top_p and a random
@@ -53,7 +57,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._columns = columns
         self._choice = Choice(vocab_size, columns, num_tokens)
-        self._penalties = Penalties(vocab_size, columns)
+        self._penalties = Penalties(vocab_size, columns, token_ids, num_tokens)
         self._logprobs = Logprobs(vocab_size, columns)
         self._edits = (
             AllowedTokens(vocab_size, columns),
@@ -82,6 +86,10 @@ class Sampler:
         self._columns.touch(row)
         self._batch = None
 
+    def cut(self, row: int, num_tokens: int) -> None:
+        """The row was cut back to its first `num_tokens` tokens, which are in the table."""
+        self._penalties.cut(row, num_tokens)
+
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compile the GPU kernels for logits of this type; no request may be there yet."""
         self._choice.warm_up(dtype)
@@ -101,8 +109,10 @@ class Sampler:
         rows: Tensor,
         host_rows: NDArray[Any],
         masks: MaskTensors | None = None,
+        offsets: Tensor | None = None,
     ) -> Sampled:
         """Choose the next token of each of `rows` (integers [S]; `host_rows` the same on the host).
+        Where a row is given several times, `offsets` (int32 [S]) count the drafts before each line.
 
         `logits` [S, vocab_size] may be of any floating type. `masks` are what grammars allow; they
         may be applied to the logits in place, which are otherwise left as they are.
@@ -111,7 +121,7 @@ class Sampler:
         self._columns.flush()
         batch = self._batch
         if batch is None or not np.array_equal(batch.host_rows, host_rows):
-            batch = self._batch = Batch(rows, host_rows)
+            batch = self._batch = Batch(rows, host_rows, offsets)
         scores = logits
         edits = [edit for edit in self._edits if batch.has(edit.users)]
         if edits or (masks is not None and batch.has(self._logprobs.users)):
@@ -124,10 +134,11 @@ class Sampler:
         tokens = self._choice.apply(scores, batch)
         return Sampled(tokens, self._logprobs.apply(logits, tokens, batch))
 
-    def appended(self, rows: Tensor, tokens: Tensor) -> None:
-        """`tokens[i]` was generated for `rows[i]` (a row may occur more than once)."""
+    def appended(self, rows: Tensor, tokens: Tensor, accepted: Tensor | None = None) -> None:
+        """`tokens[i]` was generated for `rows[i]` (a row may occur more than once), or only those
+        that are `accepted` (bool)."""
         self._columns.flush()
-        self._penalties.appended(rows, tokens)
+        self._penalties.appended(rows, tokens, accepted)
 
     def prompt_logprobs(
         self, row: int, logits: Tensor, target_ids: Tensor, positions: Int32Array

@@ -14,6 +14,8 @@ from quire.kernels.torch.logprobs import summarize as summarize_twin
 from quire.kernels.torch.penalties import PenaltySettings
 from quire.kernels.torch.penalties import count_uses as count_uses_twin
 from quire.kernels.torch.penalties import penalize as penalize_twin
+from quire.kernels.torch.rows import DraftedRows
+from quire.kernels.torch.rows import accept_tokens as accept_tokens_twin
 from quire.kernels.torch.sampling import Kinds, RowSettings
 from quire.kernels.torch.sampling import choose_tokens as choose_tokens_twin
 
@@ -104,6 +106,17 @@ def choose_tokens(
             return native.largest(scores)
         return native.choose_tokens(scores, rows, positions, settings)
     return choose_tokens_twin(scores, rows, positions, settings)
+
+
+def accept_tokens(
+    rows: Tensor, first_lines: Tensor, num_lines: Tensor, tokens: Tensor, table: DraftedRows
+) -> Tensor:
+    """How many of the tokens sampled in its lines each of `rows` accepts; int32 [R]."""
+    if rows.is_cuda:
+        from quire.kernels.triton import rows as triton_rows
+
+        return triton_rows.accept_tokens(rows, first_lines, num_lines, tokens, table)
+    return accept_tokens_twin(rows, first_lines, num_lines, tokens, table)
 
 
 def summarize(scores: Tensor, tokens: Tensor, num_top: int) -> Summary:

@@ -19,7 +19,7 @@ class Batch:
     """All new tokens of the step, row after row."""
     positions: Tensor
     sample_indices: Tensor
-    """Where the last tokens of the rows that sample are in the flat arrays."""
+    """Tokens whose logits are wanted: of each row that samples, its last `num_samples`."""
     attention: AttentionInputs
 
 
@@ -50,7 +50,9 @@ def gather_batch(
     return Batch(
         token_ids=table.token_ids[row_of, positions].long(),
         positions=positions,
-        sample_indices=(ends - 1)[staged.samples],
+        sample_indices=(
+            (ends - 1)[staged.samples] if staged.lines is None else staged.lines.tokens
+        ),
         attention=AttentionInputs(
             query_start=query_start,
             context_lens=context_lens,

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from quire.decoding.grammar import MaskTensors
 from quire.decoding.logprobs import MAX_LINES, LogprobTensors
-from quire.decoding.sampler import Sampler
+from quire.decoding.sampler import Sampled, Sampler
+from quire.decoding.speculative.drafter import Drafter
 from quire.layers.attention.backend import AttentionBackend
 from quire.layers.attention.shared_prefix import HostPrefixTiles, prefix_tiles
 from quire.layers.step import StepContext
@@ -19,9 +20,9 @@ from quire.models.registry import CausalLM
 from quire.protocol.plan import AddedRow, Int32Array, StepPlan, TokenMasks
 from quire.worker.batch import gather_batch
 from quire.worker.kv_tensors import KVTensors
-from quire.worker.pending import PendingStep
+from quire.worker.pending import PendingStep, Verified
 from quire.worker.pooling import Pooler
-from quire.worker.request_table import RequestTable, StagedRows
+from quire.worker.request_table import RequestTable, StagedLines, StagedRows
 
 if TYPE_CHECKING:
     from quire.worker.graphs import StepGraphs
@@ -37,7 +38,7 @@ class _PromptLogprobRow:
 
 @dataclass(slots=True)
 class _Executed:
-    """A step whose forward pass is launched: logits of the rows that sample, hidden states."""
+    """A step whose forward pass is launched: its lines of logits, and hidden states."""
 
     plan: StepPlan
     staged: StagedRows
@@ -62,6 +63,7 @@ class ModelRunner:
         self.table = table
         self.sampler = sampler
         self.graphs: StepGraphs | None = None
+        self.drafter: Drafter | None = None
         self.pooler = Pooler()
         self._prompt_logprob_rows: dict[int, _PromptLogprobRow] = {}
         self._executed: _Executed | None = None
@@ -74,7 +76,8 @@ class ModelRunner:
         if len(plan.copy_sources):
             self.kv.copy_blocks(staged.copy_sources, staged.copy_targets)
         prefixes = self._shared_prefixes(plan)
-        if self.graphs is not None and not self._prompt_logprob_rows and not self.pooler:
+        may_replay = not self._prompt_logprob_rows and not self.pooler and staged.lines is None
+        if self.graphs is not None and may_replay:
             replayed = self.graphs.run(plan, staged, prefixes)
             if replayed is not None:
                 self._executed = _Executed(plan, staged, replayed, None)
@@ -111,6 +114,8 @@ class ModelRunner:
             if added.num_prompt_logprobs >= 0:
                 entry = _PromptLogprobRow(added, added.num_computed_tokens)
                 self._prompt_logprob_rows[added.row] = entry
+        for row, length in zip(plan.cut_rows.tolist(), plan.cut_lengths.tolist(), strict=True):
+            self.sampler.cut(row, length)
         if len(plan.append_rows):
             self.sampler.appended(staged.append_rows, staged.append_tokens)
         return staged
@@ -134,10 +139,33 @@ class ModelRunner:
         host_rows = plan.rows[plan.samples]
         if not len(host_rows):
             return PendingStep(plan.step, rows, None, prompt_logprobs)
-        sampled = self.sampler.sample(executed.logits, rows, host_rows, masks)
-        self.table.append_sampled(rows, sampled.tokens)
-        self.sampler.appended(rows, sampled.tokens)
-        return PendingStep(plan.step, sampled.tokens, sampled.logprobs, prompt_logprobs, pooled)
+        verified: Verified | None = None
+        if executed.staged.lines is None:
+            sampled = self.sampler.sample(executed.logits, rows, host_rows, masks)
+            self.table.append_sampled(rows, sampled.tokens)
+            self.sampler.appended(rows, sampled.tokens)
+        else:
+            sampled, verified = self._verify(executed, executed.staged.lines, masks)
+        if self.drafter is not None:
+            counts = torch.ones_like(rows) if verified is None else verified.counts
+            self.drafter.accepted(rows, counts)
+            self.table.write_drafts(rows, self.drafter.propose(rows))
+        return PendingStep(
+            plan.step, sampled.tokens, sampled.logprobs, prompt_logprobs, pooled, verified
+        )
+
+    def _verify(
+        self, executed: _Executed, lines: StagedLines, masks: MaskTensors | None
+    ) -> tuple[Sampled, Verified]:
+        """Sample in every line as if the drafts before it were known; accept while they agree."""
+        plan, rows = executed.plan, executed.staged.sample_rows
+        line_rows = rows.index_select(0, lines.index)
+        host_rows = np.repeat(plan.rows, plan.num_samples)
+        sampled = self.sampler.sample(executed.logits, line_rows, host_rows, masks, lines.offsets)
+        counts = self.table.accept(rows, lines, sampled.tokens)
+        is_accepted = lines.offsets < counts.index_select(0, lines.index)
+        self.sampler.appended(line_rows, sampled.tokens, is_accepted)
+        return sampled, Verified(counts, plan.num_samples[plan.samples], plan.line_offsets)
 
     def _score_prompts(
         self, plan: StepPlan, hidden: Tensor | None

@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.decoding.logprobs import LogprobTensors
-from quire.protocol.plan import PooledRows, PromptLogprobs, StepResult
+from quire.protocol.plan import (
+    BoolArray,
+    Int32Array,
+    LogprobArrays,
+    PooledRows,
+    PromptLogprobs,
+    StepResult,
+)
 from quire.worker.pooling import PooledTensors
+
+
+@dataclass(slots=True)
+class Verified:
+    """What became of the lines of a step that verified drafts."""
+
+    counts: Tensor
+    """Lines that each row that samples accepts, its first ones."""
+    num_lines: Int32Array
+    """Lines that each of these rows has."""
+    offsets: Int32Array
+    """Of each line, how many lines of its row are before it."""
 
 
 class PendingStep:
@@ -21,8 +42,10 @@ class PendingStep:
         logprobs: LogprobTensors | None,
         prompt_logprobs: list[tuple[int, LogprobTensors]],
         pooled: PooledTensors | None = None,
+        verified: Verified | None = None,
     ) -> None:
-        """`prompt_logprobs` are given with their rows."""
+        """`prompt_logprobs` are given with their rows; all lines are accepted where `verified` does
+        not say otherwise."""
         self._step = step
         self._tokens = _to_host(tokens)
         self._logprobs = None if logprobs is None else _logprobs_to_host(logprobs)
@@ -30,6 +53,9 @@ class PendingStep:
         self._pooled = pooled
         if pooled is not None:
             self._pooled = PooledTensors(pooled.rows, _to_host(pooled.vectors))
+        self._verified = verified
+        if verified is not None:
+            self._verified = replace(verified, counts=_to_host(verified.counts))
         self._done: torch.cuda.Event | None = None
         if tokens.is_cuda:
             self._done = torch.cuda.Event()
@@ -39,15 +65,33 @@ class PendingStep:
         if self._done is not None:
             self._done.synchronize()
         logprobs = self._logprobs.to_host() if self._logprobs is not None else None
-        pooled = self._pooled
+        pooled, tokens = self._pooled, self._tokens.numpy()
+        counts = np.ones(len(tokens), np.int32)
+        if self._verified is not None:
+            counts = self._verified.counts.numpy()
+            accepted = self._verified.offsets < np.repeat(counts, self._verified.num_lines)
+            tokens = tokens[accepted]
+            logprobs = _select(logprobs, accepted) if logprobs is not None else None
         return StepResult(
             self._step,
-            self._tokens.numpy(),
-            np.ones(len(self._tokens), np.int32),
+            tokens,
+            counts,
             logprobs,
             [PromptLogprobs(row, scored.to_host()) for row, scored in self._prompt_logprobs],
             None if pooled is None else PooledRows(pooled.rows, pooled.vectors.numpy()),
         )
+
+
+def _select(logprobs: LogprobArrays, accepted: BoolArray) -> LogprobArrays:
+    """Those of accepted lines, counted as the accepted tokens are."""
+    keep = accepted[logprobs.index]
+    number = np.cumsum(accepted, dtype=np.int32) - 1
+    return LogprobArrays(
+        number[logprobs.index[keep]],
+        logprobs.token_ids[keep],
+        logprobs.logprobs[keep],
+        logprobs.ranks[keep],
+    )
 
 
 def _logprobs_to_host(logprobs: LogprobTensors) -> LogprobTensors:

@@ -8,14 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels import dispatch
+from quire.kernels.torch.rows import DraftedRows
 from quire.protocol.plan import AddedRow, Int32Array, StepPlan, empty_ints
-from quire.worker.staging import Staging
+from quire.worker.staging import Staging, aligned
 
 
 @dataclass(slots=True)
 class StagedRows:
     """The rows of a plan on the device."""
 
+    lines: StagedLines | None
+    """Only where drafts are verified; otherwise each of `sample_rows` has one line."""
     append_rows: Tensor
     append_tokens: Tensor
     rows: Tensor
@@ -28,8 +32,28 @@ class StagedRows:
     copy_targets: Tensor
 
 
+@dataclass(slots=True)
+class StagedLines:
+    """The lines of logits of a plan that verifies drafts, on the device."""
+
+    index: Tensor
+    """Of each line, which of the rows that sample it belongs to."""
+    offsets: Tensor
+    """Drafts before each line."""
+    tokens: Tensor
+    """Which of the step's new tokens each line follows."""
+    first: Tensor
+    """Of each row that samples, its first line."""
+    counts: Tensor
+    """Lines of each row that samples."""
+
+
 class RequestTable:
-    """Rows hold the truth about lengths: positions and slots of a step are computed from them."""
+    """Rows hold the truth about lengths: positions and slots of a step are computed from them.
+
+    `num_drafts` drafts lie behind the known tokens of a row. Where a step computes more of them
+    than there are, it computes what else lies there, which is never accepted.
+    """
 
     def __init__(
         self,
@@ -45,18 +69,20 @@ class RequestTable:
         self.device = device
         self.staging = Staging(device)
         self.block_size = block_size
-        # Uninitialised: a row is read up to its length only, and may be very long.
-        self.token_ids = torch.empty((max_rows, max_model_len), dtype=torch.int32, device=device)
-        self.num_tokens = ints(max_rows)
-        self.num_computed = ints(max_rows)
+        # All that lies in a row is a token of the vocabulary.
+        self.token_ids = _untouched_zeros(max_rows, max_model_len, device)
+        # One block, so that a row is added in one launch.
+        self._numbers = ints(4, aligned(max_rows))[:, :max_rows]
+        self.num_tokens, self.num_computed, self.num_drafts, self.appends_sampled = self._numbers
         self.block_tables = ints(1, max_rows, max_blocks)
-        self.appends_sampled = torch.ones(max_rows, dtype=torch.bool, device=device)
+        self._had_drafts = False
 
     def update(self, plan: StepPlan) -> StagedRows:
         """Carry out the changes of a plan. All that the host sends travels in one copy."""
         samples = np.flatnonzero(plan.samples).astype(np.int32)
         added_fields, places, tokens = self._added(plan.added_rows)
         forks = [added for added in plan.added_rows if added.fork_of >= 0]
+        lines = _lines(plan) if plan.has_drafts else ()
         sent = self.staging.send(
             np.array([[one.row, one.fork_of] for one in forks], np.int32).T,
             added_fields,
@@ -75,21 +101,23 @@ class RequestTable:
             plan.rows[samples],
             plan.copy_sources,
             plan.copy_targets,
+            *lines,
+            *((plan.cut_rows, plan.cut_lengths) if len(plan.cut_rows) else ()),
         )
         if forks:
             self._fork(sent[0].view(2, -1), max(one.num_forked_tokens for one in forks))
         if plan.added_rows:
-            rows, totals, computed, appends = sent[1].view(4, -1)
+            fields = sent[1].view(5, -1)
             self.token_ids.view(-1)[sent[2].view(torch.int64)] = sent[3]
-            self.num_tokens[rows] = totals
-            self.num_computed[rows] = computed
-            self.appends_sampled[rows] = appends.bool()
+            self._numbers[:, fields[0]] = fields[1:]
+        if len(plan.cut_rows):
+            self._cut(*sent[-2:])
         if len(plan.append_rows):
             self._append(sent[9], sent[10], sent[8])
         if len(plan.block_rows):
             rows, groups, indices, ids = sent[4:8]
             self.block_tables[groups, rows, indices] = ids
-        return StagedRows(*sent[9:])
+        return StagedRows(StagedLines(*sent[17:22]) if lines else None, *sent[9:17])
 
     def _fork(self, pairs: Tensor, num_tokens: int) -> None:
         """Copy the beginning of rows `pairs[1]` to rows `pairs[0]`, for all as much as for the one
@@ -100,13 +128,14 @@ class RequestTable:
         self.block_tables[:, rows, :num_blocks] = self.block_tables[:, parents, :num_blocks]
 
     def _added(self, added: list[AddedRow]) -> tuple[Int32Array, Int32Array, Int32Array]:
-        """[row, tokens, computed tokens, appends] of each, and flat places of all their tokens,
-        which are 64-bit: many rows of a very long length have more places than 32 bits count."""
+        """[row, tokens, computed tokens, drafts, appends] of each, and flat places of all their
+        tokens, which are 64-bit: many rows of a very long length have more places than 32 bits
+        count."""
         if not added:
             return empty_ints(), empty_ints(), empty_ints()
         fields = np.array(
             [
-                (one.row, len(one.token_ids), one.num_computed_tokens, one.appends_sampled)
+                (one.row, len(one.token_ids), one.num_computed_tokens, 0, one.appends_sampled)
                 for one in added
             ],
             np.int32,
@@ -124,6 +153,13 @@ class RequestTable:
         """Append known tokens; one of several for the same row has its place among them."""
         self.token_ids[rows, self.num_tokens[rows] + places] = tokens
         self.num_tokens.index_add_(0, rows, torch.ones_like(rows))
+        if self._had_drafts:
+            self.num_drafts[rows] = 0
+
+    def _cut(self, rows: Tensor, lengths: Tensor) -> None:
+        self.num_tokens[rows] = lengths
+        self.num_computed[rows] = torch.minimum(self.num_computed[rows], lengths - 1)
+        self.num_drafts[rows] = 0
 
     def append_sampled(self, rows: Tensor, tokens: Tensor) -> None:
         """Append sampled tokens where the sampler chooses; other rows keep their length."""
@@ -132,10 +168,54 @@ class RequestTable:
 
             append_tokens(rows, tokens, self.token_ids, self.num_tokens, self.appends_sampled)
             return
-        at, chosen = self.num_tokens[rows], self.appends_sampled[rows]
+        at, chosen = self.num_tokens[rows], self.appends_sampled[rows].bool()
         current = self.token_ids[rows, at]
         self.token_ids[rows, at] = torch.where(chosen, tokens, current)
         self.num_tokens[rows] = at + chosen.int()
+
+    def accept(self, rows: Tensor, lines: StagedLines, tokens: Tensor) -> Tensor:
+        """Append the `tokens` sampled in the lines of `rows` while drafts agree; see
+        `quire.kernels.torch.rows.accept_tokens`. Returns how many each row accepts."""
+        drafted = DraftedRows(
+            self.token_ids,
+            self.num_tokens,
+            self.num_computed,
+            self.num_drafts,
+            self.appends_sampled,
+        )
+        return dispatch.accept_tokens(rows, lines.first, lines.counts, tokens, drafted)
+
+    def write_drafts(self, rows: Tensor, drafts: Tensor) -> None:
+        """Put `drafts` (int32 [rows, k], the used ones first, then negative ones) behind the known
+        tokens of `rows`, as many as fit."""
+        self._had_drafts = True
+        known, column = self.num_tokens[rows], torch.arange(drafts.shape[1], device=self.device)
+        room = self.token_ids.shape[1] - known
+        count = torch.minimum((drafts >= 0).cumprod(1).sum(1).int(), room)
+        # Columns beyond the last draft write that once more; without one, the last token itself.
+        column = torch.minimum(column, count[:, None] - 1)
+        places = known[:, None] + column
+        values = torch.where(
+            column < 0,
+            self.token_ids[rows[:, None], places],
+            drafts.gather(1, column.clamp_min(0).long()),
+        )
+        self.token_ids[rows[:, None], places] = values
+        self.num_drafts[rows] = count
+
+
+def _untouched_zeros(num_rows: int, length: int, device: torch.device) -> Tensor:
+    """int32 zeros which, on a CPU, take no memory before they are written to: rows may be long."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros((num_rows, length), np.int32))
+    return torch.zeros((num_rows, length), dtype=torch.int32, device=device)
+
+
+def _lines(plan: StepPlan) -> tuple[Int32Array, ...]:
+    """The parts of `StagedLines`."""
+    counts = plan.num_samples[plan.samples]
+    index = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    return index, plan.line_offsets, plan.line_tokens, plan.first_lines, counts
 
 
 def append_places(rows: Int32Array) -> Int32Array:

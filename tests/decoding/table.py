@@ -69,13 +69,27 @@ class Table:
         )
         self.sampler.add(added, known)
 
-    def sample(self, logits: NDArray[np.float32] | Tensor, rows: Sequence[int]) -> Sampled:
+    def sample(
+        self,
+        logits: NDArray[np.float32] | Tensor,
+        rows: Sequence[int],
+        offsets: Sequence[int] | None = None,
+    ) -> Sampled:
         if not isinstance(logits, Tensor):
             logits = torch.from_numpy(logits)
-        host_rows = np.array(rows, np.int32)
+        before = None
+        if offsets is not None:
+            before = torch.tensor(offsets, dtype=torch.int32, device=self.device)
+        index = torch.tensor(rows, device=self.device)
         return self.sampler.sample(
-            logits.to(self.device), torch.tensor(rows, device=self.device), host_rows
+            logits.to(self.device), index, np.array(rows, np.int32), offsets=before
         )
+
+    def draft(self, row: int, tokens: Sequence[int]) -> None:
+        """Put drafts behind the known tokens of a row, as the runner does."""
+        at = int(self.num_tokens[row])
+        drafts = torch.tensor(tokens, dtype=torch.int32, device=self.device)
+        self.token_ids[row, at : at + len(tokens)] = drafts
 
     def append(self, rows: Sequence[int], tokens: Tensor) -> None:
         """Write sampled tokens into the table, as the runner does."""

@@ -52,6 +52,33 @@ def test_gpu_chooses_like_the_cpu_and_does_not_wait():
                 table.add(rows[-1], Sketch(FEATURES["all_filters"].clone(), [9], seed=77))
 
 
+def test_gpu_verifies_drafts_like_the_cpu_and_does_not_wait():
+    """Every request has four lines, with drafts that repeat each other and known tokens."""
+    rows = [2 * i + 1 for i in range(len(requests()))]
+    line_rows = np.repeat(np.array(rows, np.int32), 4)
+    logits = torch.from_numpy(random_logits(5, len(line_rows), VOCAB))
+    logits[:, [7, 30]] += 5.0
+    got = {}
+    for device in ("cpu", "cuda"):
+        table = Table(VOCAB, max_rows=50, device=device)
+        for row, request in zip(rows, requests(), strict=True):
+            table.add(row, request, num_logprobs=row % 4 - 1)
+            table.draft(row, [7, 7, 30])
+        offsets = torch.arange(4, dtype=torch.int32, device=device).repeat(len(rows))
+        inputs = (logits.to(device), torch.from_numpy(line_rows).to(device), line_rows)
+        torch.cuda.set_sync_debug_mode("error" if device == "cuda" else "default")
+        try:
+            sampled = table.sampler.sample(*inputs, offsets=offsets)
+            table.sampler.appended(inputs[1], sampled.tokens, offsets < 2)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        after = table.sample(logits[::4], rows).tokens.tolist()
+        got[device] = sampled.tokens.tolist(), sampled.logprobs.to_host(), after
+    assert got["cuda"][0] == got["cpu"][0] and got["cuda"][2] == got["cpu"][2]
+    assert np.array_equal(got["cuda"][1].token_ids, got["cpu"][1].token_ids)
+    np.testing.assert_allclose(got["cuda"][1].logprobs, got["cpu"][1].logprobs, atol=1e-5)
+
+
 def test_a_line_is_chosen_alike_alone_and_in_a_batch():
     """Whatever shares the batch, whichever line and row it has, and after warming up."""
     table = Table(VOCAB, max_rows=300, device="cuda")

@@ -40,6 +40,67 @@ def test_places_beyond_32_bits() -> None:
     assert places.view(np.int64).tolist() == [1023 * length, 1023 * length + 1]
 
 
+def test_drafts_wait_behind_known_tokens_as_far_as_there_is_room() -> None:
+    table = RequestTable(4, 6, 3, 4, CPU)
+    table.update(StepPlan(0, added_rows=[added(3, [7, 8]), added(1, [5] * 5), added(2, [4] * 6)]))
+    drafts = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 3], [9, -1, 3]], dtype=torch.int32)
+    table.write_drafts(torch.tensor([3, 1, 2]), drafts[:3])
+    assert table.token_ids[3].tolist() == [7, 8, 1, 2, 3, 0]
+    assert table.token_ids[1].tolist() == [5] * 5 + [1]
+    assert table.token_ids[2].tolist() == [4] * 6
+    assert table.num_drafts.tolist() == [0, 1, 0, 3]
+    table.write_drafts(torch.tensor([3]), drafts[3:])
+    assert table.token_ids[3].tolist() == [7, 8, 9, 2, 3, 0]
+    assert table.num_drafts.tolist() == [0, 1, 0, 1]
+    assert table.num_tokens.tolist() == [0, 5, 6, 2]
+
+
+def test_no_draft_waits_after_a_row_is_added_cut_or_appended_to() -> None:
+    table = RequestTable(4, 10, 3, 4, CPU)
+    rows = torch.tensor([1, 2, 3])
+    table.update(StepPlan(0, added_rows=[added(row, [5, 6, 7]) for row in (1, 2, 3)]))
+    table.num_computed[rows] = torch.tensor([3, 3, 1], dtype=torch.int32)
+    table.write_drafts(rows, torch.full((3, 2), 8, dtype=torch.int32))
+    assert table.num_drafts.tolist() == [0, 2, 2, 2]
+    ints = np.array([1], np.int32)
+    table.update(StepPlan(1, append_rows=ints, append_tokens=ints * 9))
+    assert table.num_drafts.tolist() == [0, 0, 2, 2]
+    assert table.token_ids[1, :4].tolist() == [5, 6, 7, 9]
+    cut = np.array([2, 3], np.int32)
+    table.update(StepPlan(2, cut_rows=cut, cut_lengths=cut))
+    assert table.num_drafts.tolist() == [0, 0, 0, 0]
+    assert table.num_tokens.tolist() == [0, 4, 2, 3]
+    assert table.num_computed.tolist() == [0, 3, 1, 1], "the last token is computed again"
+    table.write_drafts(rows, torch.full((3, 2), 8, dtype=torch.int32))
+    table.update(StepPlan(3, added_rows=[added(2, [1])]))
+    assert table.num_drafts.tolist() == [0, 2, 0, 2]
+
+
+def test_a_row_that_is_cut_and_appended_to_in_one_plan() -> None:
+    table = RequestTable(2, 10, 3, 4, CPU)
+    table.update(StepPlan(0, added_rows=[added(1, [5, 6, 7])]))
+    one = np.array([1, 1], np.int32)
+    plan = StepPlan(1, append_rows=one, append_tokens=np.array([8, 9], np.int32))
+    plan.cut_rows, plan.cut_lengths = one[:1], one[:1] * 2
+    table.update(plan)
+    assert table.token_ids[1, :4].tolist() == [5, 6, 8, 9]
+    assert table.num_tokens.tolist() == [0, 4]
+
+
+def test_lines_of_a_plan_are_the_last_tokens_of_its_rows() -> None:
+    plan = StepPlan(
+        0,
+        rows=np.array([4, 2, 7, 1], np.int32),
+        num_new_tokens=np.array([3, 5, 1, 4], np.int32),
+        num_samples=np.array([3, 0, 1, 2], np.int32),
+    )
+    assert plan.first_lines.tolist() == [0, 3, 4]
+    assert plan.line_offsets.tolist() == [0, 1, 2, 0, 0, 1]
+    assert plan.line_tokens.tolist() == [0, 1, 2, 8, 11, 12]
+    plan.num_samples = np.minimum(plan.num_samples, 1)
+    assert plan.line_tokens.tolist() == [2, 8, 12]
+
+
 def test_blocks_are_copied_in_all_layers_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_tensors, "MAX_COPIED_AT_ONCE", 2)
     kv = KVTensors(KVSpec(2, 1, 4, 4, torch.float32), 12, CPU)

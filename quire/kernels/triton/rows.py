@@ -1,4 +1,4 @@
-"""Row bookkeeping on the device: the batch of a step, and sampled tokens into their rows."""
+"""Row bookkeeping on the device: the batch of a step, sampled and accepted tokens into rows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from quire.kernels.torch.rows import DraftedRows
 
 WIDTH = 128
 """Rows of one program."""
@@ -227,7 +229,7 @@ def _append_kernel(
 def append_tokens(
     rows: Tensor, tokens: Tensor, token_ids: Tensor, num_tokens: Tensor, appends: Tensor
 ) -> None:
-    """Append `tokens[i]` to row `rows[i]` where `appends` (bool per row) says so."""
+    """Append `tokens[i]` to row `rows[i]` where `appends` (per row) is not 0."""
     count = len(rows)
     _append_kernel[(-(-count // WIDTH),)](
         rows,
@@ -240,3 +242,62 @@ def append_tokens(
         WIDTH=WIDTH,
         num_warps=1,
     )
+
+
+@triton.jit(do_not_specialize=["count"])
+def _accept_kernel(
+    rows_ptr,
+    first_lines_ptr,
+    num_lines_ptr,
+    tokens_ptr,
+    token_ids_ptr,
+    num_tokens_ptr,
+    num_computed_ptr,
+    num_drafts_ptr,
+    appends_ptr,
+    out_ptr,
+    count,
+    stride,
+    WIDTH: tl.constexpr,
+):
+    lane = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    mask = lane < count
+    row = tl.load(rows_ptr + lane, mask, 0).to(tl.int64)
+    first = tl.load(first_lines_ptr + lane, mask, 0)
+    num_lines = tl.load(num_lines_ptr + lane, mask, 0)
+    appends = mask & (tl.load(appends_ptr + row, mask, 0) != 0)
+    known = tl.load(num_tokens_ptr + row, mask, 0)
+    num_verified = tl.minimum(num_lines - 1, tl.load(num_drafts_ptr + row, mask, 0))
+    place = token_ids_ptr + row * stride + known
+    accepted = tl.where(mask, 1, 0)
+    for i in range(tl.max(num_lines, 0)):
+        reached = mask & (accepted == i + 1)
+        token = tl.load(tokens_ptr + first + i, reached, 0)
+        draft = tl.load(place + i, reached & (i < num_verified), -1)
+        tl.store(place + i, token, reached & appends)
+        accepted += tl.where(reached & (draft == token), 1, 0)
+    tl.store(num_tokens_ptr + row, known + accepted, appends)
+    tl.store(num_computed_ptr + row, known + accepted - 1, appends)
+    tl.store(num_drafts_ptr + row, 0, mask)
+    tl.store(out_ptr + lane, accepted, mask)
+
+
+def accept_tokens(
+    rows: Tensor, first_lines: Tensor, num_lines: Tensor, tokens: Tensor, table: DraftedRows
+) -> Tensor:
+    """As the twin."""
+    count = len(rows)
+    out = torch.empty(count, dtype=torch.int32, device=rows.device)
+    _accept_kernel[(-(-count // WIDTH),)](
+        rows,
+        first_lines,
+        num_lines,
+        tokens,
+        *table,
+        out,
+        count,
+        table.token_ids.stride(0),
+        WIDTH=WIDTH,
+        num_warps=1,
+    )
+    return out

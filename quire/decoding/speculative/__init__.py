@@ -1,0 +1,1 @@
+"""Speculation: what proposes the drafts that a step verifies."""

@@ -1,0 +1,20 @@
+"""`Drafter`: proposes tokens that may follow those of a row."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Drafter(Protocol):
+    """Is asked after each step for the rows that sampled; both calls return without waiting for the
+    device. A draft may be any token: verification keeps none that plain decoding would not sample.
+    """
+
+    def accepted(self, rows: Tensor, counts: Tensor) -> None:
+        """Row `rows[i]` took in `counts[i]` tokens (int32); they are in the table already."""
+
+    def propose(self, rows: Tensor) -> Tensor:
+        """Drafts for each of `rows`: token ids, int32 [R, k], with negative ones behind the last
+        draft of a row."""

@@ -1,0 +1,282 @@
+"""Speculation with the real model runner: drafts change how many steps a text takes, and no text.
+
+The drafter knows what each request generates without drafts, and gets some of it wrong. On a CPU
+results do not depend on what else a step computes, so tokens and logprobs must be equal bit by bit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quire import LLM, BeamSearchParams, RequestOutput, SamplingParams, StructuredOutputs
+from quire.frontend.inputs import TokenizationOptions, parse_prompts
+from quire.protocol.plan import StepPlan
+from quire.scheduler.request import Status
+from tests.models.reference import VOCAB, random_tokens
+from tests.tiny import assert_at_rest, save_tiny, tiny_llm
+
+pytestmark = pytest.mark.usefixtures("native")
+MAX_LEN = 160
+WRONG_EVERY = 5
+"""About one draft in so many is wrong."""
+
+
+class ScriptedDrafter:
+    """Proposes what comes next in texts that it knows, some of it wrong, and now and then fewer
+    drafts than it might or none."""
+
+    def __init__(self, llm: LLM, texts: list[list[int]], num_drafts: int) -> None:
+        self._table = llm._core.executor.runner.table
+        self._texts = texts
+        self._num_drafts = num_drafts
+        self.num_accepted = 0
+
+    def accepted(self, rows: Tensor, counts: Tensor) -> None:
+        assert int(counts.min()) >= 1
+        self.num_accepted += int(counts.sum()) - len(counts)
+
+    def propose(self, rows: Tensor) -> Tensor:
+        drafts = torch.full((len(rows), self._num_drafts), -1, dtype=torch.int32)
+        for i, row in enumerate(rows.tolist()):
+            known = self._table.token_ids[row, : int(self._table.num_tokens[row])].tolist()
+            text = next((t for t in self._texts if t[: len(known)] == known), known)
+            count = self._num_drafts - (len(known) % 7 == 0) - 9 * (len(known) % 11 == 0)
+            for j, token in enumerate(text[len(known) : len(known) + max(count, 0)]):
+                is_wrong = (7 * row + 3 * (len(known) + j)) % WRONG_EVERY == 0
+                drafts[i, j] = (token + is_wrong) % VOCAB
+        return drafts
+
+
+class Steps:
+    """What the plans of a run asked for."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.num_steps = self.num_drafts = self.most_lines = 0
+        self.mixed_with_beams = self.mixed_with_grammars = False
+        self._columns = llm._core.scheduler.columns
+        llm._core.on_plan = self._look
+
+    def _look(self, plan: StepPlan) -> None:
+        self.num_steps += 1
+        self.num_drafts += int((plan.num_samples[plan.samples] - 1).sum())
+        self.most_lines = max(self.most_lines, int(plan.num_samples.max(initial=0)))
+        if plan.has_drafts:
+            self.mixed_with_beams |= bool(self._columns.host_chooses[plan.rows].any())
+            self.mixed_with_grammars |= bool(self._columns.constrained[plan.rows].any())
+
+
+def speculate(llm: LLM, outputs: list[RequestOutput], num_drafts: int) -> ScriptedDrafter:
+    """Let the engine verify drafts from these outputs of its own."""
+    texts = [
+        [*(output.prompt_token_ids or ()), *completion.token_ids]
+        for output in outputs
+        for completion in output.outputs
+    ]
+    drafter = ScriptedDrafter(llm, texts, num_drafts)
+    llm._core.executor.runner.drafter = drafter
+    llm._core.scheduler.speculation.num_drafts = num_drafts
+    return drafter
+
+
+def seen(outputs: list[RequestOutput]) -> list[Any]:
+    """All that a client sees of the results."""
+    return [
+        (
+            output.prompt_logprobs,
+            [
+                (
+                    c.token_ids,
+                    c.text,
+                    c.finish_reason,
+                    c.stop_reason,
+                    c.cumulative_logprob,
+                    c.logprobs,
+                )
+                for c in output.outputs
+            ],
+        )
+        for output in outputs
+    ]
+
+
+GREEDY = {"temperature": 0.0, "max_tokens": 40}
+DRAWN = {"temperature": 0.9, "max_tokens": 40, "seed": 11}
+FEATURES: dict[str, dict[str, Any]] = {
+    "greedy": {**GREEDY, "ignore_eos": True},
+    "drawn": DRAWN,
+    "filters": {**DRAWN, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
+    "repetition": {**GREEDY, "repetition_penalty": 1.8},
+    "frequency": {**DRAWN, "frequency_penalty": 1.5},
+    "presence": {**GREEDY, "presence_penalty": 2.0},
+    "min_tokens": {**DRAWN, "min_tokens": 12, "stop_token_ids": list(range(20, 60))},
+    "bad_words": {**GREEDY, "bad_words": ["a", "e", "th"]},
+    "logit_bias": {**DRAWN, "logit_bias": {str(i): 3.0 for i in range(40, 44)}},
+    "allowed": {**DRAWN, "allowed_token_ids": list(range(30, 90))},
+    "stop_token_ids": {**DRAWN, "stop_token_ids": list(range(70, 75))},
+    "stop": {**DRAWN, "stop": ["e", "o"]},
+    "logprobs": {**DRAWN, "logprobs": 3},
+    "named_logprobs": {**GREEDY, "logprob_token_ids": [5, 6, 7]},
+    "prompt_logprobs": {**GREEDY, "prompt_logprobs": 1, "logprobs": 0},
+    "n": {**DRAWN, "n": 3, "logprobs": 1},
+    "one": {**DRAWN, "max_tokens": 1},
+    "two": {**GREEDY, "max_tokens": 2},
+    "to_the_end": {"temperature": 0.0, "max_tokens": None, "ignore_eos": True},
+}
+
+
+def prompts_of(count: int) -> list[list[int]]:
+    """Of several lengths; half of each is shared, so that blocks are found again."""
+    return [
+        random_tokens(8 + i % 3, seed=i % 3) + random_tokens(1 + 5 * (i % 5), seed=100 + i)
+        for i in range(count)
+    ]
+
+
+def generate(llm: LLM, prompts: list[list[int]], params: Any) -> list[RequestOutput]:
+    return llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("drafts")
+    save_tiny(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> list[RequestOutput]:
+    """Every feature without drafts, two requests each."""
+    params = [SamplingParams(**kwargs) for kwargs in FEATURES.values() for _ in range(2)]
+    with tiny_llm(folder, max_model_len=MAX_LEN) as llm:
+        return generate(llm, prompts_of(len(params)), params)
+
+
+@pytest.mark.parametrize("kind", FEATURES)
+def test_a_feature_by_itself(folder: Path, plain: list[RequestOutput], kind: str) -> None:
+    place = list(FEATURES).index(kind)
+    chosen = slice(2 * place, 2 * place + 2)
+    prompts = prompts_of(len(plain))[chosen]
+    with tiny_llm(folder, max_model_len=MAX_LEN) as llm:
+        drafter, steps = speculate(llm, plain[chosen], 4), Steps(llm)
+        outputs = generate(llm, prompts, SamplingParams(**FEATURES[kind]))
+        assert seen(outputs) == seen(plain[chosen])
+        assert_at_rest(llm)
+    if kind not in ("one", "two"):
+        assert steps.most_lines == 5
+        assert 0 < drafter.num_accepted < steps.num_drafts
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], bool]] = {
+    "plain": ({}, False),
+    "overlap": ({"max_steps_in_flight": 2}, False),
+    "chunks": ({"block_size": 4, "max_num_batched_tokens": 21, "max_num_seqs": 9}, False),
+    "pool": ({"block_size": 4, "num_gpu_blocks_override": 60}, True),
+    "pool-overlap": (
+        {"block_size": 8, "num_gpu_blocks_override": 34, "max_steps_in_flight": 2},
+        True,
+    ),
+    "pool-far-ahead": (
+        {"block_size": 8, "num_gpu_blocks_override": 34, "max_steps_in_flight": 4},
+        True,
+    ),
+    "uncached": ({"enable_prefix_caching": False, "max_steps_in_flight": 2}, False),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_all_features_together(folder: Path, plain: list[RequestOutput], setting: str) -> None:
+    """Twice, so that the second time finds prompts in the cache; some requests are preempted."""
+    options, must_preempt = SETTINGS[setting]
+    num_drafts = 1 + list(SETTINGS).index(setting) % 4
+    params = [SamplingParams(**kwargs) for kwargs in FEATURES.values() for _ in range(2)]
+    prompts = prompts_of(len(params))
+    with tiny_llm(folder, max_model_len=MAX_LEN, **options) as llm:
+        drafter, steps = speculate(llm, plain, num_drafts), Steps(llm)
+        for _ in range(2):
+            outputs = generate(llm, prompts, params)
+            assert seen(outputs) == seen(plain)
+        assert (llm.statistics().num_preemptions > 0) == must_preempt
+        assert_at_rest(llm)
+    assert 0.2 * steps.num_drafts < drafter.num_accepted < 0.9 * steps.num_drafts
+
+
+def test_accepted_drafts_save_steps(folder: Path, plain: list[RequestOutput]) -> None:
+    with tiny_llm(folder, max_model_len=MAX_LEN) as llm:
+        prompts, params = prompts_of(1), SamplingParams(**FEATURES["greedy"])
+        without = Steps(llm)
+        generate(llm, prompts, params)
+        speculate(llm, plain[:1], 4)
+        steps = Steps(llm)
+        generate(llm, prompts, params)
+        assert steps.num_steps < 0.6 * without.num_steps
+
+
+def test_beams_and_grammars_beside_drafts(folder: Path) -> None:
+    """They have one line each, and the others' lines lie around theirs."""
+    form = StructuredOutputs(regex="[a-f]{8}[0-9]{8}")
+    params = [
+        SamplingParams(**{**DRAWN, "ignore_eos": True, "logprobs": 1}),
+        SamplingParams(**DRAWN, structured_outputs=form),
+        SamplingParams(**FEATURES["repetition"]),
+        SamplingParams(**DRAWN, structured_outputs=form, logprobs=2),
+        SamplingParams(**FEATURES["greedy"]),
+    ]
+    prompts, beams = prompts_of(5), BeamSearchParams(beam_width=3, max_tokens=12)
+
+    def run(llm: LLM) -> tuple[list[RequestOutput], list[Any]]:
+        parsed = parse_prompts([{"prompt_token_ids": p} for p in prompts])
+        requests = llm._submit(parsed, params, None, TokenizationOptions())
+        found = llm.beam_search([{"prompt_token_ids": prompts[2]}], beams)
+        outputs = llm._finish(requests, False)
+        return outputs, [(s.tokens, s.cum_logprob) for s in found[0].sequences]
+
+    with tiny_llm(folder, max_model_len=MAX_LEN, max_steps_in_flight=2) as llm:
+        expected, expected_beams = run(llm)
+        drafter, steps = speculate(llm, expected, 3), Steps(llm)
+        outputs, found_beams = run(llm)
+        assert seen(outputs) == seen(expected)
+        assert found_beams == expected_beams
+        assert steps.mixed_with_beams and steps.mixed_with_grammars
+        assert 0 < drafter.num_accepted < steps.num_drafts
+        assert_at_rest(llm)
+
+
+def test_a_row_that_is_cut_back_goes_on_as_before(folder: Path) -> None:
+    """Again and again, with drafts waiting and steps in flight; penalties forget what was cut."""
+    params = SamplingParams(**{**GREEDY, "frequency_penalty": 0.7, "repetition_penalty": 1.2})
+    prompts = prompts_of(4)
+    with tiny_llm(folder, max_model_len=MAX_LEN, max_steps_in_flight=2) as llm:
+        expected = generate(llm, prompts, params)
+        speculate(llm, expected, 3)
+        core = llm._core
+        dice, num_cuts = np.random.default_rng(0), 0
+
+        def cut_some(plan: StepPlan) -> None:
+            """After a plan was made: the next one tells the worker."""
+            nonlocal num_cuts
+            running = [r for r in core.scheduler.by_row if r and r.status is Status.RUNNING]
+            for request in running:
+                generated = request.num_known - request.num_prompt
+                if generated > 4 and num_cuts < 25 and dice.random() < 0.3:
+                    core.scheduler.cut_back(request, request.num_known - int(dice.integers(1, 4)))
+                    num_cuts += 1
+
+        core.on_plan = cut_some
+        requests = llm._submit(
+            parse_prompts([{"prompt_token_ids": p} for p in prompts]),
+            params.clone(),
+            None,
+            TokenizationOptions(),
+        )
+        outputs = llm._finish(requests, False)
+        assert num_cuts == 25
+        assert [o.outputs[0].token_ids for o in outputs] == [
+            o.outputs[0].token_ids for o in expected
+        ]
+        assert_at_rest(llm)
