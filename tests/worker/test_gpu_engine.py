@@ -348,7 +348,7 @@ def test_graphs_cover_steps_that_verify_drafts(folder: Path) -> None:
                 assert (runner._executed.hidden is None) == (graphs is not None), name
                 assert found.shape == expected.shape
                 error = (found - expected).norm(dim=1) / expected.norm(dim=1)
-                assert float(error.max()) < 1e-4, f"{name}: {float(error.max()):.1e}"
+                assert float(error.max()) < 5e-4, f"{name}: {float(error.max()):.1e}"
                 after = runner.table.num_computed[: len(rows)] - before[: len(rows)]
                 assert after.tolist() == plan.num_new_tokens.tolist()
             runner.graphs = captured

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.worker.warm_up import batch_sizes
+from quire.worker.warm_up import batch_sizes, drafted_counts
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -13,18 +13,37 @@ from quire.kernels.triton.decode_attention import padded_splits
 from quire.layers.attention.triton import TritonBackend
 
 
+@pytest.mark.parametrize("queries", [1, 8])
 @pytest.mark.parametrize("max_rows", [1, 5, 16, 200, 1024])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 8, 32])
-def test_all_decode_variants_are_met(max_rows: int, num_kv_heads: int) -> None:
+def test_all_decode_variants_are_met(max_rows: int, num_kv_heads: int, queries: int) -> None:
     """Splits and warps are compiled into the decode kernels and follow from the number of rows."""
     kv = torch.empty(1, 2, 1, num_kv_heads, 16, 64)
-    backend = TritonBackend(kv, num_kv_heads, num_kv_heads, 64, 16)
+    backend = TritonBackend(kv, 4 * num_kv_heads, num_kv_heads, 64, 16)
 
     def variant(num_rows: int) -> tuple[bool, int, int]:
         splits = backend.num_splits(num_rows)
         padded = padded_splits(splits) if splits > 1 else 0
-        return splits > 1, padded, backend.num_warps(num_rows)
+        return splits > 1, padded, backend.num_warps(num_rows, queries)
 
     sizes = batch_sizes(max_rows, has_graphs=False)
     assert max(sizes) <= max_rows
     assert {variant(size) for size in sizes} == {variant(n) for n in range(1, max_rows + 1)}
+
+
+@pytest.mark.parametrize(
+    ("max_queries", "counts"), [(1, []), (2, [2]), (5, [2, 4, 5]), (8, [2, 4, 8])]
+)
+def test_steps_with_drafts_are_met(max_queries: int, counts: list[int]) -> None:
+    """One for each kernel of decode attention, which has a power of two queries, and none where
+    there is no speculation."""
+    assert drafted_counts(max_queries) == counts
+
+
+def test_many_heads_limit_the_queries() -> None:
+    """Queries times heads of a KV head are rows of one matrix product."""
+    most = [
+        TritonBackend(torch.empty(1, 2, 1, 1, 16, dim), heads, 1, dim, 16).max_decode_queries
+        for heads, dim in ((1, 64), (8, 64), (32, 64), (8, 256), (64, 256))
+    ]
+    assert most == [8, 8, 4, 4, 1]
