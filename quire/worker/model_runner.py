@@ -76,8 +76,7 @@ class ModelRunner:
         if len(plan.copy_sources):
             self.kv.copy_blocks(staged.copy_sources, staged.copy_targets)
         prefixes = self._shared_prefixes(plan)
-        may_replay = not self._prompt_logprob_rows and not self.pooler and staged.lines is None
-        if self.graphs is not None and may_replay:
+        if self.graphs is not None and not self._prompt_logprob_rows and not self.pooler:
             replayed = self.graphs.run(plan, staged, prefixes)
             if replayed is not None:
                 self._executed = _Executed(plan, staged, replayed, None)

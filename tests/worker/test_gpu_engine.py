@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from quire import LLM, SamplingParams
 from quire.protocol.plan import AddedRow, StepPlan
 from quire.worker.model_runner import ModelRunner
+from tests.engine.test_drafts import ScriptedDrafter
 
 pytestmark = pytest.mark.gpu
 
@@ -353,6 +354,59 @@ def test_graphs_cover_steps_that_verify_drafts(folder: Path) -> None:
                 assert after.tolist() == plan.num_new_tokens.tolist()
             runner.graphs = captured
             runner.update_rows(StepPlan(2, freed_rows=plan.rows))
+
+
+class DeviceDrafter(ScriptedDrafter):
+    """The same, with drafts where the rows are."""
+
+    def propose(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().propose(rows).to(rows.device)
+
+
+def generate_with_drafts(
+    llm: LLM, work: list[list[int]], texts: list[list[int]], num_drafts: int
+) -> tuple[list[list[int]], int]:
+    """Greedy tokens, and how many of them were accepted drafts."""
+    drafter = DeviceDrafter(llm, texts, num_drafts)
+    llm._core.executor.runner.drafter = drafter
+    llm._core.scheduler.speculation.num_drafts = num_drafts
+    llm.reset_prefix_cache()
+    greedy = SamplingParams(temperature=0.0, max_tokens=32, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in work], greedy, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs], drafter.num_accepted
+
+
+def test_drafts_do_not_change_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With graphs for them and without, many rows at once, while others join and end."""
+    from quire.worker.graphs import StepGraphs
+
+    work = prompts(60)
+    plain = generate(folder, work, dtype="float32")
+    texts = [prompt + tokens for prompt, tokens in zip(work, plain, strict=True)]
+    limits = {"kv_cache_memory_bytes": 1 << 28, "max_num_seqs": 40, "dtype": "float32"}
+    with LLM(str(folder), skip_tokenizer_init=True, **limits) as llm:
+        runner = llm._core.executor.runner
+        parts = (runner.model, runner.attention, runner.table)
+        with_drafts = StepGraphs(*parts, 40, 1024, max_queries=5)
+        with torch.inference_mode():
+            with_drafts.capture(with_drafts.keys)
+        replayed = []
+        replay = with_drafts.run
+
+        def run(plan: StepPlan, *others: Any) -> torch.Tensor | None:
+            logits = replay(plan, *others)
+            if plan.has_drafts:
+                replayed.append(logits is not None)
+            return logits
+
+        monkeypatch.setattr(with_drafts, "run", run)
+        for graphs in (with_drafts, None):
+            runner.graphs = graphs
+            found, num_accepted = generate_with_drafts(llm, work, texts, 4)
+            assert found == plain
+            assert num_accepted > 200
+    # Prompts that join may make a step too large for any graph.
+    assert len(replayed) > 10 and np.mean(replayed) > 0.8
 
 
 def test_without_speculation_the_graphs_are_the_same(folder: Path) -> None:
