@@ -153,7 +153,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain(folder: Path) -> list[RequestOutput]:
     """Every feature without drafts, two requests each."""
     params = [SamplingParams(**kwargs) for kwargs in FEATURES.values() for _ in range(2)]
-    with tiny_llm(folder, max_model_len=MAX_LEN) as llm:
+    with tiny_llm(folder, device="cpu", max_model_len=MAX_LEN) as llm:
         return generate(llm, prompts_of(len(params)), params)
 
 
@@ -162,7 +162,7 @@ def test_a_feature_by_itself(folder: Path, plain: list[RequestOutput], kind: str
     place = list(FEATURES).index(kind)
     chosen = slice(2 * place, 2 * place + 2)
     prompts = prompts_of(len(plain))[chosen]
-    with tiny_llm(folder, max_model_len=MAX_LEN) as llm:
+    with tiny_llm(folder, device="cpu", max_model_len=MAX_LEN) as llm:
         drafter, steps = speculate(llm, plain[chosen], 4), Steps(llm)
         outputs = generate(llm, prompts, SamplingParams(**FEATURES[kind]))
         assert seen(outputs) == seen(plain[chosen])
@@ -196,7 +196,7 @@ def test_all_features_together(folder: Path, plain: list[RequestOutput], setting
     num_drafts = 1 + list(SETTINGS).index(setting) % 4
     params = [SamplingParams(**kwargs) for kwargs in FEATURES.values() for _ in range(2)]
     prompts = prompts_of(len(params))
-    with tiny_llm(folder, max_model_len=MAX_LEN, **options) as llm:
+    with tiny_llm(folder, device="cpu", max_model_len=MAX_LEN, **options) as llm:
         drafter, steps = speculate(llm, plain, num_drafts), Steps(llm)
         for _ in range(2):
             outputs = generate(llm, prompts, params)
@@ -207,7 +207,7 @@ def test_all_features_together(folder: Path, plain: list[RequestOutput], setting
 
 
 def test_accepted_drafts_save_steps(folder: Path, plain: list[RequestOutput]) -> None:
-    with tiny_llm(folder, max_model_len=MAX_LEN) as llm:
+    with tiny_llm(folder, device="cpu", max_model_len=MAX_LEN) as llm:
         prompts, params = prompts_of(1), SamplingParams(**FEATURES["greedy"])
         without = Steps(llm)
         generate(llm, prompts, params)
@@ -236,7 +236,7 @@ def test_beams_and_grammars_beside_drafts(folder: Path) -> None:
         outputs = llm._finish(requests, False)
         return outputs, [(s.tokens, s.cum_logprob) for s in found[0].sequences]
 
-    with tiny_llm(folder, max_model_len=MAX_LEN, max_steps_in_flight=2) as llm:
+    with tiny_llm(folder, device="cpu", max_model_len=MAX_LEN, max_steps_in_flight=2) as llm:
         expected, expected_beams = run(llm)
         drafter, steps = speculate(llm, expected, 3), Steps(llm)
         outputs, found_beams = run(llm)
@@ -251,7 +251,7 @@ def test_a_row_that_is_cut_back_goes_on_as_before(folder: Path) -> None:
     """Again and again, with drafts waiting and steps in flight; penalties forget what was cut."""
     params = SamplingParams(**{**GREEDY, "frequency_penalty": 0.7, "repetition_penalty": 1.2})
     prompts = prompts_of(4)
-    with tiny_llm(folder, max_model_len=MAX_LEN, max_steps_in_flight=2) as llm:
+    with tiny_llm(folder, device="cpu", max_model_len=MAX_LEN, max_steps_in_flight=2) as llm:
         expected = generate(llm, prompts, params)
         speculate(llm, expected, 3)
         core = llm._core
