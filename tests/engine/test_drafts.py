@@ -280,3 +280,19 @@ def test_a_row_that_is_cut_back_goes_on_as_before(folder: Path) -> None:
             o.outputs[0].token_ids for o in expected
         ]
         assert_at_rest(llm)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen3", "gpt2"])
+def test_other_families_with_windows_and_without(tmp_path: Path, family: str) -> None:
+    """Blocks behind a window are given back by what was accepted, not by what was booked."""
+    save_tiny(tmp_path, family, **({"sliding_window": 24} if family == "mistral" else {}))
+    kinds = ("greedy", "drawn", "repetition", "logprobs", "to_the_end")
+    params = [SamplingParams(**FEATURES[kind]) for kind in kinds]
+    prompts = prompts_of(len(params))
+    options = {"max_model_len": MAX_LEN, "block_size": 4, "max_steps_in_flight": 2}
+    with tiny_llm(tmp_path, device="cpu", **options) as llm:
+        expected = generate(llm, prompts, params)
+        drafter, steps = speculate(llm, expected, 3), Steps(llm)
+        assert seen(generate(llm, prompts, params)) == seen(expected)
+        assert 0 < drafter.num_accepted < steps.num_drafts
+        assert_at_rest(llm)
