@@ -57,6 +57,8 @@ class InstantExecutor:
     def __init__(self, llm: LLM) -> None:
         local: Any = llm._core.executor
         self.num_blocks: int = local.num_blocks
+        self.max_model_len: int = local.max_model_len
+        self.kv_windows: tuple[int | None, ...] = local.kv_windows
         self.groups_prefixes: bool = local.groups_prefixes
         self.graph_tokens: int = local.graph_tokens
         self._local = local

@@ -27,6 +27,8 @@ class DeviceInfo:
     supports_bfloat16: bool = True
     has_native_kernels: bool = False
     """Whether a CPU has the C++ library, without which packed weights are slow."""
+    index: int = 0
+    """Which of the GPUs."""
     is_num_threads_wanted: bool = False
     """Whether somebody asked for that number of threads."""
 

@@ -55,7 +55,12 @@ def start_engine(options: EngineOptions, model: ModelConfig) -> Engine:
     core = EngineCore(
         executor,
         scheduler_limits(
-            final, model, executor.num_blocks, executor.groups_prefixes, executor.graph_tokens
+            final,
+            model,
+            executor.num_blocks,
+            executor.groups_prefixes,
+            executor.graph_tokens,
+            executor.kv_windows,
         ),
         max_steps_in_flight=final.scheduler.max_steps_in_flight or 1,
         grammar_settings=GrammarSettings.from_config(final.decoding.structured_outputs_config),
@@ -89,6 +94,7 @@ def scheduler_limits(
     num_blocks: int,
     groups_prefixes: bool = False,
     graph_tokens: int = 0,
+    windows: tuple[int | None, ...] = (None,),
 ) -> SchedulerLimits:
     """What the scheduler needs of fully resolved options."""
     wanted = options.scheduler
@@ -108,6 +114,7 @@ def scheduler_limits(
         max_model_len=options.model.max_model_len,
         max_num_seqs=wanted.max_num_seqs,
         max_num_batched_tokens=wanted.max_num_batched_tokens,
+        windows=windows,
         policy=wanted.scheduling_policy,
         enable_prefix_caching=options.cache.enable_prefix_caching,
         enable_chunked_prefill=wanted.enable_chunked_prefill,

@@ -52,9 +52,55 @@ def kv_groups(specs: Sequence[KVSpec]) -> tuple[KVGroup, ...]:
     return tuple(groups)
 
 
-def slot_bytes(specs: Sequence[KVSpec], groups: Sequence[KVGroup], block_size: int) -> list[int]:
-    """Bytes of each slot of a block: what the largest of the layers that have it needs."""
-    return [
-        max(specs[layer].bytes_per_token for layer in layers if layer != PAD_LAYER) * block_size
-        for layers in zip(*(group.layers for group in groups), strict=True)
-    ]
+def most_blocks(
+    windows: Sequence[int | None], num_tokens: int, block_size: int, max_step_tokens: int
+) -> int:
+    """Most blocks of a sequence of so many tokens, in groups with these windows.
+
+    A group with a window holds that and the tokens that one step computes.
+    """
+    total, blocks = 0, -(-num_tokens // block_size)
+    for window in windows:
+        held = blocks if window is None else held_blocks(window, block_size, max_step_tokens)
+        total += min(blocks, held)
+    return total
+
+
+def held_blocks(window: int, block_size: int, max_step_tokens: int) -> int:
+    return -(-(window + max_step_tokens) // block_size) + 1
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """The KV groups of a model, and what a block is."""
+
+    specs: tuple[KVSpec, ...]
+    """Of each layer."""
+    groups: tuple[KVGroup, ...]
+    block_size: int
+
+    @classmethod
+    def of(cls, specs: Sequence[KVSpec], block_size: int) -> KVLayout:
+        return cls(tuple(specs), kv_groups(specs), block_size)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(group.window for group in self.groups)
+
+    @property
+    def num_slots(self) -> int:
+        """Layers of a group."""
+        return len(self.groups[0].layers)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """A slot has room for the largest of the layers that use it."""
+        sizes = [0] * self.num_slots
+        for group in self.groups:
+            for slot, layer in enumerate(group.layers):
+                if layer != PAD_LAYER:
+                    sizes[slot] = max(sizes[slot], self.specs[layer].bytes_per_token)
+        return self.block_size * sum(sizes)
+
+    def most_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        return most_blocks(self.windows, num_tokens, self.block_size, max_step_tokens)

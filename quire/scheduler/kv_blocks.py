@@ -85,14 +85,12 @@ class KVBlocks:
     def num_promised(self, running: Int32Array) -> int:
         """Blocks that running requests still need for the tokens they have."""
         c = self.columns
-        total = 0
-        for group in range(self._num_groups):
+        growth = np.maximum(self.blocks_for(c.num_tokens[running]) - c.num_blocks[running], 0)
+        total = int(growth.sum()) * (self._num_groups - len(self._windowed))
+        for group, _ in self._windowed:
             held = c.num_blocks[running] - c.first_blocks[group, running]
-            most = self.blocks_for(c.num_tokens[running])
-            limit = self.limits.max_held_blocks(group)
-            if limit is not None:
-                most = np.minimum(most, limit)
-            total += int(np.maximum(most - held, 0).sum())
+            most = self.limits.max_held_blocks(group)
+            total += int(np.minimum(growth, np.maximum(most - held, 0)).sum())
         return total
 
     def room_for(self, match: PrefixMatch, num_tokens: int, num_promised: int) -> bool:

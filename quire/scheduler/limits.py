@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.protocol.errors import RequestError
+from quire.protocol.kv_spec import held_blocks, most_blocks
 from quire.protocol.request import NewRequest
 
 
@@ -48,21 +49,16 @@ class SchedulerLimits:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def max_held_blocks(self, group: int) -> int | None:
-        """Most blocks of a sequence in a group with a window: those of the window and of the tokens
-        that one step computes."""
+    def max_held_blocks(self, group: int) -> int:
+        """Most blocks of a sequence in a group."""
         window = self.windows[group]
         if window is None:
-            return None
-        return self.blocks_for(window + self.max_num_batched_tokens) + 1
+            return self.max_blocks_per_row
+        return held_blocks(window, self.block_size, self.max_num_batched_tokens)
 
     def blocks_held(self, num_tokens: int) -> int:
         """Most blocks of a sequence of so many tokens, in all groups."""
-        total, blocks = 0, self.blocks_for(num_tokens)
-        for group in range(len(self.windows)):
-            limit = self.max_held_blocks(group)
-            total += blocks if limit is None else min(blocks, limit)
-        return total
+        return most_blocks(self.windows, num_tokens, self.block_size, self.max_num_batched_tokens)
 
     def max_total(self, new: NewRequest) -> int:
         """Prompt and output tokens at which a request ends by length."""

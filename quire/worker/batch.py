@@ -20,7 +20,8 @@ class Batch:
     positions: Tensor
     sample_indices: Tensor
     """Tokens whose logits are wanted: of each row that samples, its last `num_samples`."""
-    attention: AttentionInputs
+    attention: tuple[AttentionInputs, ...]
+    """Of each KV group."""
 
 
 def gather_batch(
@@ -41,8 +42,6 @@ def gather_batch(
         row_of = torch.repeat_interleave(rows, counts, output_size=num_tokens)
         first = torch.repeat_interleave(computed - starts, counts, output_size=num_tokens)
         positions = torch.arange(num_tokens, device=table.device) + first
-    size = table.block_size
-    blocks = table.block_tables[0, row_of, positions // size].long()
     context_lens = computed + counts
     table.num_computed[rows] = context_lens
     query_start = torch.zeros(len(rows) + 1, dtype=torch.int32, device=table.device)
@@ -53,17 +52,27 @@ def gather_batch(
         sample_indices=(
             (ends - 1)[staged.samples] if staged.lines is None else staged.lines.tokens
         ),
-        attention=AttentionInputs(
-            query_start=query_start,
-            context_lens=context_lens,
-            block_tables=table.block_tables[0, rows],
-            slots=blocks * size + positions % size,
-            query_lens=plan.num_new_tokens,
-            send=table.staging.send,
-            prefixes=_send_tiles(table, prefixes) if prefixes is not None else None,
-            decode_queries=int(plan.num_samples.max(initial=1)),
+        attention=tuple(
+            AttentionInputs(
+                query_start=query_start,
+                context_lens=context_lens,
+                block_tables=blocks[rows],
+                slots=slots_of(blocks, row_of, positions, table.block_size),
+                query_lens=plan.num_new_tokens,
+                send=table.staging.send,
+                prefixes=_send_tiles(table, prefixes) if prefixes is not None else None,
+                decode_queries=int(plan.num_samples.max(initial=1)),
+            )
+            for blocks in table.block_tables
         ),
     )
+
+
+def slots_of(blocks: Tensor, rows: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    """Where tokens at these positions of these rows are stored in a KV group whose tables are
+    `blocks`."""
+    found = blocks[rows, positions // block_size].long()
+    return found * block_size + positions % block_size
 
 
 def _send_tiles(table: RequestTable, tiles: HostPrefixTiles) -> PrefixTiles:

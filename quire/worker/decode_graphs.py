@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from quire.kernels.triton.rows import RowTensors, TokenTensors, gather_decode
-from quire.layers.attention.backend import AttentionBackend, AttentionInputs
+from quire.layers.attention.backend import AttentionInputs
+from quire.layers.attention.groups import GroupedAttention
 from quire.layers.attention.shared_prefix import HostPrefixTiles
 from quire.layers.step import StepContext
 from quire.models.registry import CausalLM
 from quire.protocol.plan import Int32Array, empty_ints
+from quire.worker.batch import slots_of
 from quire.worker.graph_inputs import GraphInputs
 from quire.worker.request_table import RequestTable
 
@@ -46,7 +48,7 @@ class DecodeGraphs:
     def __init__(
         self,
         model: CausalLM,
-        attention: AttentionBackend,
+        attention: GroupedAttention,
         table: RequestTable,
         max_rows: int,
         shares_prefixes: bool,
@@ -60,7 +62,8 @@ class DecodeGraphs:
             self.prefix_sizes = sorted({*(s for s in PREFIX_SIZES if s < largest), largest})
         device = table.device
         self._inputs = GraphInputs(max_rows, attention.prefix_members, shares_prefixes, device)
-        self._rows = RowTensors(table.token_ids, table.num_computed, table.block_tables[0])
+        self._leading, *self._others = table.block_tables
+        self._rows = RowTensors(table.token_ids, table.num_computed, self._leading)
         self._tokens = TokenTensors.zeros(max_rows, device)
         self._lens = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
@@ -81,18 +84,26 @@ class DecodeGraphs:
         size, shares_prefixes = key
         rows, tokens, lens = self._inputs.rows(size), self._tokens.first(size), self._lens[:size]
         gather_decode(rows, self._rows, self.table.block_size, tokens, lens)
+        used = rows.clamp(min=0)
+        slots = [tokens.slots]
+        for blocks in self._others:
+            found = slots_of(blocks, used, tokens.positions, self.table.block_size)
+            slots.append(torch.where(tokens.slots < 0, tokens.slots, found))
         attention = self.attention.plan(
-            AttentionInputs(
-                query_start=self._query_start[:size],
-                context_lens=lens,
-                block_tables=self._rows.block_tables.index_select(0, rows.clamp(min=0)),
-                slots=tokens.slots,
-                query_lens=np.ones(size, np.int32),
-                send=self.table.staging.send,
-                prefixes=self._inputs.prefixes(size) if shares_prefixes else None,
-            )
+            [
+                AttentionInputs(
+                    query_start=self._query_start[:size],
+                    context_lens=lens,
+                    block_tables=blocks.index_select(0, used),
+                    slots=own,
+                    query_lens=np.ones(size, np.int32),
+                    send=self.table.staging.send,
+                    prefixes=self._inputs.prefixes(size) if shares_prefixes else None,
+                )
+                for blocks, own in zip((self._leading, *self._others), slots, strict=True)
+            ]
         )
-        hidden = self.model(StepContext(tokens.positions, (attention,), tokens.ids))
+        hidden = self.model(StepContext(tokens.positions, attention, tokens.ids))
         self.model.logits(hidden, out=self._logits[:size])
 
     def add(self, key: DecodeKey, graph: torch.cuda.CUDAGraph) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.layers.attention.backend import AttentionBackend
+from quire.layers.attention.groups import GroupedAttention
 from quire.layers.attention.shared_prefix import HostPrefixTiles
 from quire.models.registry import CausalLM
 from quire.protocol.plan import StepPlan
@@ -25,7 +25,7 @@ class StepGraphs:
     def __init__(
         self,
         model: CausalLM,
-        attention: AttentionBackend,
+        attention: GroupedAttention,
         table: RequestTable,
         max_rows: int,
         max_tokens: int,

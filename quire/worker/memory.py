@@ -14,7 +14,7 @@ from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.resolve import cpu_cache_bytes
 from quire.protocol.errors import OptionError
-from quire.worker.kv_tensors import KVSpec
+from quire.protocol.kv_spec import KVLayout
 from quire.worker.trial import TrialBytes
 
 MIB = 1 << 20
@@ -100,13 +100,13 @@ def check_weights_fit(
 
 
 def available_cache_bytes(
-    options: EngineOptions, spec: KVSpec, device: DeviceInfo, trial: TrialBytes | None
+    options: EngineOptions, layout: KVLayout, device: DeviceInfo, trial: TrialBytes | None
 ) -> int:
     """Memory for the KV cache, once the weights are loaded; `trial` is what a GPU needs besides."""
     cache = options.cache
     wanted = cache.kv_cache_memory_bytes
     if cache.num_gpu_blocks_override is not None:
-        wanted = cache.num_gpu_blocks_override * spec.bytes_per_block
+        wanted = cache.num_gpu_blocks_override * layout.bytes_per_block
     if trial is None:
         total, available = cpu_memory()
         return wanted if wanted is not None else cpu_cache_bytes(cache, available, total)
@@ -116,7 +116,7 @@ def available_cache_bytes(
     share = cache.gpu_memory_utilization
     assert share is not None
     left = int(share * trial.total) - trial.used - trial.step - trial.graphs
-    if left < spec.bytes_per_block:
+    if left < layout.bytes_per_block:
         raise OptionError(
             f"gpu_memory_utilization={share:g} of {trial.total / GIB:.2f} GiB leaves no memory for "
             f"the KV cache: {trial.used / GIB:.2f} GiB are in use (weights included), "
@@ -153,29 +153,47 @@ def _smaller_steps(options: EngineOptions) -> str:
     )
 
 
-def count_blocks(spec: KVSpec, cache_bytes: int, max_model_len: int) -> int:
+def longest_that_fits(layout: KVLayout, num_blocks: int, most: int, max_step_tokens: int) -> int:
+    """The longest request, of at most `most` tokens, that a cache of so many blocks holds."""
+    fits, too_long = 0, most + 1
+    while too_long - fits > 1:
+        middle = (fits + too_long) // 2
+        if layout.most_blocks(middle, max_step_tokens) <= num_blocks:
+            fits = middle
+        else:
+            too_long = middle
+    return fits
+
+
+def count_blocks(
+    layout: KVLayout, cache_bytes: int, max_model_len: int, max_step_tokens: int
+) -> int:
     """Blocks that fit into `cache_bytes`; what running requests leave serves the prefix cache."""
-    per_request = -(-max_model_len // spec.block_size)
-    num_blocks = cache_bytes // spec.bytes_per_block
+    per_request = layout.most_blocks(max_model_len, max_step_tokens)
+    num_blocks = cache_bytes // layout.bytes_per_block
     if num_blocks < per_request:
-        fits = num_blocks * spec.block_size
+        fits = longest_that_fits(layout, num_blocks, max_model_len, max_step_tokens)
         shorter = f"Lower max_model_len to at most {fits}, or " if fits else "To run it at all, "
         raise OptionError(
             f"the KV cache is too small for one request: max_model_len={max_model_len} needs "
-            f"{per_request} blocks of {spec.block_size} tokens "
-            f"({per_request * spec.bytes_per_block / MIB:.1f} MiB), but "
+            f"{per_request} blocks of {layout.block_size} tokens "
+            f"({per_request * layout.bytes_per_block / MIB:.1f} MiB), but "
             f"{cache_bytes / MIB:.1f} MiB hold {num_blocks} blocks ({fits} tokens). "
             f"{shorter}raise kv_cache_memory_bytes or gpu_memory_utilization."
         )
     return num_blocks
 
 
-def describe_cache(spec: KVSpec, num_blocks: int, max_model_len: int) -> str:
-    tokens = num_blocks * spec.block_size
+def describe_cache(
+    layout: KVLayout, num_blocks: int, max_model_len: int, max_step_tokens: int
+) -> str:
+    num_requests = num_blocks / layout.most_blocks(max_model_len, max_step_tokens)
+    tokens = num_blocks * layout.block_size // len(layout.groups)
+    held = f"{tokens:,} tokens in " if layout.windows == (None,) else ""
     return (
-        f"KV cache: {tokens:,} tokens in {num_blocks:,} blocks of {spec.block_size}, "
-        f"{num_blocks * spec.bytes_per_block / MIB:,.0f} MiB; room for "
-        f"{tokens / max_model_len:.1f} requests of max_model_len={max_model_len} at once"
+        f"KV cache: {held}{num_blocks:,} blocks of {layout.block_size}, "
+        f"{num_blocks * layout.bytes_per_block / MIB:,.0f} MiB; room for "
+        f"{num_requests:.1f} requests of max_model_len={max_model_len} at once"
     )
 
 

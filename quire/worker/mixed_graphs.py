@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from quire.kernels.triton.rows import RowTensors, TokenTensors, gather_mixed
-from quire.layers.attention.backend import AttentionBackend, AttentionInputs, DividedRows
+from quire.layers.attention.backend import AttentionInputs, DividedRows
+from quire.layers.attention.groups import GroupedAttention
 from quire.layers.attention.triton import query_tiles
 from quire.layers.step import StepContext
 from quire.models.registry import CausalLM
 from quire.protocol.plan import Int32Array, StepPlan, empty_ints
+from quire.worker.batch import slots_of
 from quire.worker.request_table import RequestTable
 from quire.worker.staging import aligned
 from quire.worker.warm_up import drafted_counts
@@ -90,7 +92,7 @@ class MixedGraphs:
     def __init__(
         self,
         model: CausalLM,
-        attention: AttentionBackend,
+        attention: GroupedAttention,
         table: RequestTable,
         keys: list[MixedKey],
         logits: Tensor,
@@ -100,7 +102,8 @@ class MixedGraphs:
         device, most = table.device, max((key.num_tokens for key in keys), default=0)
         lengths = [sum(map(aligned, self._lengths(key))) for key in keys]
         self._inputs = torch.zeros(max(lengths, default=0), dtype=torch.int32, device=device)
-        self._rows = RowTensors(table.token_ids, table.num_computed, table.block_tables[0])
+        self._leading, *self._others = table.block_tables
+        self._rows = RowTensors(table.token_ids, table.num_computed, self._leading)
         self._tokens = TokenTensors.zeros(most, device)
         max_rows = max((key.num_rows for key in keys), default=0)
         self._lens, self._single_tokens, self._single_lens = torch.zeros(
@@ -139,13 +142,27 @@ class MixedGraphs:
             self._lens,
             (self._single_tokens, self._single_lens) if key.queries == 1 else None,
         )
-        inputs = self._attention_inputs(key, tokens.slots, rows, starts, tiles)
+        inputs = [self._attention_inputs(key, self._leading, tokens.slots, rows, starts, tiles)]
+        if self._others:
+            places = torch.arange(key.num_tokens, dtype=torch.int32, device=rows.device)
+            requests = torch.searchsorted(starts[1 : num_rows + 1], places, right=True)
+            rows_of = rows[:num_rows].index_select(0, requests.clamp(max=num_rows - 1)).clamp(min=0)
+            for blocks in self._others:
+                found = slots_of(blocks, rows_of, tokens.positions, self.table.block_size)
+                slots = torch.where(tokens.slots < 0, tokens.slots, found)
+                inputs.append(self._attention_inputs(key, blocks, slots, rows, starts, tiles))
         attention = self.attention.plan(inputs)
-        hidden = self.model(StepContext(tokens.positions, (attention,), tokens.ids))
+        hidden = self.model(StepContext(tokens.positions, attention, tokens.ids))
         self.model.logits(hidden.index_select(0, lines), out=self._logits[: len(lines)])
 
     def _attention_inputs(
-        self, key: MixedKey, slots: Tensor, rows: Tensor, starts: Tensor, tiles: list[Tensor]
+        self,
+        key: MixedKey,
+        blocks: Tensor,
+        slots: Tensor,
+        rows: Tensor,
+        starts: Tensor,
+        tiles: list[Tensor],
     ) -> AttentionInputs:
         count, divided = key.num_rows, None
         if key.queries == 1:
@@ -158,7 +175,7 @@ class MixedGraphs:
         return AttentionInputs(
             query_start=starts[: num_requests + 1],
             context_lens=self._lens[:num_requests],
-            block_tables=self._rows.block_tables.index_select(0, rows.clamp(min=0)),
+            block_tables=blocks.index_select(0, rows.clamp(min=0)),
             slots=slots,
             query_lens=np.full(count, key.queries, np.int32),
             send=self.table.staging.send,

@@ -13,7 +13,7 @@ from quire.decoding.grammar import MaskTensors
 from quire.decoding.logprobs import MAX_LINES, LogprobTensors
 from quire.decoding.sampler import Sampled, Sampler
 from quire.decoding.speculative.drafter import Drafter
-from quire.layers.attention.backend import AttentionBackend
+from quire.layers.attention.groups import GroupedAttention
 from quire.layers.attention.shared_prefix import HostPrefixTiles, prefix_tiles
 from quire.layers.step import StepContext
 from quire.models.registry import CausalLM
@@ -52,7 +52,7 @@ class ModelRunner:
     def __init__(
         self,
         model: CausalLM,
-        attention: AttentionBackend,
+        attention: GroupedAttention,
         kv: KVTensors,
         table: RequestTable,
         sampler: Sampler,
@@ -83,7 +83,7 @@ class ModelRunner:
                 return
         batch = gather_batch(self.table, plan, staged, prefixes)
         attention = self.attention.plan(batch.attention)
-        hidden = self.model(StepContext(batch.positions, (attention,), batch.token_ids))
+        hidden = self.model(StepContext(batch.positions, attention, batch.token_ids))
         logits = self.model.logits(hidden[batch.sample_indices])
         self._executed = _Executed(plan, staged, logits, hidden)
 

@@ -62,6 +62,7 @@ class RequestTable:
         max_blocks: int,
         block_size: int,
         device: torch.device,
+        num_groups: int = 1,
     ) -> None:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -74,7 +75,7 @@ class RequestTable:
         # One block, so that a row is added in one launch.
         self._numbers = ints(4, aligned(max_rows))[:, :max_rows]
         self.num_tokens, self.num_computed, self.num_drafts, self.appends_sampled = self._numbers
-        self.block_tables = ints(1, max_rows, max_blocks)
+        self.block_tables = ints(num_groups, max_rows, max_blocks)
         self._had_drafts = False
 
     def update(self, plan: StepPlan) -> StagedRows:

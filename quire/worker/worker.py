@@ -11,11 +11,19 @@ from quire.config.device import DeviceInfo, resident_bytes
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.decoding.sampler import Sampler
-from quire.layers.attention.backend import select_backend
-from quire.models.loader import count_weight_bytes, held_weight_bytes, load_model
-from quire.models.registry import CausalLM
+from quire.layers.attention.backend import AttentionBackend, select_backend
+from quire.layers.attention.groups import GroupedAttention
+from quire.layers.attention.layer import bind_kv_groups
+from quire.layers.parallel import Parallel
+from quire.models.loader import (
+    ONE_RANK,
+    count_weight_bytes,
+    held_weight_bytes,
+    load_model,
+)
+from quire.protocol.kv_spec import PAD_LAYER, KVGroup, KVLayout, KVSpec
 from quire.protocol.snapshot import DeviceMemory
-from quire.worker.kv_tensors import KVSpec, KVTensors
+from quire.worker.kv_tensors import KVTensors
 from quire.worker.memory import (
     MIB,
     available_cache_bytes,
@@ -24,6 +32,7 @@ from quire.worker.memory import (
     describe_cache,
     device_memory,
     explaining,
+    longest_that_fits,
     return_free_memory,
 )
 from quire.worker.model_runner import ModelRunner
@@ -34,90 +43,127 @@ from quire.worker.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
+LOWER_CACHE = "gpu_memory_utilization, kv_cache_memory_bytes or num_gpu_blocks_override"
+
 
 class Worker:
-    """Loads the model, sizes and allocates the KV cache, and owns the runner."""
+    """Starts in phases, which an executor calls one after the other: `load`, `profile`, `allocate`
+    and `capture`. After that it runs steps."""
+
+    runner: ModelRunner
 
     def __init__(
         self,
         options: EngineOptions,
         model_config: ModelConfig,
         device: DeviceInfo,
-        *,
-        fits_max_model_len: bool = False,
+        parallel: Parallel = ONE_RANK,
         max_queries: int = 1,
     ) -> None:
-        """`max_queries` is 1 and the most drafts of a row."""
-        self.device = torch.device(device.type)
-        dtype = getattr(torch, options.model.dtype)
+        """Refuses what no phase could do; nothing is read yet. `max_queries` is 1 and the most
+        drafts of a row."""
+        self.device = torch_device(device)
         assert options.device.num_threads is not None
-        spec = KVSpec(
-            num_layers=model_config.num_layers,
-            num_kv_heads=model_config.num_kv_heads,
-            head_dim=model_config.head_dim,
-            block_size=options.cache.block_size,
-            dtype=getattr(torch, options.cache.kv_cache_dtype),
+        self._options, self._config, self._device_info = options, model_config, device
+        self._parallel, self._max_queries = parallel, max_queries
+        self._num_heads = parallel.share(model_config.num_heads, "num_attention_heads")
+        self.layout = KVLayout.of(
+            kv_specs(options, model_config, parallel), options.cache.block_size
         )
+        self._backends = [self._select_backend(group) for group in self.layout.groups]
+        self.threads = ComputingThreads(
+            options.device.num_threads,
+            is_native=all(backend.support.name == "cpu" for backend in self._backends),
+        )
+        obstacle = self._obstacle_to_sharing()
+        self.groups_prefixes = obstacle is None
+        if obstacle is not None and self.device.type == "cuda":
+            logger.debug("requests that share a prefix each read it for themselves: %s", obstacle)
+        self.graph_tokens = 0
+        """Most tokens of a step with prompts that runs as one CUDA graph."""
+
+    def _select_backend(self, group: KVGroup) -> type[AttentionBackend]:
+        spec = next(self.layout.specs[layer] for layer in group.layers if layer != PAD_LAYER)
         backend, skipped = select_backend(
             self.device.type,
-            dtype,
+            getattr(torch, self._options.model.dtype),
             spec.head_dim,
-            spec.block_size,
-            model_config.sliding_window,
-            options.device.attention_backend,
-            spec.dtype,
+            self.layout.block_size,
+            group.window,
+            self._options.device.attention_backend,
+            getattr(torch, spec.dtype),
         )
         reasons = "".join(f"; not {reason}" for reason in skipped)
-        logger.debug("attention: %s%s", backend.describe(), reasons)
+        which = "" if group.window is None else f" (window of {group.window} tokens)"
+        logger.debug("attention%s: %s%s", which, backend.describe(), reasons)
         if self.device.type == "cuda" and not backend.support.cuda_graphs:
             logger.debug("no CUDA graphs: attention by %s cannot be captured", backend.support.name)
+        return backend
+
+    # --- phases -----------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Read the weights, or this rank's share of them."""
+        options, config, device = self._options, self._config, self._device_info
+        dtype = getattr(torch, options.model.dtype)
         weight_bytes = count_weight_bytes(
-            model_config,
+            config,
             dtype=dtype,
             device=self.device,
             load_format=options.model.load_format,
             quantization=options.model.quantization,
         )
-        check_weights_fit(weight_bytes, options, model_config, device)
+        check_weights_fit(weight_bytes, options, config, device)
         remedy = "Use a smaller model, or free the memory that other programs hold."
         with explaining("loading the weights", remedy, device):
-            model = load_model(
-                model_config,
+            self._model = load_model(
+                config,
                 dtype=dtype,
                 device=self.device,
                 load_format=options.model.load_format,
+                parallel=self._parallel,
                 seed=options.model.seed,
                 quantization=options.model.quantization,
             )
+        bind_kv_groups(self._model, self.layout.groups)
         return_free_memory()
-        is_native = backend.support.name == "cpu"
-        self.threads = ComputingThreads(options.device.num_threads, is_native)
-        self._options, self._config, self._backend = options, model_config, backend
-        self._device_info, self._weight_bytes = device, held_weight_bytes(model)
-        self._max_queries = max_queries
-        obstacle = self._obstacle_to_sharing()
-        self.groups_prefixes = obstacle is None
-        if obstacle is not None and self.device.type == "cuda":
-            logger.debug("requests that share a prefix each read it for themselves: %s", obstacle)
-        self.max_model_len, self.num_blocks = self._size_cache(
-            model, spec, device, fits_max_model_len
-        )
-        logger.info("%s", describe_cache(spec, self.num_blocks, self.max_model_len))
-        lower = "gpu_memory_utilization, kv_cache_memory_bytes or num_gpu_blocks_override"
-        with explaining("allocating the KV cache", f"Lower {lower}.", device):
-            kv = KVTensors(spec, self.num_blocks, self.device)
-            self.runner = self._build_runner(model, kv, self.max_model_len)
-        prefill = self.runner.attention.prefill_name
-        if prefill is not None:
-            logger.debug("attention of prompts: %s", prefill)
-        self.graph_tokens = 0
+        self._weight_bytes = held_weight_bytes(self._model)
+
+    def profile(self) -> int:
+        """Bytes that the KV cache may have, by a trial of the largest step on a GPU."""
+        trial = self._try() if self.device.type == "cuda" else None
+        return available_cache_bytes(self._options, self.layout, self._device_info, trial)
+
+    def size_cache(self, cache_bytes: int, fits_max_model_len: bool) -> tuple[int, int]:
+        """The longest request and the number of blocks."""
+        max_len = self._max_len
+        if fits_max_model_len:
+            num_blocks = cache_bytes // self.layout.bytes_per_block
+            fits = longest_that_fits(self.layout, num_blocks, max_len, self._max_tokens)
+            max_len = max(fits, 1)
+        return max_len, count_blocks(self.layout, cache_bytes, max_len, self._max_tokens)
+
+    def allocate(self, num_blocks: int, max_model_len: int) -> None:
+        """Make the KV cache and the rows."""
+        logger.info("%s", describe_cache(self.layout, num_blocks, max_model_len, self._max_tokens))
+        with explaining("allocating the KV cache", f"Lower {LOWER_CACHE}.", self._device_info):
+            kv = KVTensors(self.layout, num_blocks, self.device)
+            self.runner = self._build_runner(kv, max_model_len)
+        for name in self.runner.attention.prefill_names:
+            logger.debug("attention of prompts: %s", name)
+
+    def capture(self) -> None:
+        """Capture CUDA graphs and run steps of each kind, so that nothing compiles later."""
         if self._has_graphs:
-            remedy = f"Lower {lower} or max_num_seqs, or set enforce_eager=True."
-            with explaining("capturing CUDA graphs", remedy, device):
+            remedy = f"Lower {LOWER_CACHE} or max_num_seqs, or set enforce_eager=True."
+            with explaining("capturing CUDA graphs", remedy, self._device_info):
                 self._capture_graphs()
         if self.device.type == "cuda":
-            with explaining("warming up", f"Lower {lower} or max_num_seqs.", device):
-                warm_up(self.runner, self.groups_prefixes, max_queries)
+            remedy = f"Lower {LOWER_CACHE} or max_num_seqs."
+            with explaining("warming up", remedy, self._device_info):
+                warm_up(self.runner, self.groups_prefixes, self._max_queries)
+
+    # ----------------------------------------------------------------------------------------------
 
     def memory(self) -> DeviceMemory:
         kind = self.device.type
@@ -126,26 +172,42 @@ class Worker:
             total=total,
             used=resident_bytes() if kind == "cpu" else total - free,
             weights=self._weight_bytes,
-            kv_block=self.runner.kv.spec.bytes_per_block,
+            kv_block=self.layout.bytes_per_block,
             is_host=kind == "cpu",
         )
 
     def _obstacle_to_sharing(self) -> str | None:
         """Why a prefix that running requests share cannot be read once for all of them."""
-        limit, wanted = self._backend.max_prefix_rows, self._options.scheduler.max_num_seqs or 0
+        wanted = self._options.scheduler.max_num_seqs or 0
         if self._options.device.disable_cascade_attn:
             return "disable_cascade_attn is set"
-        if self._config.sliding_window is not None:
-            return f"the model has a sliding window of {self._config.sliding_window} tokens"
-        if limit == 0:
-            return f"attention by {self._backend.support.name} cannot"
-        if wanted > limit:
-            return f"max_num_seqs={wanted} is above {limit}"
+        for window in self.layout.windows:
+            if window is not None:
+                return f"layers with a window of {window} tokens do not read a prefix as a whole"
+        for backend in self._backends:
+            if backend.max_prefix_rows == 0:
+                return f"attention by {backend.support.name} cannot"
+            if wanted > backend.max_prefix_rows:
+                return f"max_num_seqs={wanted} is above {backend.max_prefix_rows}"
         return None
 
     @property
+    def _max_len(self) -> int:
+        max_len = self._options.model.max_model_len
+        assert max_len is not None
+        return max_len
+
+    @property
+    def _max_tokens(self) -> int:
+        """Most tokens of a step."""
+        num_tokens = self._options.scheduler.max_num_batched_tokens
+        assert num_tokens is not None
+        return num_tokens
+
+    @property
     def _has_graphs(self) -> bool:
-        return self._backend.support.cuda_graphs and not self._options.device.enforce_eager
+        captured = all(backend.support.cuda_graphs for backend in self._backends)
+        return captured and not self._options.device.enforce_eager
 
     def _capture_graphs(self) -> None:
         from quire.worker.graphs import StepGraphs
@@ -173,30 +235,17 @@ class Worker:
         runner.graphs = graphs
         self.graph_tokens = graphs.max_mixed_tokens
 
-    def _size_cache(
-        self, model: CausalLM, spec: KVSpec, device: DeviceInfo, fits_max_model_len: bool
-    ) -> tuple[int, int]:
-        """The longest request and the number of blocks."""
-        max_len = self._options.model.max_model_len
-        assert max_len is not None
-        trial = self._try(model, spec, device, max_len) if self.device.type == "cuda" else None
-        cache_bytes = available_cache_bytes(self._options, spec, device, trial)
-        if fits_max_model_len:
-            fits = cache_bytes // spec.bytes_per_block * spec.block_size
-            max_len = max(min(max_len, fits), 1)
-        return max_len, count_blocks(spec, cache_bytes, max_len)
-
-    def _try(self, model: CausalLM, spec: KVSpec, device: DeviceInfo, max_len: int) -> TrialBytes:
-        num_rows = self._options.scheduler.max_num_seqs
-        num_tokens = self._options.scheduler.max_num_batched_tokens
-        assert num_rows is not None and num_tokens is not None
+    def _try(self) -> TrialBytes:
+        num_rows, num_tokens = self._options.scheduler.max_num_seqs, self._max_tokens
+        max_len = self._max_len
+        assert num_rows is not None
         remedy = (
             f"Lower max_num_batched_tokens ({num_tokens}), max_num_seqs ({num_rows}) or "
             f"max_model_len ({max_len}), or use a smaller model."
         )
-        with explaining("trying the largest step", remedy, device):
+        with explaining("trying the largest step", remedy, self._device_info):
             return run_trial(
-                lambda: self._build_runner(model, KVTensors(spec, 1, self.device), max_len),
+                lambda: self._build_runner(KVTensors(self.layout, 1, self.device), max_len),
                 num_rows,
                 num_tokens,
                 with_graphs=self._has_graphs,
@@ -205,19 +254,48 @@ class Worker:
                 max_queries=self._max_queries,
             )
 
-    def _build_runner(self, model: CausalLM, kv: KVTensors, max_len: int) -> ModelRunner:
-        max_rows, config = self._options.scheduler.max_num_seqs, self._config
+    def _build_runner(self, kv: KVTensors, max_len: int) -> ModelRunner:
+        max_rows, layout = self._options.scheduler.max_num_seqs, self.layout
         assert max_rows is not None
-        max_blocks = -(-max_len // kv.spec.block_size)
-        table = RequestTable(max_rows, max_len, max_blocks, kv.spec.block_size, self.device)
+        max_blocks = -(-max_len // layout.block_size)
+        table = RequestTable(
+            max_rows, max_len, max_blocks, layout.block_size, self.device, len(layout.groups)
+        )
         return ModelRunner(
-            model=model,
-            attention=self._backend(
-                kv.data, config.num_heads, config.num_kv_heads, config.head_dim, kv.spec.block_size
+            model=self._model,
+            attention=GroupedAttention(
+                [self._build_backend(backend, kv) for backend in self._backends]
             ),
             kv=kv,
             table=table,
             sampler=Sampler(
-                config.vocab_size, max_rows, self.device, table.token_ids, table.num_tokens
+                self._config.vocab_size, max_rows, self.device, table.token_ids, table.num_tokens
             ),
         )
+
+    def _build_backend(self, backend: type[AttentionBackend], kv: KVTensors) -> AttentionBackend:
+        _, _, _, num_kv_heads, block_size, head_dim = kv.data.shape
+        return backend(kv.data, self._num_heads, num_kv_heads, head_dim, block_size)
+
+
+def torch_device(device: DeviceInfo) -> torch.device:
+    """A GPU becomes the one that this thread computes on."""
+    if device.type != "cuda":
+        return torch.device(device.type)
+    torch.cuda.set_device(device.index)
+    return torch.device("cuda", device.index)
+
+
+def kv_specs(
+    options: EngineOptions, config: ModelConfig, parallel: Parallel = ONE_RANK
+) -> list[KVSpec]:
+    """What each layer keeps on one rank. A window that reaches over the longest request is none."""
+    num_kv_heads, dtype = parallel.kv_heads(config.num_kv_heads), options.cache.kv_cache_dtype
+    assert options.model.max_model_len is not None
+    specs = []
+    for layer in range(config.num_layers):
+        window = config.layer_window(layer)
+        if window is not None and window >= options.model.max_model_len:
+            window = None
+        specs.append(KVSpec(num_kv_heads, config.head_dim, dtype, window))
+    return specs

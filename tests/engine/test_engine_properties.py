@@ -252,8 +252,7 @@ def check_windows(core: EngineCore) -> None:
     for request in core.scheduler.by_row:
         if request is not None and request.status is Status.RUNNING:
             for group, table in enumerate(request.tables):
-                most = core.scheduler.limits.max_held_blocks(group)
-                assert most is None or len(table) <= most
+                assert len(table) <= core.scheduler.limits.max_held_blocks(group)
 
 
 def reference_tokens(

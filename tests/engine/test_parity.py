@@ -154,6 +154,8 @@ def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list
 def test_greedy_tokens_are_those_of_transformers(case: str, setting: str, family: Any) -> None:
     """All 32 together (fewer where they preempt each other), then one alone, and that one again."""
     options, must_preempt = SETTINGS[setting]
+    if "window" in case and must_preempt:  # what is behind the window is free
+        options = {**options, "num_gpu_blocks_override": -(-160 // options["block_size"])}
     reference: Family = family(case)
     bound = 1e-2 if "kv_cache_dtype" in options else 1e-4
     with tiny_llm(reference.folder, max_model_len=160, **options) as llm:
@@ -165,7 +167,8 @@ def test_greedy_tokens_are_those_of_transformers(case: str, setting: str, family
             (again,) = generate(llm, [reference.prompts[3]], GREEDY)
             assert_equal(reference, 3, again, bound)
         caching = options.get("enable_prefix_caching", True)
-        assert again.num_cached_tokens == (LENGTHS[3] - 1 if caching else 0)
+        if "window" not in case or not must_preempt:  # else its own blocks were reused
+            assert again.num_cached_tokens == (LENGTHS[3] - 1 if caching else 0)
         assert_at_rest(llm)
 
 

@@ -14,7 +14,8 @@ from quire import LLM
 from quire.config.device import DeviceInfo
 from quire.config.options import EngineOptions
 from quire.protocol.errors import OptionError
-from quire.worker.kv_tensors import KVSpec, KVTensors
+from quire.protocol.kv_spec import KVLayout, KVSpec
+from quire.worker.kv_tensors import KVTensors
 from quire.worker.memory import (
     available_cache_bytes,
     count_blocks,
@@ -25,7 +26,8 @@ from quire.worker.trial import TrialBytes, largest_step
 from tests.tiny import save_tiny, tiny_llm
 
 GIB = 1 << 30
-SPEC = KVSpec(num_layers=2, num_kv_heads=3, head_dim=8, block_size=16, dtype=torch.float32)
+LAYOUT = KVLayout.of([KVSpec(num_kv_heads=3, head_dim=8, dtype="float32")] * 2, block_size=16)
+STEP = 8192
 GPU = DeviceInfo("cuda", "a GPU", 100 * GIB, 90 * GIB, 4)
 TRIAL = TrialBytes(total=100 * GIB, used=30 * GIB, step=5 * GIB, graphs=2 * GIB)
 
@@ -37,23 +39,28 @@ def options(**changes: Any) -> EngineOptions:
 
 def test_all_memory_becomes_blocks() -> None:
     """Also beyond what one request can fill: the rest serves the prefix cache."""
-    assert SPEC.bytes_per_block == 2 * 2 * 3 * 8 * 4 * 16
-    assert count_blocks(SPEC, 10 * SPEC.bytes_per_block + 5, max_model_len=20) == 10
+    assert LAYOUT.bytes_per_block == 2 * 2 * 3 * 8 * 4 * 16
+    assert (
+        count_blocks(
+            LAYOUT, 10 * LAYOUT.bytes_per_block + 5, max_model_len=20, max_step_tokens=STEP
+        )
+        == 10
+    )
 
 
 def test_too_little_for_one_request_names_what_would_fit() -> None:
     with pytest.raises(OptionError, match=r"needs 3 blocks .* max_model_len to at most 32"):
-        count_blocks(SPEC, 2 * SPEC.bytes_per_block, max_model_len=33)
+        count_blocks(LAYOUT, 2 * LAYOUT.bytes_per_block, max_model_len=33, max_step_tokens=STEP)
     with pytest.raises(OptionError, match="To run it at all, raise kv_cache_memory_bytes"):
-        count_blocks(SPEC, SPEC.bytes_per_block - 1, max_model_len=33)
+        count_blocks(LAYOUT, LAYOUT.bytes_per_block - 1, max_model_len=33, max_step_tokens=STEP)
 
 
 def test_the_cache_gets_what_steps_and_graphs_leave() -> None:
-    assert available_cache_bytes(options(), SPEC, GPU, TRIAL) == (90 - 30 - 5 - 2) * GIB
+    assert available_cache_bytes(options(), LAYOUT, GPU, TRIAL) == (90 - 30 - 5 - 2) * GIB
     exact = options(kv_cache_memory_bytes=63 * GIB)
-    assert available_cache_bytes(exact, SPEC, GPU, TRIAL) == 63 * GIB
+    assert available_cache_bytes(exact, LAYOUT, GPU, TRIAL) == 63 * GIB
     blocks = options(num_gpu_blocks_override=7)
-    assert available_cache_bytes(blocks, SPEC, GPU, TRIAL) == 7 * SPEC.bytes_per_block
+    assert available_cache_bytes(blocks, LAYOUT, GPU, TRIAL) == 7 * LAYOUT.bytes_per_block
 
 
 @pytest.mark.parametrize(
@@ -81,7 +88,7 @@ def test_messages_say_what_was_needed_and_free(
     changes: dict[str, Any], parts: tuple[str, ...]
 ) -> None:
     with pytest.raises(OptionError) as caught:
-        available_cache_bytes(options(**changes), SPEC, GPU, TRIAL)
+        available_cache_bytes(options(**changes), LAYOUT, GPU, TRIAL)
     for part in parts:
         assert part in str(caught.value)
 
@@ -148,10 +155,7 @@ def test_the_trial_runs_on_one_block(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     with tiny_llm(tmp_path, max_num_seqs=40) as llm:
         worker = llm._core.executor._worker
-        spec = worker.runner.kv.spec
-        runner = worker._build_runner(
-            worker.runner.model, KVTensors(spec, 1, torch.device("cpu")), 192
-        )
+        runner = worker._build_runner(KVTensors(worker.layout, 1, torch.device("cpu")), 192)
         runner.kv.data.zero_()
         runner.execute(largest_step(40, 200, 192))
         result = runner.sample().result()

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from quire.layers.attention.shared_prefix import prefix_tiles
+from quire.protocol.kv_spec import KVLayout, KVSpec
 from quire.protocol.plan import AddedRow, StepPlan
 from quire.protocol.sampling import SamplingParams
 from quire.worker import kv_tensors
 from quire.worker.graph_inputs import GraphInputs
-from quire.worker.kv_tensors import KVSpec, KVTensors
+from quire.worker.kv_tensors import KVTensors
 from quire.worker.request_table import RequestTable
 
 CPU = torch.device("cpu")
@@ -103,7 +104,7 @@ def test_lines_of_a_plan_are_the_last_tokens_of_its_rows() -> None:
 
 def test_blocks_are_copied_in_all_layers_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_tensors, "MAX_COPIED_AT_ONCE", 2)
-    kv = KVTensors(KVSpec(2, 1, 4, 4, torch.float32), 12, CPU)
+    kv = KVTensors(KVLayout.of([KVSpec(1, 4, "float32")] * 2, 4), 12, CPU)
     kv.data.copy_(torch.randn(kv.data.shape))
     expected = kv.data.clone()
     sources, targets = torch.tensor([0, 3, 0, 5, 7]), torch.tensor([11, 1, 2, 4, 6])

@@ -20,6 +20,10 @@ class Executor(Protocol):
 
     num_blocks: int
     """KV blocks the workers have room for."""
+    max_model_len: int
+    """Longest request that they have rows for."""
+    kv_windows: tuple[int | None, ...]
+    """Of each KV group, how many tokens a query sees; None: all."""
     groups_prefixes: bool
     """Whether plans should say which rows share leading blocks."""
     graph_tokens: int

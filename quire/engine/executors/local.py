@@ -31,14 +31,18 @@ class LocalExecutor:
     ) -> None:
         assert options.device.num_threads is not None
         with torch_threads(num_loading_threads(device.type, options.device.num_threads)):
-            self._worker: Worker | None = Worker(
-                options, model_config, device, fits_max_model_len=fits_max_model_len
+            worker = Worker(options, model_config, device)
+            worker.load()
+            self.max_model_len, self.num_blocks = worker.size_cache(
+                worker.profile(), fits_max_model_len
             )
+            worker.allocate(self.num_blocks, self.max_model_len)
+            worker.capture()
+        self._worker: Worker | None = worker
         self._was_short = False
-        self.num_blocks = self._worker.num_blocks
-        self.max_model_len = self._worker.max_model_len
-        self.groups_prefixes = self._worker.groups_prefixes
-        self.graph_tokens = self._worker.graph_tokens
+        self.kv_windows = worker.layout.windows
+        self.groups_prefixes = worker.groups_prefixes
+        self.graph_tokens = worker.graph_tokens
 
     @staticmethod
     def device(options: EngineOptions) -> DeviceInfo:

@@ -153,9 +153,10 @@ def select_backend(
         is_here = devices is None or device_type in devices
         (reasons if is_here else elsewhere).append(f"{backend.support.name}: {reason}")
     reasons += elsewhere
+    group = "layers" if window is None else f"layers with a window of {window} tokens"
     raise OptionError(
-        f"No attention backend can do block_size={block_size} with head size {head_dim} in {dtype} "
-        f"with a cache in {cache_dtype} on {device_type!r}: {'; '.join(reasons)}."
+        f"No attention backend can do block_size={block_size} for {group} of head size {head_dim} "
+        f"in {dtype} with a cache in {cache_dtype} on {device_type!r}: {'; '.join(reasons)}."
     )
 
 
