@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from quire import LLM, SamplingParams
+from quire.engine.executors import local
 from quire.protocol.plan import AddedRow, StepPlan
 from quire.worker.model_runner import ModelRunner
-from tests.engine.test_drafts import ScriptedDrafter
+from quire.worker.request_table import RequestTable
+from quire.worker.worker import Worker
 
 pytestmark = pytest.mark.gpu
 
@@ -356,19 +359,33 @@ def test_graphs_cover_steps_that_verify_drafts(folder: Path) -> None:
             runner.update_rows(StepPlan(2, freed_rows=plan.rows))
 
 
-class DeviceDrafter(ScriptedDrafter):
-    """The same, with drafts where the rows are."""
+class KnownTexts:
+    """A drafter that knows the texts, and gets every fifth token wrong."""
+
+    def __init__(self, table: RequestTable, texts: list[list[int]], num_drafts: int) -> None:
+        self.table, self.texts, self.num_drafts = table, texts, num_drafts
+        self.num_accepted = 0
+
+    def accepted(self, rows: torch.Tensor, counts: torch.Tensor) -> None:
+        self.num_accepted += int(counts.sum()) - len(counts)
 
     def propose(self, rows: torch.Tensor) -> torch.Tensor:
-        return super().propose(rows).to(rows.device)
+        drafts = np.full((len(rows), self.num_drafts), -1, np.int32)
+        for i, row in enumerate(rows.tolist()):
+            known = self.table.token_ids[row, : int(self.table.num_tokens[row])].tolist()
+            # Rows of requests that have ended may have more than their text.
+            text = next((text for text in self.texts if text[: len(known)] == known), known)
+            for j, token in enumerate(text[len(known) : len(known) + self.num_drafts]):
+                drafts[i, j] = token if (len(known) + j) % 5 else 3
+        return torch.from_numpy(drafts).to(rows.device)
 
 
 def generate_with_drafts(
     llm: LLM, work: list[list[int]], texts: list[list[int]], num_drafts: int
 ) -> tuple[list[list[int]], int]:
     """Greedy tokens, and how many of them were accepted drafts."""
-    drafter = DeviceDrafter(llm, texts, num_drafts)
-    llm._core.executor.runner.drafter = drafter
+    runner = llm._core.executor.runner
+    drafter = runner.drafter = KnownTexts(runner.table, texts, num_drafts)
     llm._core.scheduler.speculation.num_drafts = num_drafts
     llm.reset_prefix_cache()
     greedy = SamplingParams(temperature=0.0, max_tokens=32, detokenize=False)
@@ -376,37 +393,34 @@ def generate_with_drafts(
     return [list(output.outputs[0].token_ids) for output in outputs], drafter.num_accepted
 
 
-def test_drafts_do_not_change_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With graphs for them and without, many rows at once, while others join and end."""
-    from quire.worker.graphs import StepGraphs
-
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"block_size": 4}], ids=str)
+def test_drafts_do_not_change_tokens(
+    folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that was started for drafts, with graphs and without: many rows at once, while
+    others join and end."""
     work = prompts(60)
     plain = generate(folder, work, dtype="float32")
     texts = [prompt + tokens for prompt, tokens in zip(work, plain, strict=True)]
+    monkeypatch.setattr(local, "Worker", partial(Worker, max_queries=5))
     limits = {"kv_cache_memory_bytes": 1 << 28, "max_num_seqs": 40, "dtype": "float32"}
-    with LLM(str(folder), skip_tokenizer_init=True, **limits) as llm:
-        runner = llm._core.executor.runner
-        parts = (runner.model, runner.attention, runner.table)
-        with_drafts = StepGraphs(*parts, 40, 1024, max_queries=5)
-        with torch.inference_mode():
-            with_drafts.capture(with_drafts.keys)
-        replayed = []
-        replay = with_drafts.run
+    with LLM(str(folder), skip_tokenizer_init=True, **limits, **options) as llm:
+        graphs, replayed = llm._core.executor.runner.graphs, []
+        if graphs is not None:
+            replay = graphs.run
 
-        def run(plan: StepPlan, *others: Any) -> torch.Tensor | None:
-            logits = replay(plan, *others)
-            if plan.has_drafts:
-                replayed.append(logits is not None)
-            return logits
+            def run(plan: StepPlan, *others: Any) -> torch.Tensor | None:
+                logits = replay(plan, *others)
+                if plan.has_drafts:
+                    replayed.append(logits is not None)
+                return logits
 
-        monkeypatch.setattr(with_drafts, "run", run)
-        for graphs in (with_drafts, None):
-            runner.graphs = graphs
-            found, num_accepted = generate_with_drafts(llm, work, texts, 4)
-            assert found == plain
-            assert num_accepted > 200
-    # Prompts that join may make a step too large for any graph.
-    assert len(replayed) > 10 and np.mean(replayed) > 0.8
+            monkeypatch.setattr(graphs, "run", run)
+        found, num_accepted = generate_with_drafts(llm, work, texts, 4)
+    assert found == plain
+    assert num_accepted > 1000
+    if "enforce_eager" not in options:  # prompts that join may make a step too large for any graph
+        assert len(replayed) > 10 and np.mean(replayed) > 0.8
 
 
 def test_without_speculation_the_graphs_are_the_same(folder: Path) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from quire.worker.warm_up import batch_sizes, drafted_counts
+from quire.protocol.plan import StepPlan
+from quire.worker.trial import largest_step
+from quire.worker.warm_up import batch_sizes, drafted_counts, warm_up_plans
+from tests.tiny import save_tiny, tiny_llm
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -47,3 +52,18 @@ def test_many_heads_limit_the_queries() -> None:
         for heads, dim in ((1, 64), (8, 64), (32, 64), (8, 256), (64, 256))
     ]
     assert most == [8, 8, 4, 4, 1]
+
+
+@pytest.mark.usefixtures("native")
+def test_steps_with_drafts_run(tmp_path: Path) -> None:
+    """Those of the warm-up and of the trial: the rows have no drafts, so none is accepted."""
+    save_tiny(tmp_path)
+    with tiny_llm(tmp_path, max_model_len=64, max_num_seqs=9) as llm:
+        runner = llm._core.executor.runner
+        plans = [*warm_up_plans(runner, [1, 9], False, 5), largest_step(9, 40, 64, 8)]
+        for plan in plans:
+            runner.execute(plan)
+            assert runner.sample().result().counts.tolist() == [1] * len(plan.rows)
+            runner.update_rows(StepPlan(step=0, freed_rows=plan.rows))
+    assert {int(plan.num_samples.max()) for plan in plans[:-1]} == {1, 2, 4, 5}
+    assert plans[-1].num_samples.tolist() == plans[-1].num_new_tokens.tolist() == [5] * 4 + [4] * 5
