@@ -1,7 +1,8 @@
 """Steps as graphs run them equal those that gather their batch and attend in plain torch.
 
-The model is an embedding, one layer of attention and a head, in float32. On a GPU its steps are
-captured; elsewhere a replay goes through the same forward pass under Triton's interpreter.
+The model is an embedding, a layer of attention for each KV group and a head, in float32. On a GPU
+its steps are captured; elsewhere a replay goes through the same forward pass under Triton's
+interpreter.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from quire.layers.attention import triton as triton_backend  # noqa: E402
+from quire.layers.attention.groups import GroupedAttention  # noqa: E402
 from quire.layers.attention.heads import Heads  # noqa: E402
 from quire.layers.attention.torch import TorchBackend  # noqa: E402
 from quire.layers.attention.triton import TritonBackend  # noqa: E402
@@ -29,6 +31,7 @@ from quire.worker.request_table import RequestTable  # noqa: E402
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 NUM_HEADS, KV_HEADS, DIM, VOCAB, MAX_LEN = 4, 2, 32, 50, 128
+SPLIT = [NUM_HEADS, KV_HEADS, KV_HEADS]
 WINDOW = 21
 
 pytestmark = pytest.mark.skipif(
@@ -37,26 +40,33 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-class OneLayer:
+Windows = tuple[int | None, ...]
+"""Of each KV group."""
+
+
+class LayerPerGroup:
     """A model as a worker calls it."""
 
-    def __init__(self, window: int | None) -> None:
+    def __init__(self, windows: Windows) -> None:
         generator = torch.Generator().manual_seed(1)
 
         def weights(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(DEVICE)
 
         width = (NUM_HEADS + 2 * KV_HEADS) * DIM
-        self.window = window
+        self.windows = windows
         self.tokens, self.positions = weights(VOCAB, width), weights(MAX_LEN, width)
         self.head = weights(NUM_HEADS * DIM, VOCAB) / DIM
 
     def __call__(self, step: StepContext) -> Tensor:
         assert step.token_ids is not None
         joined = self.tokens[step.token_ids] + self.positions[step.positions]
-        heads = joined.view(len(joined), -1, DIM).split([NUM_HEADS, KV_HEADS, KV_HEADS], 1)
-        attention = step.attention[0]
-        return attention.attend(0, Heads(*heads), DIM**-0.5, self.window).flatten(1)
+        heads = Heads(*joined.view(-1, joined.shape[1] // DIM, DIM).split(SPLIT, 1))
+        attended = [
+            attention.attend(0, heads, DIM**-0.5, window).flatten(1)
+            for attention, window in zip(step.attention, self.windows, strict=True)
+        ]
+        return sum(attended[1:], attended[0])
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.mm(hidden, self.head, out=out)
@@ -65,23 +75,27 @@ class OneLayer:
 class Side:
     """Rows, a cache and a model: the same on both sides of a comparison."""
 
-    def __init__(self, size: int, max_rows: int, window: int | None, backend: Any) -> None:
-        blocks = MAX_LEN // size
-        self.table = RequestTable(max_rows, MAX_LEN, blocks, size, DEVICE)
+    def __init__(self, size: int, max_rows: int, windows: Windows, backend: Any) -> None:
+        blocks, groups = MAX_LEN // size, len(windows)
+        self.table = RequestTable(max_rows, MAX_LEN, blocks, size, DEVICE, groups)
         # Nothing is read that was not written; the first block is for rows that have none.
-        shape = (1, 2, 1 + max_rows * blocks, KV_HEADS, size, DIM)
+        shape = (groups, 1, 2, 1 + max_rows * blocks, KV_HEADS, size, DIM)
         self.kv = torch.full(shape, float("nan"), device=DEVICE)
-        self.attention = backend(self.kv, NUM_HEADS, KV_HEADS, DIM, size)
-        self.model: Any = OneLayer(window)
-        order = 1 + torch.randperm(max_rows * blocks, generator=torch.Generator().manual_seed(2))
-        self.table.block_tables[0] = order.view(max_rows, blocks).int()
+        self.attention = GroupedAttention(
+            [backend(kv, NUM_HEADS, KV_HEADS, DIM, size) for kv in self.kv]
+        )
+        self.model: Any = LayerPerGroup(windows)
+        for group, table in enumerate(self.table.block_tables):
+            generator = torch.Generator().manual_seed(group)
+            order = 1 + torch.randperm(max_rows * blocks, generator=generator)
+            table.copy_(order.view(max_rows, blocks))
 
     def run_eagerly(self, plan: StepPlan) -> Tensor:
         staged = self.table.update(plan)
         batch = gather_batch(self.table, plan, staged)
         attention = self.attention.plan(batch.attention)
-        hidden = self.model(StepContext(batch.positions, (attention,), batch.token_ids))
-        return self.model.logits(hidden[torch.from_numpy(plan.line_tokens).to(DEVICE)])
+        hidden = self.model(StepContext(batch.positions, attention, batch.token_ids))
+        return self.model.logits(hidden[batch.sample_indices])
 
 
 class _Replay:
@@ -168,12 +182,13 @@ def check(found: Tensor, expected: Tensor) -> None:
 
 
 CASES = [
-    # tokens of each row, of a prompt beside them (0: none), most queries, block size, window
-    ([2, 2, 2], 0, 2, 16, None),
-    ([4, 3, 1, 4, 2], 0, 8, 32, WINDOW),
-    ([8, 5], 40, 8, 16, None),
-    ([1, 3, 4, 1], 9, 4, 16, WINDOW),
-    *([([1 + i % 8 for i in range(40)], 60, 8, 16, None), ([4] * 70, 0, 4, 16, 5)] * ON_GPU),
+    # tokens of each row, of a prompt beside them (0: none), most queries, block size, windows
+    ([2, 2, 2], 0, 2, 16, (None, 9)),
+    ([4, 3, 1, 4, 2], 0, 8, 32, (WINDOW,)),
+    ([8, 5], 40, 8, 16, (None,)),
+    ([1, 3, 4, 1], 9, 4, 16, (WINDOW, None)),
+    *([([1 + i % 8 for i in range(40)], 60, 8, 16, (None, 30))] * ON_GPU),
+    *([([4] * 70, 0, 4, 16, (5,))] * ON_GPU),
 ]
 
 
@@ -181,12 +196,12 @@ CASES = [
 def test_steps_with_drafts(case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lines come in the order of the plan, whatever pads the graph, and rows count as
     computed; keys and values go where they belong and nowhere else."""
-    counts, prompt, max_queries, size, window = case
+    counts, prompt, max_queries, size, windows = case
     if not ON_GPU:  # each program takes the interpreter a while
         monkeypatch.setattr(triton_backend, "PROGRAMS_WANTED", 16)
         monkeypatch.setattr(triton_backend, "MIN_SPLITS", 2)
     max_rows = len(counts) + 3
-    sides = [Side(size, max_rows, window, kind) for kind in (TritonBackend, TorchBackend)]
+    sides = [Side(size, max_rows, windows, kind) for kind in (TritonBackend, TorchBackend)]
     ours, reference = sides
     graphs = Graphs(ours, max_queries)
     plan = first_plan([3 + 7 * i % 50 for i in range(len(counts))], max_rows, seed=3)
@@ -212,7 +227,7 @@ def test_eager_steps_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no graph fits, rows with drafts take the same kernel, and others tiles."""
     if not ON_GPU:
         monkeypatch.setattr(triton_backend, "PROGRAMS_WANTED", 16)
-    sides = [Side(16, 8, WINDOW, kind) for kind in (TritonBackend, TorchBackend)]
+    sides = [Side(16, 8, (WINDOW,), kind) for kind in (TritonBackend, TorchBackend)]
     plan = first_plan([30, 5, 18, 40], 8, seed=4)
     check(*(side.run_eagerly(plan) for side in sides))
     drafted = drafted_plan(sides, plan.rows, [3, 1, 4, 2])
@@ -264,6 +279,6 @@ def test_which_graph_a_step_takes() -> None:
 
 
 def _parts(max_queries: int) -> tuple[Any, ...]:
-    side = Side(16, 300, None, TritonBackend)
+    side = Side(16, 300, (None,), TritonBackend)
     keys = mixed_keys(300, 4096, max_queries)
     return side.model, side.attention, side.table, keys, torch.empty(0, VOCAB)
