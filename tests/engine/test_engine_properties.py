@@ -207,6 +207,7 @@ def drive(core: EngineCore, work: list[Job]) -> dict[int, FinishedSequence]:
         core.scheduler.check_books()
         check_steps_in_flight(core)
         check_windows(core)
+        check_bounds(core)
         for key, token in zip(output.keys.tolist(), output.tokens.tolist(), strict=True):
             assert key not in ended, "no token after the end"
             streamed.setdefault(key, []).append(token)
@@ -243,6 +244,12 @@ def check_steps_in_flight(core: EngineCore) -> None:
         counts[plan.rows[columns.epoch[plan.rows] == plan.epochs]] += 1
     held = [row for row, request in enumerate(core.scheduler.by_row) if request is not None]
     assert columns.in_flight[held].tolist() == counts[held].tolist()
+
+
+def check_bounds(core: EngineCore) -> None:
+    """What the host books, if all drafts are accepted, stays within each row's end."""
+    columns, rows = core.scheduler.columns, core.scheduler.ranked_rows()
+    assert (columns.num_tokens[rows] <= columns.max_total[rows]).all()
 
 
 def check_windows(core: EngineCore) -> None:

@@ -11,6 +11,7 @@ import pytest
 from quire.protocol.errors import RequestError
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams
+from quire.scheduler.request import Status
 from tests.engine.driver import MAX_LEN, VOCAB, Engine, numbers
 from tests.engine.toy import entries_of, next_token
 
@@ -303,3 +304,23 @@ def test_the_hosts_time_is_kept_for_every_step() -> None:
     metrics = engine.core.metrics
     for histogram in (metrics.step_host, metrics.step_launch, metrics.step_wait):
         assert histogram.read().count == metrics.steps.value == 6
+
+
+def test_a_cut_goes_on_in_its_row_or_from_the_queue() -> None:
+    """Tokens that it made since it got its row are cut there. Those that it came with lie in blocks
+    that others may share: it gives them up and starts again."""
+    engine = Engine()
+    key = engine.add(numbers(20), max_tokens=20)
+    engine.step(8)
+    scheduler = engine.core.scheduler
+    (request,) = scheduler.requests[f"r{key}"]
+    scheduler.cut_back(request, 22)
+    assert request.status is Status.RUNNING and request.num_known == 22
+    engine.step(3)
+    scheduler.requeue(request)
+    engine.step(2)
+    assert len(request.held_token_ids) == 25 and request.num_known == 27
+    scheduler.cut_back(request, 24)
+    assert request.status is Status.WAITING and request.num_known == 24
+    engine.finish()
+    assert engine.ended[key].finish_reason == "length"
