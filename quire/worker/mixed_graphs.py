@@ -45,8 +45,8 @@ class MixedKey(NamedTuple):
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of a step. Where decode attention takes single ones, the last is nobody's,
-        and padding names it."""
+        """Most tokens of a step. Where decode attention takes single ones, the last belongs to no
+        row, and padding names it."""
         return self.num_tokens - 1 if self.queries == 1 else self.num_tokens
 
     @property
