@@ -16,11 +16,13 @@ class Parallel:
 
     rank: int = 0
     size: int = 1
+    group: dist.ProcessGroup | None = None
+    """The ranks' process group; None: that of all processes."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`; may reuse `x`."""
         if self.size > 1:
-            dist.all_reduce(x)
+            dist.all_reduce(x, group=self.group)
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -28,7 +30,7 @@ class Parallel:
         if self.size == 1:
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous())
+        dist.all_gather(parts, x.contiguous(), group=self.group)
         return torch.cat(parts, dim=-1)
 
     def share(self, total: int, what: str) -> int:

@@ -89,8 +89,8 @@ class KVLayout:
 
     @property
     def num_slots(self) -> int:
-        """Layers of a group."""
-        return len(self.groups[0].layers)
+        """Layers of a group, with padding."""
+        return max(len(group.layers) for group in self.groups)
 
     @property
     def bytes_per_block(self) -> int:

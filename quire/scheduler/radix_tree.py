@@ -66,14 +66,11 @@ class PrefixMatch(NamedTuple):
     """Of each group."""
     firsts: list[int]
     """Of each group, where the blocks begin that the next token sees; those before are not used."""
+    num_blocks: int
+    """Whole blocks, in each group."""
     num_tokens: int
     partial: list[int]
     """A block of each group, or nothing."""
-
-    @property
-    def num_blocks(self) -> int:
-        """Whole blocks, in each group."""
-        return len(self.blocks[0])
 
     def held(self) -> Iterator[int]:
         """All blocks to share."""
@@ -163,8 +160,8 @@ class RadixTree:
         for node, count in path:
             for table, blocks in zip(tables, node.blocks, strict=True):
                 table += blocks[:count]
-        found = len(tables[0])
-        num_blocks = self._longest_whole(tables)
+        found = sum(count for _, count in path)
+        num_blocks = self._longest_whole(tables, found)
         partial: list[int] = []
         extra = 0
         if num_blocks == found:
@@ -177,19 +174,17 @@ class RadixTree:
         self, tables: list[list[int]], num_tokens: int, partial: Sequence[int] = ()
     ) -> PrefixMatch:
         """These blocks, as far as the token after the first `num_tokens` sees them."""
-        firsts = [
-            min(self.first_needed(window, num_tokens), len(table))
-            for table, window in zip(tables, self.windows, strict=True)
-        ]
-        return PrefixMatch(tables, firsts, num_tokens, list(partial))
+        num_blocks = num_tokens // self.block_size
+        firsts = [min(self.first_needed(window, num_tokens), num_blocks) for window in self.windows]
+        return PrefixMatch(tables, firsts, num_blocks, num_tokens, list(partial))
 
     def first_needed(self, window: int | None, num_tokens: int) -> int:
         """First block that the token after the first `num_tokens` sees; it sees itself too."""
         return 0 if window is None else max(num_tokens - window + 1, 0) // self.block_size
 
-    def _longest_whole(self, tables: list[list[int]]) -> int:
-        """Most leading blocks of which no group lacks one that the next token sees."""
-        longest = len(tables[0])
+    def _longest_whole(self, tables: list[list[int]], longest: int) -> int:
+        """Most leading blocks, up to `longest`, of which no group lacks one that the next token
+        sees."""
         while True:
             shorter = longest
             for table, window in zip(tables, self.windows, strict=True):

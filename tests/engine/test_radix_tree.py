@@ -139,7 +139,7 @@ def test_a_failed_step_takes_back_what_it_was_to_write() -> None:
         tree.insert(ROOTS[0], tokens[: stop * SIZE], [blocks[:stop]], start, step)
     assert tree.match(ROOTS[0], tokens, LATER).blocks == [blocks]
     tree.withdraw(8)
-    assert tree.match(ROOTS[0], tokens, LATER) == PrefixMatch([blocks[:2]], [0], 2 * SIZE, [])
+    assert tree.match(ROOTS[0], tokens, LATER) == PrefixMatch([blocks[:2]], [0], 2, 2 * SIZE, [])
     assert [block for block in range(8) if pool.cached[block]] == sorted(blocks[:2])
 
 
@@ -153,7 +153,7 @@ def test_a_window_needs_the_blocks_of_the_last_window_only() -> None:
     tree.insert(ROOTS[0], tokens, [full, near], 0, step=0)
     # The 21st token sees those from the 16th on.
     match = tree.match(ROOTS[0], tokens[:20], LATER)
-    assert match == PrefixMatch([full[:5], near[:5]], [0, 3], 20, [])
+    assert match == PrefixMatch([full[:5], near[:5]], [0, 3], 5, 20, [])
     tree.evict(near[:2])
     assert list(tree.match(ROOTS[0], tokens[:20], LATER).held()) == list(match.held())
     tree.evict([near[3]])
@@ -199,7 +199,7 @@ def test_equal_placeholders_of_different_media_do_not_match() -> None:
     first, second = pool.allocate(3), pool.allocate(2)
     tree.insert(ROOTS[0], tokens, [first], 0, 0, cat)
     assert tree.match(ROOTS[0], tokens, LATER, cat).blocks == [first]
-    assert tree.match(ROOTS[0], tokens, LATER, dog) == PrefixMatch([first[:1]], [0], 4, [])
+    assert tree.match(ROOTS[0], tokens, LATER, dog) == PrefixMatch([first[:1]], [0], 1, 4, [])
     assert tree.match(ROOTS[0], tokens, LATER).num_tokens == 4
     tree.insert(ROOTS[0], tokens, [first[:1] + second], 1, 0, dog)
     assert tree.match(ROOTS[0], tokens, LATER, dog).blocks == [first[:1] + second]

@@ -11,18 +11,24 @@ import torch.multiprocessing as mp
 from quire.layers.parallel import Parallel
 
 
-def rank_main(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    parallel = Parallel(rank, 2)
-    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) + 10 * rank
-    gathered = parallel.all_gather(x)
-    torch.save((parallel.all_reduce(x), gathered), f"{folder}/{rank}.pt")
+def rank_main(process: int, folder: str) -> None:
+    """The last two of three processes are the ranks; the first is none of theirs."""
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=process, world_size=3)
+    group = dist.new_group([1, 2])
+    if process:
+        rank = process - 1
+        assert isinstance(group, dist.ProcessGroup)
+        parallel = Parallel(rank, 2, group)
+        x = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) + 10 * rank
+        gathered = parallel.all_gather(x)
+        torch.save((parallel.all_reduce(x), gathered), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
 def test_collectives_between_two_processes(tmp_path: Path) -> None:
-    """Sums are equal on both ranks, and gathered columns are in rank order."""
-    mp.spawn(rank_main, (str(tmp_path),), nprocs=2)
+    """Sums are equal on both ranks, gathered columns are in rank order, others are not asked."""
+    mp.spawn(rank_main, (str(tmp_path),), nprocs=3)
     for rank in range(2):
         reduced, gathered = torch.load(tmp_path / f"{rank}.pt")
         assert reduced.tolist() == [[12.0, 14.0], [16.0, 18.0]]
