@@ -166,9 +166,9 @@ class Advisor:
         rows = scheduler.ranked_rows()
         if not scheduler.waiting or not scheduler.free_rows or not len(rows):
             return
-        wanted = limits.blocks_for(len(scheduler.waiting.first().held_token_ids))
+        wanted = limits.blocks_held(len(scheduler.waiting.first().held_token_ids))
         room = scheduler.kv.pool.num_free - scheduler.kv.num_promised(rows)
-        blocks_each = float(scheduler.columns.num_blocks[rows].mean())
+        blocks_each = float(scheduler.columns.held_blocks[rows].mean())
         if wanted > room and blocks_each * limits.max_num_seqs > limits.num_blocks:
             yield Advice(
                 "pool",

@@ -60,8 +60,8 @@ def set_gauges(core: EngineCore) -> None:
     metrics.shared_blocks.set(int((blocks == BlockState.SHARED).sum()))
     metrics.cached_blocks.set(int((blocks == BlockState.CACHED).sum()))
     columns, rows = scheduler.columns, scheduler.ranked_rows()
-    slots = int(columns.num_blocks[rows].sum()) * scheduler.limits.block_size
-    metrics.waste.set(1.0 - int(columns.num_computed[rows].sum()) / slots if slots else 0.0)
+    slots = int(columns.held_blocks[rows].sum()) * scheduler.limits.block_size
+    metrics.waste.set(1.0 - int(columns.held_tokens[rows].sum()) / slots if slots else 0.0)
     split = split_memory(_device_memory(core), blocks)
     for kind, gauge in metrics.memory.items():
         gauge.set(getattr(split, kind))

@@ -107,6 +107,7 @@ def scheduler_limits(
         options.model.quantization or "",
         options.cache.kv_cache_dtype,
         str(options.cache.block_size),
+        str(windows),
     )
     return SchedulerLimits(
         num_blocks=num_blocks,

@@ -193,12 +193,11 @@ class KVBlocks:
         if self.limits.reserves_max_length:
             return
         keep = self.blocks_for(c.num_computed[rows])
-        for row, count in zip(rows.tolist(), keep.tolist(), strict=True):
-            held = int(c.num_blocks[row])
-            if count < held:
-                for group in range(self._num_groups):
-                    self.pool.free(c.block_tables[group, row, count:held][::-1].tolist())
-                c.num_blocks[row] = count
+        fewer = keep < c.num_blocks[rows]
+        for row, count in zip(rows[fewer].tolist(), keep[fewer].tolist(), strict=True):
+            for table in c.block_tables[:, row, count : c.num_blocks[row]]:
+                self.pool.free(table[::-1].tolist())
+            c.num_blocks[row] = count
 
     def publish_prompts(self, rows: Int32Array, by_row: list[Request | None]) -> None:
         """Make prompt blocks findable as soon as a step is planned that fills them."""

@@ -295,6 +295,7 @@ class RadixTree:
             self._place(node, group, first)
         if first == 0:
             self._attach(node)
+        self._prune(node)  # of groups with windows, all may have let go of the last blocks
 
     def _fill_gaps(
         self,
@@ -451,4 +452,5 @@ class RadixTree:
             for i in range(last):
                 tokens = one.token_ids[i * size : (i + 1) * size]
                 name = chain_hash(name, tokens, one.digests.get(i, b""))
-        return name
+        group = self._group_of[block]
+        return blake2b(b"%d" % group, digest_size=HASH_BYTES, key=name).digest() if group else name

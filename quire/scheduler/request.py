@@ -34,8 +34,15 @@ class Columns:
     """
 
     def __init__(
-        self, max_rows: int, max_model_len: int, block_size: int, num_groups: int = 1
+        self,
+        max_rows: int,
+        max_model_len: int,
+        block_size: int,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
+        """`windows` has an entry for each KV group."""
+        num_groups = len(windows)
+        self.has_windows = windows != (None,) * num_groups
         max_blocks = -(-max_model_len // block_size)
         self.block_size = block_size
 
@@ -125,6 +132,20 @@ class Columns:
         self.rank[:, row] = request.rank
         self._set_stop_ids(row, request.stop_ids)
         return num_tokens
+
+    @property
+    def held_blocks(self) -> Int32Array:
+        """Blocks that each row holds, in all groups."""
+        held: Int32Array = len(self.first_blocks) * self.num_blocks
+        return held - self.first_blocks.sum(axis=0) if self.has_windows else held
+
+    @property
+    def held_tokens(self) -> Int32Array:
+        """Slots of those blocks that have a token."""
+        held: Int32Array = len(self.first_blocks) * self.num_computed
+        if self.has_windows:
+            held -= self.block_size * self.first_blocks.sum(axis=0)
+        return held
 
     def awaits_tokens(self, rows: Int32Array, num_steps_in_flight: int) -> BoolArray:
         """Which rows the host must have tokens of before they go on. Masks of grammars are made so

@@ -56,8 +56,8 @@ def accept(
     if complete is not None:
         stops |= complete[index]
     ends = stops | (num_known >= c.max_total[rows[index]])
-    num_tokens = np.minimum(counts, np.full(len(rows), np.iinfo(np.int32).max))
-    np.minimum.at(num_tokens, index[ends], (offset[ends] + 1).astype(num_tokens.dtype))
+    num_tokens = counts.copy()
+    np.minimum.at(num_tokens, index[ends], offset[ends] + 1)
     taken = keep[index] & (offset < num_tokens[index])
     is_last = taken & (offset == num_tokens[index] - 1)
     return AcceptedTokens(

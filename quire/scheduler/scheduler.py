@@ -45,7 +45,7 @@ class Scheduler:
         """Most tokens in a step; less than the limit while memory is short."""
         self.metrics = metrics or EngineMetrics()
         self.columns = Columns(
-            limits.max_num_seqs, limits.max_model_len, limits.block_size, len(limits.windows)
+            limits.max_num_seqs, limits.max_model_len, limits.block_size, limits.windows
         )
         self.kv = KVBlocks(limits, self.columns)
         self.prefix_groups: PrefixGroups | None = None
@@ -188,7 +188,7 @@ class Scheduler:
         num_prompt_tokens = int(plan.num_new_tokens[is_prompt].sum())
         self.prefill_budget.planned(plan.step, now, num_prompt_tokens)
         c = self.columns
-        self.metrics.planned(plan, self.kv.pool.num_used, c.num_blocks, c.num_computed, now)
+        self.metrics.planned(plan, self.kv.pool.num_used, c.held_blocks, c.held_tokens, now)
         return plan
 
     def _continue_running(self, draft: PlanDraft) -> None:
@@ -204,18 +204,31 @@ class Scheduler:
             if self.limits.long_prefill_token_threshold:
                 np.minimum(want, self.limits.long_prefill_token_threshold, out=want)
             self._limit_prompts(draft, rows, want)
-            if self.speculation.num_drafts:
-                catches_up = (want > 0) & (c.num_computed[rows] + want == c.num_tokens[rows])
-                want += np.where(catches_up, self.speculation.drafts(rows), 0)
-            grant = np.clip(draft.budget - (np.cumsum(want) - want), 0, want).astype(np.int32)
+            grant = _share(draft.budget, want)
             need = self.kv.shortfall(rows, c.num_computed[rows] + grant)
             if self.kv.can_grow(need):
                 break
             self._preempt(int(rows[-1]), draft)
+        if self.speculation.num_drafts:
+            grant, need = self._with_drafts(draft, rows, grant, need)
         self.kv.grow(draft, rows, need)
         longest = np.argsort(-c.num_tokens[rows], kind="stable")  # first, so that all end together
         if len(computing := longest[grant[longest] > 0]):
             self._compute(draft, rows[computing], grant[computing])
+
+    def _with_drafts(
+        self, draft: PlanDraft, rows: Int32Array, grant: Int32Array, need: Int32Array
+    ) -> tuple[Int32Array, Int32Array]:
+        """Drafts take what the tokens of all rows and the next prompt in the queue leave of the
+        budget, and of the free blocks."""
+        c, left = self.columns, draft.budget - int(grant.sum())
+        if self.waiting and self.free_rows:
+            left = max(left - len(self.waiting.first().held_token_ids), 0)
+        catches_up = (grant > 0) & (c.num_computed[rows] + grant == c.num_tokens[rows])
+        want = np.where(catches_up, self.speculation.drafts(rows), 0)
+        with_drafts = grant + _share(left, want)
+        more = self.kv.shortfall(rows, c.num_computed[rows] + with_drafts)
+        return (with_drafts, more) if self.kv.can_grow(more) else (grant, need)
 
     def _limit_prompts(self, draft: PlanDraft, rows: Int32Array, want: Int32Array) -> None:
         """Beside streams that clients read along, compute no more prompt tokens than fit the
@@ -345,6 +358,8 @@ class Scheduler:
         c.last_token_time[rows] = now
         for row in rows[is_first]:
             request = self._at(row)
+            if request.first_token_time:  # it was cut back to its prompt
+                continue
             request.first_token_time = now
             if request.new.wants_progress:
                 self.progress.remove(request)
@@ -479,3 +494,9 @@ class Scheduler:
         request = self.by_row[row]
         assert request is not None, f"row {row} has no request"
         return request
+
+
+def _share(budget: int, want: Int32Array) -> Int32Array:
+    """What each gets of a budget, the first ones first."""
+    given: Int32Array = np.clip(budget - (np.cumsum(want) - want), 0, want).astype(np.int32)
+    return given

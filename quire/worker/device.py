@@ -34,11 +34,12 @@ def detect_device(wanted: str) -> DeviceInfo:
         if not is_there:
             logger.warning("%s", WITHOUT_LIBRARY.format(reason=reason))
         return replace(cpu_device(), has_native_kernels=is_there)
-    name = torch.cuda.get_device_name()
+    index = torch.cuda.current_device()
+    name = torch.cuda.get_device_name(index)
     check_triton(name, has_triton=find_spec("triton") is not None)
     if torch.version.hip is None:
         check_capability(name, torch.cuda.get_device_capability(), torch.cuda.get_arch_list())
-    free, total = torch.cuda.mem_get_info()
+    free, total = torch.cuda.mem_get_info(index)
     threads = choose_num_threads()
     return DeviceInfo(
         "cuda",
@@ -48,6 +49,7 @@ def detect_device(wanted: str) -> DeviceInfo:
         threads.count,
         threads.reason,
         torch.cuda.is_bf16_supported(including_emulation=False),
+        index=index,
     )
 
 

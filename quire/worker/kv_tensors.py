@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.protocol.errors import ModelError
 from quire.protocol.kv_spec import KVLayout
 
 MAX_COPIED_AT_ONCE = 32
@@ -19,13 +18,9 @@ class KVTensors:
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        shapes = {(spec.num_kv_heads, spec.head_dim, spec.dtype) for spec in layout.specs}
-        if len(shapes) > 1:
-            raise ModelError(
-                f"layers of different KV shapes are not supported yet: {sorted(shapes)} "
-                "(heads, head size, dtype)."
-            )
-        ((num_heads, head_dim, dtype),) = shapes
+        ((num_heads, head_dim, dtype),) = {
+            (spec.num_kv_heads, spec.head_dim, spec.dtype) for spec in layout.specs
+        }
         shape = (layout.num_slots, 2, num_blocks, num_heads, layout.block_size, head_dim)
         # Uninitialised on purpose: on a CPU pages are then taken when first written.
         self.data: Tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)

@@ -42,7 +42,7 @@ def is_exhausted(device: torch.device) -> bool:
     if device.type == "cpu":
         return False
     try:
-        return torch.cuda.mem_get_info()[0] < LEAST_FREE_BYTES
+        return torch.cuda.mem_get_info(device)[0] < LEAST_FREE_BYTES
     except RuntimeError:  # the device is beyond use, for another reason
         return False
 
@@ -68,7 +68,7 @@ def device_memory(device: DeviceInfo) -> tuple[int, int]:
     """Bytes of memory in all, and how many of them are free now."""
     if device.type == "cpu":
         return cpu_memory()
-    free, total = torch.cuda.mem_get_info()
+    free, total = torch.cuda.mem_get_info(device.index)
     return total, free
 
 

@@ -125,6 +125,11 @@ class ModelRunner:
             self._masks = MaskTensors(lines, num_words, self.table.device)
         return self._masks
 
+    @property
+    def executed_step(self) -> int | None:
+        """The step that is to be sampled next."""
+        return None if self._executed is None else self._executed.plan.step
+
     @torch.inference_mode()
     def sample(self, masks: TokenMasks | None = None) -> PendingStep:
         """Choose the next tokens of the executed step, among those that `masks` (made by

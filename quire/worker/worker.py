@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -21,6 +23,7 @@ from quire.models.loader import (
     held_weight_bytes,
     load_model,
 )
+from quire.protocol.errors import ModelError, OptionError
 from quire.protocol.kv_spec import PAD_LAYER, KVGroup, KVLayout, KVSpec
 from quire.protocol.snapshot import DeviceMemory
 from quire.worker.kv_tensors import KVTensors
@@ -70,6 +73,7 @@ class Worker:
         self.layout = KVLayout.of(
             kv_specs(options, model_config, parallel), options.cache.block_size
         )
+        self._check_layout()
         self._backends = [self._select_backend(group) for group in self.layout.groups]
         self.threads = ComputingThreads(
             options.device.num_threads,
@@ -81,6 +85,19 @@ class Worker:
             logger.debug("requests that share a prefix each read it for themselves: %s", obstacle)
         self.graph_tokens = 0
         """Most tokens of a step with prompts that runs as one CUDA graph."""
+
+    def _check_layout(self) -> None:
+        shapes = {(spec.num_kv_heads, spec.head_dim, spec.dtype) for spec in self.layout.specs}
+        if len(shapes) > 1:
+            raise ModelError(
+                f"layers of different KV shapes are not supported yet: {sorted(shapes)} "
+                "(heads, head size, dtype)."
+            )
+        if self._options.scheduler.reservation == "max_length" and self.layout.windows != (None,):
+            raise OptionError(
+                "reservation='max_length' keeps all tokens of a sequence, but the model has layers "
+                f"with windows ({self.layout.windows}); use reservation='paged'."
+            )
 
     def _select_backend(self, group: KVGroup) -> type[AttentionBackend]:
         spec = next(self.layout.specs[layer] for layer in group.layers if layer != PAD_LAYER)
@@ -112,6 +129,7 @@ class Worker:
             device=self.device,
             load_format=options.model.load_format,
             quantization=options.model.quantization,
+            parallel=self._parallel,
         )
         check_weights_fit(weight_bytes, options, config, device)
         remedy = "Use a smaller model, or free the memory that other programs hold."
@@ -164,6 +182,14 @@ class Worker:
                 warm_up(self.runner, self.groups_prefixes, self._max_queries)
 
     # ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Around what any thread has the device do."""
+        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
+            torch.cuda.set_device(self.device)
+        with self.threads.at_work():
+            yield
 
     def memory(self) -> DeviceMemory:
         kind = self.device.type

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import quire.engine.core as engine_module
 from quire.engine.core import EngineCore
 from quire.protocol.output import FinishedSequence
+from quire.protocol.plan import StepPlan
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams
 from quire.protocol.seeds import derive_seed
@@ -194,6 +195,11 @@ def drive(core: EngineCore, work: list[Job]) -> dict[int, FinishedSequence]:
     """Drive the engine to the end, checking its books after every step."""
     ended: dict[int, FinishedSequence] = {}
     streamed: dict[int, list[int]] = {}
+
+    def check_budget(plan: StepPlan) -> None:
+        assert plan.num_tokens <= core.scheduler.limits.max_num_batched_tokens
+
+    core.on_plan = check_budget
     pending = dict(enumerate(work))
     for step in range(5_000):
         for i in [i for i, job in pending.items() if job.arrives <= step]:
@@ -250,16 +256,20 @@ def check_bounds(core: EngineCore) -> None:
     """What the host books, if all drafts are accepted, stays within each row's end."""
     columns, rows = core.scheduler.columns, core.scheduler.ranked_rows()
     assert (columns.num_tokens[rows] <= columns.max_total[rows]).all()
+    assert (columns.num_certain[rows] <= columns.num_computed[rows]).all()
+    known = rows[columns.in_flight[rows] == 0]
+    assert (columns.num_certain[known] == columns.num_computed[known]).all()
 
 
 def check_windows(core: EngineCore) -> None:
-    """Where nothing is rejected, a sequence holds the window and what one step computes."""
-    if core.scheduler.speculation.num_drafts:
-        return
+    """A sequence holds the window, what one step computes, and drafts in flight."""
+    block_size = core.scheduler.limits.block_size
+    drafts = core.scheduler.speculation.num_drafts * core.max_steps_in_flight
     for request in core.scheduler.by_row:
         if request is not None and request.status is Status.RUNNING:
             for group, table in enumerate(request.tables):
-                assert len(table) <= core.scheduler.limits.max_held_blocks(group)
+                most = core.scheduler.limits.max_held_blocks(group)
+                assert len(table) <= most + -(-drafts // block_size)
 
 
 def reference_tokens(

@@ -226,3 +226,12 @@ def test_names_do_not_depend_on_how_the_tree_came_about() -> None:
 
     assert names(5) == names(2, 3, 5) == names(5, split=True)
     assert len(set(names(5))) == 5
+
+
+def test_blocks_of_different_groups_have_different_names() -> None:
+    """They hold the keys and values of different layers."""
+    pool = BlockPool(8)
+    tree = RadixTree(pool, SIZE, windows=(None, 8, 16))
+    tables = [pool.allocate(2) for _ in range(3)]
+    tree.insert(ROOTS[0], np.arange(2 * SIZE, dtype=np.int32), tables, 0, step=0)
+    assert len({tree.name_of(block) for table in tables for block in table}) == 6

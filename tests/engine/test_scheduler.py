@@ -324,3 +324,17 @@ def test_a_cut_goes_on_in_its_row_or_from_the_queue() -> None:
     assert request.status is Status.WAITING and request.num_known == 24
     engine.finish()
     assert engine.ended[key].finish_reason == "length"
+
+
+def test_drafts_take_what_tokens_leave() -> None:
+    """Steps with room for one token of each row leave no row out for drafts of another: there are
+    no more of them than without drafts."""
+    steps = {}
+    for num_drafts in (0, 5):
+        engine = Engine(max_num_batched_tokens=8)
+        engine.toy.num_drafts = engine.core.scheduler.speculation.num_drafts = num_drafts
+        for i in range(8):
+            engine.add(numbers(4, start=i), max_tokens=12)
+        engine.finish()
+        steps[num_drafts] = len(engine.plans)
+    assert steps[5] <= steps[0]

@@ -14,6 +14,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.layers.attention.cpu import CpuBackend
+from quire.layers.attention.layer import Attention
 from quire.protocol.errors import OptionError
 from quire.scheduler.request import Status
 from tests.models.reference import random_tokens
@@ -121,3 +122,23 @@ def test_a_block_size_that_a_group_cannot_do_is_refused(
     monkeypatch.setattr(CpuBackend, "support", replace(CpuBackend.support, block_sizes=(16,)))
     with pytest.raises(OptionError, match=r"block_size=8.*window of 24 tokens.*cpu: block_size"):
         tiny_llm(tmp_path, block_size=8, attention_backend="cpu")
+
+
+def test_a_window_beyond_the_longest_request_is_none(tmp_path: Path) -> None:
+    """Then all layers are of one group, and prefixes may be read once for several sequences."""
+    model = save_tiny(tmp_path, "mistral", sliding_window=24)
+    prompt = random_tokens(10, seed=5)
+    with tiny_llm(tmp_path, max_model_len=24) as llm:
+        worker = llm._core.executor._worker  # type: ignore[attr-defined]
+        layers = [one for one in worker.runner.model.modules() if isinstance(one, Attention)]
+        assert worker.layout.windows == (None,) and layers
+        assert all(layer.window is None for layer in layers)
+        params = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        assert is_greedy(model, prompt, list(output.outputs[0].token_ids), 1e-3)
+
+
+def test_reservations_are_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "mistral", sliding_window=24)
+    with pytest.raises(OptionError, match=r"reservation='max_length'.*windows"):
+        tiny_llm(tmp_path, reservation="max_length")

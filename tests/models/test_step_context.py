@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,8 @@ def test_layers_find_their_group(
         model = load_model(config, dtype=torch.float32, device="cpu")
         layers = [module for module in model.modules() if isinstance(module, Attention)]
         assert [(a.kv_group, a.layer_slot) for a in layers] == [(0, 0), (0, 1), (0, 2)]
-        bind_kv_groups(model, groups)
+        window = config.sliding_window  # of all layers, if at all
+        bind_kv_groups(model, [replace(group, window=window) for group in groups])
         others = [PagedRun(model, config, [TOKENS], backend) for _ in groups[1:]]
         grouped: Any = Grouped(model, others)
         assert torch.equal(run(grouped, config, backend), expected)

@@ -62,7 +62,7 @@ class LocalExecutor:
             return_free_memory()  # what this process freed since then is free for everybody
             if is_exhausted(self._worker.device):
                 raise StepMemoryError("next to no memory is free", is_exhausted=True)
-        with self._worker.threads.at_work(), self._reporting_memory():
+        with self._worker.at_work(), self._reporting_memory():
             self.runner.execute(plan)
 
     def token_masks(self, lines: Int32Array, num_words: int) -> TokenMasks:
@@ -70,7 +70,8 @@ class LocalExecutor:
 
     def sample(self, step: int, masks: TokenMasks | None = None) -> PendingResult:
         assert self._worker is not None, "the executor was shut down"
-        with self._worker.threads.at_work(), self._reporting_memory():
+        assert self.runner.executed_step == step, "steps are sampled in the order of execution"
+        with self._worker.at_work(), self._reporting_memory():
             pending = self.runner.sample(masks)
             self._was_short = False
             return pending

@@ -20,9 +20,10 @@ class Attention(nn.Module):
         self.layer_index, self.scale, self.window = layer_index, scale, window
         self.kv_group, self.layer_slot = 0, layer_index
 
-    def bind(self, kv_group: int, layer_slot: int) -> None:
-        """Says where keys and values lie, before the first step."""
-        self.kv_group, self.layer_slot = kv_group, layer_slot
+    def bind(self, kv_group: int, layer_slot: int, window: int | None) -> None:
+        """Says where keys and values lie and how many of them a query sees, before the first
+        step."""
+        self.kv_group, self.layer_slot, self.window = kv_group, layer_slot, window
 
     def forward(self, heads: Heads, step: StepContext) -> Tensor:
         """[T, num_heads * head_dim]"""
@@ -33,7 +34,7 @@ class Attention(nn.Module):
 def bind_kv_groups(model: nn.Module, groups: Sequence[KVGroup]) -> None:
     """Binds all attention layers of a model to their groups, before the first step."""
     places = {
-        layer_index: (kv_group, layer_slot)
+        layer_index: (kv_group, layer_slot, group.window)
         for kv_group, group in enumerate(groups)
         for layer_slot, layer_index in enumerate(group.layers)
     }
