@@ -123,6 +123,7 @@ class KVBlocks:
         reserve = limits.max_model_len if limits.reserves_max_length else filled
         num_added = limits.blocks_for(reserve) - shared
         added = self.pool.allocate(num_added * self._num_groups)
+        tables = []
         for group, table in enumerate(match.blocks):
             own = added[group * num_added : (group + 1) * num_added]
             blocks = table + own
@@ -134,11 +135,11 @@ class KVBlocks:
                 draft.write_table(group, row, shared, own)
             if match.partial:
                 draft.copy_block(match.partial[group], own[0])
+            tables.append([NO_BLOCK] * first + blocks[first:] if first else blocks)
         c.num_blocks[row] = shared + num_added
         published = shared if fork_of < 0 else min(shared, int(c.num_published[fork_of]))
         full = filled // limits.block_size
         tokens = request.held_token_ids[: full * limits.block_size]
-        tables = self._tables(row, full)
         self.tree.insert(request.root, tokens, tables, published, draft.step, request.digests)
         c.num_published[row] = max(full, published)
         return shared + num_added
@@ -217,6 +218,8 @@ class KVBlocks:
     def _tables(self, row: int, count: int) -> list[list[int]]:
         """The first blocks of a row in each group, `NO_BLOCK` for those it has let go of."""
         c = self.columns
+        if not self._windowed:
+            return c.block_tables[:, row, :count].tolist()  # type: ignore[no-any-return]
         tables: list[list[int]] = []
         for group in range(self._num_groups):
             first = min(int(c.first_blocks[group, row]), count)
@@ -229,16 +232,14 @@ class KVBlocks:
         """Insert what can be found again, then free the blocks, deepest first."""
         c, row = self.columns, request.row
         filled = int(min(c.num_computed[row], c.num_known[row]))
-        self.tree.insert(
-            request.root,
-            request.token_ids[:filled],
-            self._tables(row, self.limits.blocks_for(filled)),
-            int(c.num_published[row]),
-            int(c.last_step[row]),
-            request.digests,
-        )
-        for blocks in request.tables:
-            self.pool.free(blocks[::-1].tolist())
+        tables = self._tables(row, int(c.num_blocks[row]))
+        published, step = int(c.num_published[row]), int(c.last_step[row])
+        tokens = request.token_ids[:filled]
+        self.tree.insert(request.root, tokens, tables, published, step, request.digests)
+        for group, table in enumerate(tables):
+            if self._windowed:
+                table = table[int(c.first_blocks[group, row]) :]
+            self.pool.free(reversed(table))
         c.num_blocks[row] = 0
         c.first_blocks[:, row] = 0
         c.num_computed[row] = 0

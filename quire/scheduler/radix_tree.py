@@ -8,7 +8,7 @@ a window needs the blocks of the last window only, and the tree stays whole with
 
 from __future__ import annotations
 
-from array import array
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import chain, islice
@@ -138,9 +138,7 @@ class RadixTree:
         self.windows = tuple(windows)
         self._roots: dict[bytes, Node] = {}
         self._node_of: list[Node | None] = [None] * pool.num_blocks
-        # Where in its node a block is.
-        self._group_of = array("i", bytes(4 * pool.num_blocks))
-        self._index_of = array("i", bytes(4 * pool.num_blocks))
+        self._has_windows = any(window is not None for window in self.windows)
         pool.on_evict = self.evict
 
     def __len__(self) -> int:
@@ -157,25 +155,31 @@ class RadixTree:
         digests = digests or {}
         path = self._walk(root, token_ids, digests)
         tables: list[list[int]] = [[] for _ in self.windows]
+        if not path and root not in self._roots:
+            return self.bounded(tables, 0)
         for node, count in path:
             for table, blocks in zip(tables, node.blocks, strict=True):
                 table += blocks[:count]
         found = sum(count for _, count in path)
-        num_blocks = self._longest_whole(tables, found)
+        num_blocks = self._longest_whole(tables, found) if found else 0
         partial: list[int] = []
         extra = 0
         if num_blocks == found:
             rest = token_ids[found * self.block_size :]
             partial, extra = self._match_inside(root, path, rest, digests.get(found, b""), step)
         num_tokens = num_blocks * self.block_size + extra
-        return self.bounded([table[:num_blocks] for table in tables], num_tokens, partial)
+        if num_blocks < found:
+            tables = [table[:num_blocks] for table in tables]
+        return self.bounded(tables, num_tokens, partial)
 
     def bounded(
         self, tables: list[list[int]], num_tokens: int, partial: Sequence[int] = ()
     ) -> PrefixMatch:
         """These blocks, as far as the token after the first `num_tokens` sees them."""
         num_blocks = num_tokens // self.block_size
-        firsts = [min(self.first_needed(window, num_tokens), num_blocks) for window in self.windows]
+        firsts = [0] * len(tables)
+        if self._has_windows:
+            firsts = [min(self.first_needed(one, num_tokens), num_blocks) for one in self.windows]
         return PrefixMatch(tables, firsts, num_blocks, num_tokens, list(partial))
 
     def first_needed(self, window: int | None, num_tokens: int) -> int:
@@ -190,7 +194,7 @@ class RadixTree:
             for table, window in zip(tables, self.windows, strict=True):
                 first = self.first_needed(window, longest * self.block_size)
                 # What is missing is missing for every shorter prefix that does not end before it.
-                if NO_BLOCK in table[first:longest]:
+                with contextlib.suppress(ValueError):
                     shorter = min(shorter, table.index(NO_BLOCK, first, longest))
             if shorter == longest:
                 return longest
@@ -267,35 +271,51 @@ class RadixTree:
         size, digests = self.block_size, digests or {}
         if not self.enabled or len(token_ids) <= start * size:
             return
-        path = self._walk(root, token_ids, digests)
-        known = sum(count for _, count in path)
-        if known < start:
-            return  # what comes before was forgotten
-        self._fill_gaps(path, tables, start, step)
+        node, known = self._own_end(tables, start), start
+        if node is None:
+            path = self._walk(root, token_ids, digests)
+            known = sum(count for _, count in path)
+            if known < start:
+                return  # what comes before was forgotten
+            if known > start:
+                self._fill_gaps(path, tables, start, step)
+            rest = token_ids[known * size :]
+            if len(rest) < size:
+                digest = digests.get(known, b"")
+                if self._match_inside(root, path, rest, digest, step + 1)[1] == len(rest):
+                    return  # other blocks hold all of these tokens too
+            node = self._end_of(root, path)
         rest = token_ids[known * size :]
-        if not len(rest):
-            return
-        if len(rest) < size:
-            digest = digests.get(known, b"")
-            if self._match_inside(root, path, rest, digest, step + 1)[1] == len(rest):
-                return  # another block holds these tokens too
-        node = self._end_of(root, path)
-        if path and not node.by_token:
+        if node.parent is not None and not node.by_token:
             node.token_ids = np.concatenate([node.token_ids, rest])
         else:
             node = Node(node, rest.copy(), len(self.windows))
-        first = node.num_blocks
-        count = -(-len(rest) // size)
-        for i in range(count):
-            if known + i in digests:
-                node.digests[first + i] = digests[known + i]
-        node.steps += [step] * count
-        for group, table in enumerate(tables):
-            node.blocks[group] += table[known : known + count]
-            self._place(node, group, first)
+        first, stop = node.num_blocks, known + -(-len(rest) // size)
+        for index in range(known, stop) if digests else ():
+            if index in digests:
+                node.digests[first + index - known] = digests[index]
+        node.steps += [step] * (stop - known)
+        for blocks, table in zip(node.blocks, tables, strict=True):
+            blocks += table[known:stop]
+            self._place(node, table[known:stop])
         if first == 0:
             self._attach(node)
-        self._prune(node)  # of groups with windows, all may have let go of the last blocks
+        if self._has_windows:
+            self._prune(node)  # all groups may have let go of the last blocks
+
+    def _own_end(self, tables: Sequence[Sequence[int]], start: int) -> Node | None:
+        """The node that ends with the sequence's own block before `start`, if nothing follows."""
+        for group, table in enumerate(tables if start else ()):
+            block = table[start - 1]
+            node = self._node_of[block] if block >= 0 else None
+            if (
+                node is not None
+                and not node.by_token
+                and node.blocks[group][-1] == block
+                and len(node.token_ids) == node.num_blocks * self.block_size
+            ):
+                return node
+        return None
 
     def _fill_gaps(
         self,
@@ -315,7 +335,7 @@ class RadixTree:
                         if blocks[i] == NO_BLOCK and tables[group][position + i] != NO_BLOCK:
                             blocks[i] = tables[group][position + i]
                             node.steps[i] = max(node.steps[i], step)
-                            self._place(node, group, i, i + 1)
+                            self._place(node, blocks[i : i + 1])
             position += count
 
     def _end_of(self, root: bytes, path: list[tuple[Node, int]]) -> Node:
@@ -345,7 +365,7 @@ class RadixTree:
                 child.parent = back
         for group, blocks in enumerate(node.blocks):
             back.blocks[group], node.blocks[group] = blocks[at:], blocks[:at]
-            self._place(back, group, 0)
+            self._place(back, blocks[at:])
         self._attach(back)
 
     def _attach(self, node: Node) -> None:
@@ -356,72 +376,87 @@ class RadixTree:
             parent.children[key] = node
         parent.by_token.setdefault(int(node.token_ids[0]), {})[node] = None
 
-    def _place(self, node: Node, group: int, first: int, stop: int | None = None) -> None:
-        """Note where the blocks of a node are."""
-        blocks, node_of, cached = node.blocks[group], self._node_of, self.pool.cached
-        for i in range(first, len(blocks) if stop is None else stop):
-            block = blocks[i]
+    def _place(self, node: Node, blocks: Sequence[int]) -> None:
+        """Note which node these blocks are in."""
+        node_of, cached = self._node_of, self.pool.cached
+        for block in blocks:
             if block >= 0:
                 node_of[block] = node
-                self._group_of[block], self._index_of[block] = group, i
                 cached[block] = True
 
     # --- evicting -------------------------------------------------------------------------------
 
     def evict(self, blocks: Iterable[int]) -> None:
         """Forget blocks that are reused."""
+        node_of, cached = self._node_of, self.pool.cached
         touched: dict[Node, None] = {}
         for block in blocks:
-            node = self._node_of[block]
-            if node is not None:
-                self._clear(node, self._group_of[block], self._index_of[block])
-                touched[node] = None
+            node = node_of[block]
+            if node is None:
+                continue
+            node_of[block] = None
+            cached[block] = False
+            touched[node] = None
+            if len(node.blocks) == 1 and not node.by_token:
+                (table,) = node.blocks
+                if table[-1] == block:
+                    table.pop()  # the rule: blocks are evicted deepest first
+                    node.steps.pop()
+                    continue
+            for table in node.blocks:
+                if block in table:
+                    table[table.index(block)] = NO_BLOCK
+                    break
         for node in touched:
             self._prune(node)
-
-    def _clear(self, node: Node, group: int, index: int) -> None:
-        block = node.blocks[group][index]
-        if block >= 0:
-            node.blocks[group][index] = NO_BLOCK
-            self._node_of[block] = None
-            self.pool.cached[block] = False
 
     def _prune(self, node: Node) -> None:
         """Cut off what has no block left, at the ends of the tree."""
         size = self.block_size
         while node.parent is not None and not node.by_token:
             length = node.num_blocks
-            while length and all(table[length - 1] < 0 for table in node.blocks):
-                length -= 1
-            if length == node.num_blocks:
-                return
+            for table in node.blocks:
+                if length and table[length - 1] >= 0:
+                    break  # as nearly always
+            else:
+                while length and all(table[length - 1] < 0 for table in node.blocks):
+                    length -= 1
             if length:
-                del node.steps[length:]
-                for table in node.blocks:
-                    del table[length:]
-                node.token_ids = node.token_ids[: length * size]
-                node.digests = {i: one for i, one in node.digests.items() if i < length}
+                if length < node.num_blocks:
+                    del node.steps[length:]
+                    for table in node.blocks:
+                        del table[length:]
+                if len(node.token_ids) > length * size:
+                    node.token_ids = node.token_ids[: length * size]
+                    if node.digests:
+                        node.digests = {i: one for i, one in node.digests.items() if i < length}
                 return
             parent = node.parent
-            if len(node.token_ids) >= size:
-                del parent.children[node.token_ids[:size].tobytes() + node.digests.get(0, b"")]
-            siblings = parent.by_token[int(node.token_ids[0])]
-            del siblings[node]
-            if not siblings:
-                del parent.by_token[int(node.token_ids[0])]
+            self._detach(node, parent)
             node.parent, node = None, parent
         if node.parent is None and node.name and not node.by_token:
             del self._roots[node.name]
 
+    def _detach(self, node: Node, parent: Node) -> None:
+        size = self.block_size
+        if len(node.token_ids) >= size:
+            del parent.children[node.token_ids[:size].tobytes() + node.digests.get(0, b"")]
+        siblings = parent.by_token[int(node.token_ids[0])]
+        del siblings[node]
+        if not siblings:
+            del parent.by_token[int(node.token_ids[0])]
+
     def withdraw(self, step: int) -> None:
         """Forget blocks that a failed step, or any later one, was to write."""
-        late = [node for node in self._nodes() if any(one >= step for one in node.steps)]
-        for node in late:
+        for node in self._nodes():
+            if not any(one >= step for one in node.steps):
+                continue
             for i, one in enumerate(node.steps):
-                if one >= step:
-                    for group in range(len(self.windows)):
-                        self._clear(node, group, i)
-        for node in late:
+                for table in node.blocks if one >= step else ():
+                    if table[i] >= 0:
+                        self._node_of[table[i]] = None
+                        self.pool.cached[table[i]] = False
+                        table[i] = NO_BLOCK
             self._prune(node)
 
     def reset(self) -> None:
@@ -441,16 +476,18 @@ class RadixTree:
         """What the block is called outside of this process, if it is findable and full: the same
         in every process and after a restart."""
         node = self._node_of[block]
-        if node is None or (self._index_of[block] + 1) * self.block_size > len(node.token_ids):
+        if node is None:
+            return None
+        group = next(group for group, table in enumerate(node.blocks) if block in table)
+        index = node.blocks[group].index(block)
+        if (index + 1) * self.block_size > len(node.token_ids):
             return None
         path = [node]
         while path[-1].parent is not None:
             path.append(path[-1].parent)
         name, size = path[-1].name, self.block_size
         for one in path[-2::-1]:
-            last = self._index_of[block] + 1 if one is node else one.num_blocks
-            for i in range(last):
+            for i in range(index + 1 if one is node else one.num_blocks):
                 tokens = one.token_ids[i * size : (i + 1) * size]
                 name = chain_hash(name, tokens, one.digests.get(i, b""))
-        group = self._group_of[block]
         return blake2b(b"%d" % group, digest_size=HASH_BYTES, key=name).digest() if group else name

@@ -71,7 +71,8 @@ class Columns:
         self.min_total = ints()
         """No stop token ends the request before it has this many tokens."""
         self.num_certain = ints()
-        """Computed tokens less those in flight that may be rejected."""
+        """Computed tokens less those in flight that may be rejected; kept where a group has a
+        window."""
         self.num_blocks = ints()
         """Length of a row's tables, the same in all groups."""
         self.first_blocks: Int32Array = np.zeros((num_groups, max_rows), np.int32)
@@ -136,15 +137,18 @@ class Columns:
     @property
     def held_blocks(self) -> Int32Array:
         """Blocks that each row holds, in all groups."""
-        held: Int32Array = len(self.first_blocks) * self.num_blocks
-        return held - self.first_blocks.sum(axis=0) if self.has_windows else held
+        if len(self.first_blocks) == 1 and not self.has_windows:
+            return self.num_blocks
+        held: Int32Array = len(self.first_blocks) * self.num_blocks - self.first_blocks.sum(axis=0)
+        return held
 
     @property
     def held_tokens(self) -> Int32Array:
         """Slots of those blocks that have a token."""
-        held: Int32Array = len(self.first_blocks) * self.num_computed
-        if self.has_windows:
-            held -= self.block_size * self.first_blocks.sum(axis=0)
+        if len(self.first_blocks) == 1 and not self.has_windows:
+            return self.num_computed
+        let_go = self.block_size * self.first_blocks.sum(axis=0)
+        held: Int32Array = len(self.first_blocks) * self.num_computed - let_go
         return held
 
     def awaits_tokens(self, rows: Int32Array, num_steps_in_flight: int) -> BoolArray:

@@ -42,11 +42,14 @@ def accept(
     rows, counts = plan.rows[samples], result.counts
     keep = live[samples] & ~c.host_chooses[rows]
     if len(result.tokens) == len(rows):  # a token each, as in most steps
-        places = np.flatnonzero(keep).astype(np.int32)
-        rows, tokens = rows[places], result.tokens[places]
-        last = complete[places] if complete is not None else np.zeros(len(rows), np.bool_)
+        places, tokens = np.arange(len(rows), dtype=np.int32), result.tokens
+        if not keep.all():
+            places = places[keep]
+            rows, tokens = rows[places], tokens[places]
         num_known = c.num_known[rows] + 1
-        stops = _stop(c, rows, tokens, num_known) | last
+        stops = _stop(c, rows, tokens, num_known)
+        if complete is not None:
+            stops |= complete[places]
         ends = stops | (num_known >= c.max_total[rows])
         return AcceptedTokens(rows, np.ones_like(rows), tokens, places, ends, stops)
     index = np.repeat(np.arange(len(rows)), counts)

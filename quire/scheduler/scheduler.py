@@ -262,12 +262,15 @@ class Scheduler:
         they compute beyond it are drafts, of which the result says how many were accepted."""
         c = self.columns
         c.computed_before[rows] = c.num_computed[rows]
-        missing = c.num_tokens[rows] - c.num_computed[rows]
         c.num_computed[rows] += counts
-        samples = np.where(counts >= missing, counts - missing + 1, 0).astype(np.int32)
-        c.num_tokens[rows] += np.where(c.host_chooses[rows], 0, samples)
-        c.num_certain[rows] += counts - np.maximum(samples - 1, 0)
-        c.has_sampled[rows] |= samples > 0
+        ahead = c.num_computed[rows] - c.num_tokens[rows]  # drafts, if not below 0
+        samples = np.maximum(ahead + 1, 0)
+        by_sampler = rows[(ahead >= 0) & ~c.host_chooses[rows]]
+        c.num_tokens[by_sampler] = c.num_computed[by_sampler] + 1
+        if c.has_windows:
+            c.num_certain[rows] += counts - np.maximum(ahead, 0)
+        if self.speculation.num_drafts:
+            c.has_sampled[rows] |= ahead >= 0
         c.in_flight[rows] += 1
         if len(self.tenants) > 1:
             self.tenants.charge(c.tenant[rows], counts)
@@ -301,7 +304,8 @@ class Scheduler:
             self._give_back(plan, result, live)
         accepted = accept(c, plan, result, live, complete)
         output = collect_output(c, plan, result, live, accepted)
-        self._advance_beams(plan, result, live)
+        if len(accepted.rows) < len(result.counts):
+            self._advance_beams(plan, result, live)
         if result.pooled is not None:  # rows that changed hands meanwhile come to nobody's end
             self._pooled = dict(
                 zip(result.pooled.rows.tolist(), result.pooled.vectors, strict=True)
@@ -324,7 +328,8 @@ class Scheduler:
         rows = plan.rows[samples]
         rejected = plan.num_samples[samples] - result.counts
         given = live[samples] & c.running[rows]
-        c.num_certain[rows[given]] += result.counts[given] - 1
+        if c.has_windows:
+            c.num_certain[rows[given]] += result.counts[given] - 1
         given &= rejected > 0
         rows, rejected = rows[given], rejected[given]
         c.num_tokens[rows] -= rejected
