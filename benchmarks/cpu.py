@@ -131,6 +131,6 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    # Workers that nobody ends would stay as they are, stopped.
+    # Workers that are not ended would stay as they are, stopped.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     main()

@@ -39,7 +39,7 @@ def write_safetensors(folder: Path, model: ModelConfig | None = None) -> Path:
         **tokenizer.special_tokens_map,
     }
     _write_json(folder / "tokenizer_config.json", settings)
-    # Written last: whoever finds it finds the rest too.
+    # Written last: where it is, the rest is too.
     _write_json(folder / "config.json", model.raw)
     return folder
 

@@ -31,7 +31,7 @@ HOST_METRICS = {
     "schedule and apply": "quire:step_host_seconds",
     "launch": "quire:step_launch_seconds",
 }
-"""What the host does in a step besides waiting for the device; both are kept by the engine."""
+"""What the host does in a step other than waiting for the device; both are kept by the engine."""
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="Rounds that count. (default: 3)")
     parser.add_argument("--quick", action="store_true", help="Small loads, to see that it runs.")
     parser.add_argument(
-        "--loops", action="store_true", help="`quire serve` on asyncio's own event loop besides."
+        "--loops", action="store_true", help="`quire serve` on asyncio's own event loop as well."
     )
     parser.add_argument("--quire-flags", default="", help="More flags for `quire serve`.")
     parser.add_argument("--json", metavar="FILE", help="Write all figures to this file.")

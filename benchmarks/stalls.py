@@ -197,7 +197,7 @@ class Server:
         return http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
 
     def post(self, path: str, data: bytes, timeout_s: float) -> str:
-        """The status of the reply, whose body nobody looks at."""
+        """The status of the reply, whose body is not looked at."""
         connection = self.connect(timeout_s)
         try:
             connection.request("POST", path, data, {"Content-Type": "application/json"})

@@ -34,7 +34,7 @@ RETRY_FOR_S = 300.0
 
 
 def add_chat_arguments(parser: CommandParser) -> None:
-    """Those that `quire chat` has besides its engine's."""
+    """Those that `quire chat` has in addition to its engine's."""
     parser.add_argument(
         "--url",
         help="Talk to the model of a running server, such as http://127.0.0.1:8000, instead of "

@@ -1,4 +1,4 @@
-"""What a layer runs besides attention: rotation and cache write, norm, activation, linear."""
+"""What a layer runs beside attention: rotation and cache write, norm, activation, linear."""
 
 from __future__ import annotations
 

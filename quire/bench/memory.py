@@ -114,7 +114,7 @@ def _same_memory(
     """Engine options that give every system the same memory.
 
     Without a length from the user the maximum is the longest request that occurs: the kindest
-    choice for whoever reserves it.
+    choice for an engine that reserves it.
     """
     wanted, cache = engines.wanted.model, engines.wanted.cache
     length = wanted.max_model_len or longest(requests)

@@ -131,7 +131,7 @@ IGNORED: dict[str, str] = _ignored(
     }
 )
 
-# Why it cannot be ignored -> the arguments with the values (besides None) that ask for nothing.
+# Why it cannot be ignored -> the arguments with the values (other than None) that ask for nothing.
 REFUSED: dict[str, Refusal] = _refused(
     {
         "adapters are not supported yet": {

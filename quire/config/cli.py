@@ -49,7 +49,7 @@ SAMPLING_HELP = {
     "skip_reading_prefix_cache": "Compute the whole prompt even if its prefix is cached.",
 }
 
-# What an output carries besides its text, or is filled in by the program itself.
+# What an output carries in addition to its text, or is filled in by the program itself.
 SAMPLING_WITHOUT_FLAG = frozenset(
     {
         "logprobs",

@@ -30,7 +30,7 @@ class DeviceInfo:
     index: int = 0
     """Which of the GPUs."""
     is_num_threads_wanted: bool = False
-    """Whether somebody asked for that number of threads."""
+    """Whether a user asked for that number of threads."""
 
 
 def cpu_device(root: Path = ROOT) -> DeviceInfo:

@@ -23,7 +23,7 @@ _KIND_NAMES = {
 
 @dataclass(frozen=True)
 class Declaration:
-    """Everything about an option besides its name, type and default value."""
+    """Everything about an option but its name, type and default value."""
 
     help: str
     default_text: str | None = None

@@ -1,7 +1,7 @@
 """Reads the header of a GGUF file: metadata and where each tensor lies. Memory-mapped, no torch.
 
 Arrays of strings (a tokenizer's vocabulary and merges) are only stepped over while the header is
-parsed; they are decoded when somebody asks for them.
+parsed; they are decoded when asked for.
 """
 
 from __future__ import annotations

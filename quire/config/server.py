@@ -202,7 +202,7 @@ class LoggingOptions(CheckedOptions):
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """All options of one server besides its engine's."""
+    """All options of one server but its engine's."""
 
     network: NetworkOptions = field(default_factory=NetworkOptions, metadata={"title": "network"})
     access: AccessOptions = field(default_factory=AccessOptions, metadata={"title": "access"})

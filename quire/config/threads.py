@@ -18,7 +18,7 @@ class ThreadChoice:
     count: int
     reason: str
     is_wanted: bool = False
-    """Whether somebody asked for it."""
+    """Whether a user asked for it."""
 
 
 def choose_num_threads(

@@ -84,7 +84,7 @@ class RowColumns:
 class Slots:
     """Numbers the few rows that keep wide state, so that it need not exist for all rows.
 
-    Slot 0 belongs to nobody: rows without a slot read and write there. The lowest free slot is
+    Slot 0 belongs to no row: rows without a slot read and write there. The lowest free slot is
     taken first, and the owner makes room for it with `fit`: where that finds no memory, slots that
     others give back need none.
     """

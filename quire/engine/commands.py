@@ -1,4 +1,4 @@
-"""Commands that a client may give the engine besides requests. Values cross a socket as they are.
+"""Commands that a client may give the engine beside requests. Values cross a socket as they are.
 
 To add one: a function of the engine and named arguments, and its name in `COMMANDS`.
 """

@@ -82,7 +82,7 @@ class EngineCore:
 
     @property
     def wait_s(self) -> float | None:
-        """How long a loop without work may sleep; None: until somebody calls."""
+        """How long a loop without work may sleep; None: until the next call."""
         events = (self.scheduler.deadlines.next, self.scheduler.progress.next_time)
         times = [event for event in events if event is not None]
         waits = [min(max(min(times) - self.clock(), 0.0), LONGEST_SLEEP_S)] if times else []
@@ -110,7 +110,7 @@ class EngineCore:
     def add(
         self, request: NewRequest, compilation: Compilation | None = None
     ) -> Future[None] | None:
-        """Take a request in; `compilation` is that of its form if somebody has begun it. Where a
+        """Take a request in; `compilation` is that of its form if that has begun. Where a
         future is returned, it tells later whether the request is refused after all, once its
         grammar is compiled."""
         self.check(request)
@@ -195,7 +195,7 @@ class EngineCore:
         return output
 
     def add_host_time(self, seconds: float) -> None:
-        """Whoever made outputs of the last step says how long that took."""
+        """Add the time that making outputs of the last step took."""
         if self._host_s is not None:
             self._host_s += seconds
 

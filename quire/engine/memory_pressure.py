@@ -21,7 +21,7 @@ a failure costs all requests a restart, and long prompts must get through betwee
 MAX_STEPS_BEFORE_GROWTH = 1 << 14
 FIRST_PAUSE_S = 0.1
 MAX_PAUSES = 5
-"""Each pause is twice as long as the one before: about 3 s for whoever took the memory."""
+"""Each pause is twice as long as the one before: about 3 s in all for the memory to come back."""
 
 
 class MemoryPressure:

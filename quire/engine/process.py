@@ -174,7 +174,7 @@ def _claim_stdout() -> BinaryIO:
 
 
 def _leave_signals_to_parent() -> None:
-    """Whoever stops the server may signal all of its processes at once, as systemd does; open
+    """A service manager may signal all of its processes at once, as systemd does; open
     requests are finished even so, and the supervisor says when that is done."""
     for number in (signal.SIGTERM, signal.SIGINT):
         # No SIG_IGN, which the compilers that this process starts would inherit.

@@ -156,7 +156,7 @@ class OpenRequest:
     is_own_fault: bool = False
     """Whether the error lies in what was asked for."""
     progress: RequestProgress | None = None
-    """News about a prompt that waits or is being computed, until somebody reads it."""
+    """News about a prompt that waits or is being computed, until it is read."""
 
     @property
     def finished(self) -> bool:

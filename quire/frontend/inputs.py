@@ -430,5 +430,5 @@ class InputProcessor:
 
 
 def watches_tokens(params: SamplingParams) -> bool:
-    """Whether the frontend must see tokens as they come even if nobody reads the text."""
+    """Whether the frontend must see tokens as they come even if the text is not read."""
     return bool(params.stop) or params.wants_logprobs or params.repetition_detection is not None

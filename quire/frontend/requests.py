@@ -87,7 +87,7 @@ def compiled(core: EngineCore, news: Sequence[NewRequest]) -> list[Compilation |
                 made.append(core.grammars.compile(new))
         for i in range(max(len(made) - COMPILED_AHEAD, 0), len(made)):
             wait_for(i)
-    except BaseException:  # also Ctrl-C: nobody wants the others any more
+    except BaseException:  # also Ctrl-C: the others are not wanted any more
         for compilation in made:
             if compilation is not None:
                 compilation.cancel()

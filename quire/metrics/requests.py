@@ -99,5 +99,5 @@ class RequestHistograms:
             (self.generation_tokens, num_out),
             (self.prefill_tokens, np.where(np.isnan(scheduled), np.nan, num_prompt - num_cached)),
         ):
-            # Whoever never ran, or had no token, has no such time.
+            # A sequence that never ran, or had no token, has no such time.
             histogram.observe_many(values[~np.isnan(values)])

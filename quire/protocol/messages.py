@@ -63,7 +63,7 @@ class AddRequest(msgspec.Struct, tag=True):
 
 
 class AbortRequest(msgspec.Struct, tag=True):
-    """End a request, or one sequence of it. Nobody answers: its last output does."""
+    """End a request, or one sequence of it. There is no answer but its last output."""
 
     request_id: str
     reason: str = "abort"

@@ -1,4 +1,4 @@
-"""`NewRequest`: a request on its way into the engine. Whoever builds one vouches for it."""
+"""`NewRequest`: a request on its way into the engine. Its maker has checked it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class NewRequest:
     priority: int = 0
     """Lower runs first; used by the priority policy only."""
     tenant: str = ""
-    """On whose behalf; tenants share the engine fairly, whoever queues how many requests."""
+    """On whose behalf; tenants share the engine fairly, however many requests each queues."""
     shares_prefixes: bool = False
     """Whether its prefix may come from the cache of other tenants that share theirs. Its reply does
     not say how much did."""

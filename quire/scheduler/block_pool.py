@@ -14,8 +14,8 @@ from quire.protocol.plan import Int32Array
 class BlockPool:
     """Hands out blocks one at a time. A freed block keeps its content until it is reused.
 
-    The free list is ordered by future utility, lowest first: blocks that nobody can find again,
-    then findable (cached) ones, least recently freed first. Whoever frees a sequence passes its
+    The free list is ordered by future utility, lowest first: blocks that cannot be found again,
+    then findable (cached) ones, least recently freed first. A sequence is freed with its
     deepest block first, so a block is always evicted before the one it depends on.
     """
 

@@ -51,8 +51,8 @@ def make_room_in_queue(scheduler: Scheduler, new: NewRequest) -> list[str]:
     Requests that find a free row when the next step is planned are not counted, and a prompt that
     is longer than the bound on tokens may wait if it waits alone. A tenant that has less than its
     share of the queue still gets in, until the queue is `FULLEST` times as long as its bound: who
-    fills it keeps nobody else out. Shares count tenants that are as old or older, so new ones make
-    nobody's smaller; and where the queue is that long, requests of newer tenants that have more
+    fills it keeps no other out. Shares count tenants that are as old or older, so new ones make
+    no other's smaller; and where the queue is that long, requests of newer tenants that have more
     than their share make room.
     """
     limits, waiting, tenants = scheduler.limits, scheduler.waiting, scheduler.tenants

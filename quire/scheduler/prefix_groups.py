@@ -18,7 +18,7 @@ Group = tuple[Int32Array, int]
 
 
 class PrefixGroups:
-    """Kept until somebody joins or leaves: leading blocks are shared from a row's first step on,
+    """Kept until a sequence joins or leaves: leading blocks are shared from a row's first step on,
     and never change while it runs."""
 
     def __init__(self, columns: Columns, block_size: int, group: int) -> None:

@@ -55,7 +55,7 @@ class Columns:
         self.token_ids: Int32Array = np.zeros((max_rows, max_model_len), np.int32)
         self.block_tables: Int32Array = np.zeros((num_groups, max_rows, max_blocks), np.int32)
         self.epoch = ints()
-        """Bumped when a row changes hands, so that late results find nobody."""
+        """Bumped when a row changes hands, so that late results are dropped."""
         self.running = flags()
         self.num_prompt = ints()
         self.num_known = ints()

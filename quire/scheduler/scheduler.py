@@ -246,7 +246,7 @@ class Scheduler:
         want[is_prompt] = np.clip(draft.prompt_budget - before, 0, prompts)
 
     def ranked_rows(self) -> Int32Array:
-        """Running rows in the policy's order, kept until somebody joins or leaves."""
+        """Running rows in the policy's order, kept until a sequence joins or leaves."""
         if self._ranked is None:
             rows = np.flatnonzero(self.columns.running).astype(np.int32)
             priority, arrival = self.columns.rank[:, rows]
@@ -254,7 +254,7 @@ class Scheduler:
         return self._ranked
 
     def forget_order(self) -> None:
-        """Somebody has joined or left."""
+        """A sequence has joined or left."""
         self._ranked = None
 
     def _compute(self, draft: PlanDraft, rows: Int32Array, counts: Int32Array) -> None:
@@ -306,7 +306,7 @@ class Scheduler:
         output = collect_output(c, plan, result, live, accepted)
         if len(accepted.rows) < len(result.counts):
             self._advance_beams(plan, result, live)
-        if result.pooled is not None:  # rows that changed hands meanwhile come to nobody's end
+        if result.pooled is not None:  # what rows have that changed hands is dropped below
             self._pooled = dict(
                 zip(result.pooled.rows.tolist(), result.pooled.vectors, strict=True)
             )

@@ -13,8 +13,8 @@ MAX_KNOWN_TENANTS = 1024
 class Tenants:
     """Tenants are numbered while they have requests in the engine.
 
-    Service counts only in comparison: whoever comes starts level with the least served of those
-    who are there (or above, where it had more before it paused), so that nobody can save up.
+    Service counts only in comparison: a newcomer starts level with the least served of those
+    who are there (or above, where it had more before it paused), so that no thread can save up.
 
     Tenants are ordered by age, since the queue protects older ones from newer ones: names cost
     nothing, and a flood of new ones must not take the places of those who were there before. A
@@ -81,7 +81,7 @@ class Tenants:
         self._free_slots.append(slot)
         self._forget_newest(name)
         if not self._slots:
-            self._idle.clear()  # there is nobody left to be compared with
+            self._idle.clear()  # there is no other left to be compared with
             return
         self._idle[name] = int(self._service[slot])
         if len(self._idle) > MAX_IDLE_TENANTS:
@@ -102,7 +102,7 @@ class Tenants:
         self._unproven.discard(name)
         self._num_turns += 1
         self._turns[slot] = self._num_turns
-        if len(self._slots) > 1:  # who is alone is compared with nobody
+        if len(self._slots) > 1:  # a tenant alone is compared with none
             self._service[slot] += num_tokens
 
     def charge(self, slots: Int32Array, num_tokens: Int32Array) -> None:

@@ -1,4 +1,4 @@
-"""`/admin/...`: what only whoever runs the server may do. Without an admin key it is not there."""
+"""`/admin/...`: for the operator of the server. Without an admin key it is not there."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class ApiProcess:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         following = asyncio.create_task(self._follow(server, state))
         await asyncio.wait({serving, following}, return_when=asyncio.FIRST_COMPLETED)
-        if serving.done():  # else the supervisor is gone: nobody would stop the engine's clients
+        if serving.done():  # else the supervisor is gone: nothing would stop the engine's clients
             await serving
         if state.tracer is not None:
             state.tracer.shutdown()

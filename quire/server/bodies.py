@@ -84,7 +84,7 @@ class RequestBody(BaseModel):
         """Raise for what the body asks and cannot get, as far as that is known from it alone."""
 
     def note_unknown_fields(self) -> None:
-        """Fields nobody knows are ignored, which the log says once for each."""
+        """Unknown fields are ignored, which the log says once for each."""
         for name in itertools.islice(self.model_extra or (), NOTED_FIELDS):
             if name not in _unknown_fields and len(_unknown_fields) < 1000:
                 _unknown_fields.add(name)

@@ -14,7 +14,7 @@ from quire.server.errors import code_of, error_body, status_of
 from quire.server.generation import unless_disconnected
 
 CLIENT_LEFT = 499
-"""The status of a reply that nobody reads."""
+"""The status of a reply whose client has left."""
 
 DONE = b"data: [DONE]\n\n"
 

@@ -1,4 +1,4 @@
-"""`Watch`: tells whoever wants to know of each POST request, once it is answered."""
+"""`Watch`: tells listeners of each POST request, once it is answered."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Generation:
         self._request = request
         self._stream = stream
         stream.reads_lazily = True
-        request.state.made = stream.requests  # for whoever watches requests
+        request.state.made = stream.requests  # for what watches requests
         self._first: list[tuple[int, Any]] | None = None
 
     @classmethod
@@ -101,7 +101,7 @@ class Generation:
             self.close()
 
     def close(self) -> None:
-        """Nobody reads on: what is unfinished is aborted."""
+        """The client has left: what is unfinished is aborted."""
         self._stream.close()
 
     async def begin(self) -> bool:

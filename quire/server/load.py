@@ -16,7 +16,7 @@ class Load:
     def __init__(self, counts: memoryview, place: int = 0) -> None:
         self._counts = counts.cast("q")
         self._place = place
-        self._counts[place] = 0  # whoever had the place before is gone
+        self._counts[place] = 0  # the process that had the place before is gone
 
     @classmethod
     def alone(cls) -> Load:

@@ -121,7 +121,7 @@ class Supervisor:
 
     async def _run_engine(self, engine: Child) -> str:
         """Run one engine process until it ends or hangs; returns why it serves nothing more."""
-        # A new name each time: nobody else can guess it, and no old message reaches a new engine.
+        # A new name each time: it cannot be guessed, and no old message reaches a new engine.
         address = f"ipc://{self._folder.path}/{secrets.token_hex(SOCKET_NAME_BYTES)}"
         engine.send(StartEngine(self._engine_options, address, self._log_level))
         ready = asyncio.Event()
@@ -152,7 +152,7 @@ class Supervisor:
         return cause or exit_cause("the engine process", await engine.wait())
 
     async def _await_silence(self, ready: asyncio.Event) -> str:
-        """How long a start takes is nobody's to say; from then on the engine must answer."""
+        """A start may take any time; from then on the engine must answer."""
         await ready.wait()
         timeout_s = self._options.serving.engine_timeout_s
         await until_silent(lambda: self._client.command("answer", type(None)), timeout_s)

@@ -102,7 +102,7 @@ def check_weights_fit(
 def available_cache_bytes(
     options: EngineOptions, layout: KVLayout, device: DeviceInfo, trial: TrialBytes | None
 ) -> int:
-    """Memory for the KV cache, once the weights are loaded; `trial` is what a GPU needs besides."""
+    """Memory for the KV cache, once the weights are loaded; `trial` is what a GPU needs too."""
     cache = options.cache
     wanted = cache.kv_cache_memory_bytes
     if cache.num_gpu_blocks_override is not None:

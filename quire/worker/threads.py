@@ -47,7 +47,7 @@ class ComputingThreads:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Gives the threads to whoever computes the layers, the native library or torch.
+        """Gives the threads to what computes the layers, the native library or torch.
 
         Torch gets one beside the library: after a parallel operation its threads wait awake for
         many milliseconds, on the cores of the library's.

@@ -36,7 +36,7 @@ class TrialBytes:
 
 
 def used_bytes() -> int:
-    """Memory of the GPU that is not free, whoever holds it; cached blocks are given back first."""
+    """Memory of the GPU that is in use by any program; cached blocks are given back first."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()

@@ -34,7 +34,7 @@ def compile_kernels(
     """Compile most kernels side by side, which a cold start would otherwise do one by one.
 
     Forward passes of each kind are gone through and compute nothing. Nothing is sampled from them:
-    tokens that nobody chose must not be looked up.
+    tokens that were not chosen must not be looked up.
     """
     from quire.kernels.triton.compile import CompilingTogether
 

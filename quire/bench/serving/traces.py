@@ -1,6 +1,6 @@
 """Recorded traffic: Azure's LLM inference traces (CSV) and Mooncake's (JSON lines).
 
-Azure has times and lengths. Mooncake has the hashes of 512-token blocks besides: prompts that begin
+Azure has times and lengths. Mooncake has the hashes of 512-token blocks as well: prompts that begin
 with the same ids begin with the same text.
 """
 

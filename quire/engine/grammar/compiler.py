@@ -62,7 +62,7 @@ class Compilation:
         return failed and bool(self._ended) and time.monotonic() - self._ended[0] > FORGET_S
 
     def cancel(self) -> None:
-        """Call it off unless it has begun; for whoever alone waits for it."""
+        """Call it off unless it has begun; for its only waiter."""
         self._future.cancel()
 
     def result(self) -> Grammar:

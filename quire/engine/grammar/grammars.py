@@ -68,7 +68,7 @@ class Grammars:
         """Take in a request that the scheduler has. None: it can run; otherwise it is held back,
         and the future tells whether its form can be enforced."""
         accepted: Future[None] = Future()
-        accepted.set_running_or_notify_cancel()  # whoever waits for it may not cancel it
+        accepted.set_running_or_notify_cancel()  # a waiting caller may not cancel it
         self._pending[new.request_id] = new, compilation, accepted
         self.poll()
         return None if accepted.done() and accepted.exception() is None else accepted

@@ -84,7 +84,7 @@ class OpenCases:
 
 
 class Trial:
-    """Ends its process when nobody uses it any more, or the program ends."""
+    """Ends its process when it is not used any more, or the program ends."""
 
     def __init__(self, vocabulary: Vocabulary, settings: GrammarSettings) -> None:
         path = [entry for entry in sys.path if isinstance(entry, str)]  # Python skips others too
@@ -136,7 +136,7 @@ class Trial:
             with self._lock:
                 self._process.stdin.write(data)
                 self._process.stdin.flush()
-        except (OSError, ValueError):  # nobody reads it, or it is closed
+        except (OSError, ValueError):  # its reader is gone, or it is closed
             self._cases.fail()
 
 

@@ -212,7 +212,7 @@ class CallStream:
         return match.start(1) if match else -1
 
     def _skip_whitespace(self) -> None:
-        """Between calls it belongs to nobody, and is dropped where nothing is held back."""
+        """Between calls it belongs to none, and is dropped where nothing is held back."""
         while self._at < len(self._text) and self._text[self._at] in WHITESPACE:
             self._at += 1
         if self._mode == self._read_between and not self._text[: self._at].strip():

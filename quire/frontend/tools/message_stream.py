@@ -12,7 +12,7 @@ from quire.frontend.tools.reasoning import ReasoningStream, ReasoningTags
 
 @dataclass(frozen=True)
 class MessageForm:
-    """What the replies to one request may hold besides plain text."""
+    """What the replies to one request may hold in addition to plain text."""
 
     format: ToolFormat | None = None
     """How calls are written; None: there are none."""
@@ -22,7 +22,7 @@ class MessageForm:
     starts_in_reasoning: bool = False
     """Whether the prompt has opened the reasoning already."""
     hidden_ends: tuple[str, ...] = ()
-    """Special tokens that may end a text, which nobody is to see."""
+    """Special tokens that may end a text, which are not shown."""
 
     @property
     def is_plain(self) -> bool:

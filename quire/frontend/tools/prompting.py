@@ -80,7 +80,7 @@ def _as_text(message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
 
 
 def _calls(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """The calls of a message that nobody has checked yet."""
+    """The calls of a message that are not checked yet."""
     calls = message.get("tool_calls")
     return [one for one in calls if isinstance(one, dict)] if isinstance(calls, list) else []
 

@@ -45,13 +45,13 @@ def map_bytes(count: int) -> Tensor:
 
 
 def move_to_large_pages(memory: Tensor) -> None:
-    """Asks the system to; it may refuse. Only whole pages are moved, and nobody notices but by the
+    """Asks the system to; it may refuse. Only whole pages are moved, and it shows only in the
     clock."""
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is None:
         return
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    # One at a time: meanwhile nobody else gets memory.
+    # One at a time: meanwhile no other thread gets memory.
     for start in range(0, memory.nbytes - LARGE_PAGE + 1, LARGE_PAGE):
         if madvise(memory.data_ptr() + start, LARGE_PAGE, MADV_COLLAPSE) != 0:
             return

@@ -46,7 +46,7 @@ def penalize(scores: Tensor, rows: Tensor, uses: Tensor, settings: PenaltySettin
 def count_uses(uses: Tensor, rows: Tensor, tokens: Tensor, slots: Tensor) -> None:
     """Counts generated `tokens[i]` for `rows[i]`; `slots` is as in `PenaltySettings`.
 
-    Rows without a slot count in slot 0, which nobody reads.
+    Rows without a slot count in slot 0, which is not read.
     """
     flat = slots[rows].long() * uses.shape[1] + tokens
     uses.view(-1).index_add_(0, flat, torch.full_like(flat, 2, dtype=torch.int32))

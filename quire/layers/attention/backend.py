@@ -141,7 +141,7 @@ def select_backend(
             raise OptionError(f"attention_backend={wanted!r} does not exist; choose from {names}.")
     reasons: list[str] = []
     elsewhere: list[str] = []
-    """Backends made for another device, which nobody misses."""
+    """Backends made for another device, which are not missed."""
     for backend in backends:
         reason = unsupported(
             backend.support, device_type, dtype, head_dim, block_size, window, cache_dtype

@@ -230,7 +230,7 @@ class ChatReply:
         return {"usage": usage.record()} if self._continuous else {}
 
     def _details(self, one: CompletionOutput, finish_reason: str | None) -> dict[str, Any]:
-        """What a choice says besides its text."""
+        """What a choice says in addition to its text."""
         details: dict[str, Any] = {
             "logprobs": None,
             "finish_reason": finish_reason,

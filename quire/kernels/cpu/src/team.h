@@ -1,4 +1,4 @@
-// The threads that help whoever calls an entry point.
+// The threads that help the caller of an entry point.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ using Parallel = void (*)(Body body, void* data, int32_t num_threads);
 
 // Threads that take part in one job at a time. A job must not depend on how many of them come: the
 // caller does what is left, and waits only for those that have begun. So a thread that has no core
-// when a job starts holds nobody up.
+// when a job starts holds no other up.
 class Team {
  public:
   // Runs `body(data)` on this thread and on up to `num_threads - 1` others, until all have returned.
@@ -27,7 +27,7 @@ class Team {
   void grow(int32_t num_helpers);
   [[noreturn]] void help();
 
-  // The job: its number, how many may still join, how many are at it. All in one, so that nobody
+  // The job: its number, how many may still join, how many are at it. All in one, so that no thread
   // joins a job that has ended. Helpers look at it all the time, so nothing else is beside it.
   alignas(64) std::atomic<uint64_t> job_{0};
   alignas(64) Waiters helpers_;

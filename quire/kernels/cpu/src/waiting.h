@@ -31,7 +31,7 @@ inline int64_t nanoseconds() {
 class Waiters {
  public:
   // Who has nothing to do meanwhile may stay up for `polite` nanoseconds more, in which it leaves its
-  // core to whoever wants it. Returns how many it was, or 0 if there was no need to sleep.
+  // core to other programs. Returns how many it was, or 0 if there was no need to sleep.
   template <typename Condition>
   int64_t wait(Condition is_met, int64_t polite = 0) {
     int64_t started = 0, waited = 0;
