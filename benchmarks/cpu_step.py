@@ -134,9 +134,9 @@ def bytes_read(llm: LLM, size: int, context: int) -> float:
 
     core: Any = llm._core
     runner = core.executor.runner
-    spec = runner.kv.spec
+    layout = runner.kv.layout
     tokens = context + WARM_UP_STEPS + ROUNDS * (STEPS + 1)
-    kv_bytes: float = size * tokens * spec.bytes_per_block / spec.block_size
+    kv_bytes: float = size * tokens * layout.bytes_per_block / layout.block_size
     return held_weight_bytes(runner.model) + kv_bytes
 
 

@@ -78,7 +78,7 @@ def test_the_same_memory_holds_twice_the_tokens(
         ):
             runner = llm._core.executor.runner
             blocks[wanted] = llm._core.scheduler.kv.pool.num_blocks
-            assert runner.kv.data.nbytes == blocks[wanted] * runner.kv.spec.bytes_per_block
+            assert runner.kv.data.nbytes == blocks[wanted] * runner.kv.layout.bytes_per_block
             assert f"{blocks[wanted]:,} blocks" in caplog.text
             became = "kv_cache_dtype became float16 because" in caplog.text
             assert became == (wanted == "auto" and quantization is not None)

@@ -46,8 +46,12 @@ class ThreadRank(Parallel):
 def on_ranks(size: int, work: Callable[[Parallel], T]) -> list[T]:
     """Runs `work` once per rank, all at the same time; returns the results in rank order."""
     meeting = Meeting(size)
+
+    def run(rank: int) -> T:
+        return work(ThreadRank(rank, size, meeting=meeting))
+
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda rank: work(ThreadRank(rank, size, meeting)), range(size)))
+        return list(pool.map(run, range(size)))
 
 
 def build_for(parallel: Parallel | None = None) -> Build:
