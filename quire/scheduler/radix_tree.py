@@ -139,6 +139,7 @@ class RadixTree:
         self._roots: dict[bytes, Node] = {}
         self._node_of: list[Node | None] = [None] * pool.num_blocks
         self._has_windows = any(window is not None for window in self.windows)
+        self._nothing = self.bounded([[] for _ in self.windows], 0)
         pool.on_evict = self.evict
 
     def __len__(self) -> int:
@@ -150,27 +151,24 @@ class RadixTree:
         self, root: bytes, token_ids: Int32Array, step: int, digests: Digests | None = None
     ) -> PrefixMatch:
         """Longest reusable prefix of `token_ids` for a plan of the given step."""
-        if not self.enabled:
-            return self.bounded([[] for _ in self.windows], 0)
+        if not self.enabled or root not in self._roots:
+            return self._nothing
         digests = digests or {}
         path = self._walk(root, token_ids, digests)
+        found = sum(count for _, count in path)
         tables: list[list[int]] = [[] for _ in self.windows]
-        if not path and root not in self._roots:
-            return self.bounded(tables, 0)
         for node, count in path:
             for table, blocks in zip(tables, node.blocks, strict=True):
                 table += blocks[:count]
-        found = sum(count for _, count in path)
         num_blocks = self._longest_whole(tables, found) if found else 0
         partial: list[int] = []
         extra = 0
         if num_blocks == found:
             rest = token_ids[found * self.block_size :]
             partial, extra = self._match_inside(root, path, rest, digests.get(found, b""), step)
-        num_tokens = num_blocks * self.block_size + extra
-        if num_blocks < found:
+        else:
             tables = [table[:num_blocks] for table in tables]
-        return self.bounded(tables, num_tokens, partial)
+        return self.bounded(tables, num_blocks * self.block_size + extra, partial)
 
     def bounded(
         self, tables: list[list[int]], num_tokens: int, partial: Sequence[int] = ()
@@ -226,19 +224,22 @@ class RadixTree:
     ) -> tuple[list[int], int]:
         """The block after those of a walk that agrees longest with `rest`, and how long."""
         size = self.block_size
-        tokens = rest[:size].tolist()
         best: list[int] = []
         best_length = 0
-        if not tokens:
+        if not len(rest):
             return best, best_length
         node, at = path[-1] if path else (self._roots.get(root), 0)
+        if node is None:
+            return best, best_length
         candidates: Iterable[Node]
-        if node is not None and path and at < node.num_blocks:
+        if path and at < node.num_blocks:
             candidates = (node,)
         else:
-            at = 0
-            siblings = node.by_token.get(tokens[0], {}) if node is not None else {}
+            at, siblings = 0, node.by_token.get(int(rest[0]))
+            if siblings is None:
+                return best, best_length
             candidates = islice(reversed(siblings), MAX_PARTIAL_CANDIDATES)
+        tokens = rest[:size].tolist()
         for one in candidates:
             blocks = [table[at] for table in one.blocks]
             if (
@@ -296,8 +297,9 @@ class RadixTree:
                 node.digests[first + index - known] = digests[index]
         node.steps += [step] * (stop - known)
         for blocks, table in zip(node.blocks, tables, strict=True):
-            blocks += table[known:stop]
-            self._place(node, table[known:stop])
+            added = table[known:stop]
+            blocks += added
+            self._place(node, added)
         if first == 0:
             self._attach(node)
         if self._has_windows:
