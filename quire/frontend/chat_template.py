@@ -261,16 +261,23 @@ def _cut_at_mark(prompt: str, final_text: str) -> str:
 
 def _plain(value: Any, where: str) -> Any:
     """A copy made of JSON types only: templates are foreign code and get no live objects."""
+    try:
+        return _copy(value, where)
+    except RecursionError:
+        raise RequestError(f"{where} is nested too deeply; send flatter data.") from None
+
+
+def _copy(value: Any, where: str) -> Any:
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, str):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, f"{where}.{key}") for key, item in value.items()}
+        return {str(key): _copy(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return [_copy(item, f"{where}[{i}]") for i, item in enumerate(value)]
     if callable(getattr(value, "model_dump", None)):
-        return _plain(value.model_dump(), where)
+        return _copy(value.model_dump(), where)
     raise RequestError(f"{where} must be JSON data, got {type(value).__name__}.")
 
 

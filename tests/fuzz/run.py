@@ -45,7 +45,7 @@ INPUT_SECONDS = 5.0
 """CPU time that one input may take; coverage makes all of it several times slower."""
 WAIT_SECONDS = 60.0
 """How long it may take altogether, on a machine that is busy with other things."""
-MEMORY_BYTES = 1 << 30
+MEMORY_BYTES = 1 << 31
 """How much more memory than after its start a target may take up."""
 
 

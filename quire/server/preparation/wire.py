@@ -77,7 +77,8 @@ class Refusal(msgspec.Struct, tag=True):
 
     @classmethod
     def of(cls, error: Exception) -> Refusal:
-        return cls(type(error).__name__, str(error), dict(vars(error)))
+        fields = {name: _within_64_bits(value) for name, value in vars(error).items()}
+        return cls(type(error).__name__, str(error), fields)
 
     def error(self) -> Exception:
         kind = _error_kinds().get(self.kind)
@@ -86,6 +87,12 @@ class Refusal(msgspec.Struct, tag=True):
         error = kind.__new__(kind, self.message)
         error.__dict__.update(self.fields)
         return error
+
+
+def _within_64_bits(value: Any) -> Any:
+    """Numbers that a client sent may be larger than what can be sent on."""
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return max(min(value, (1 << 63) - 1), -1 << 63) if is_number else value
 
 
 def _error_kinds() -> dict[str, type[Exception]]:
