@@ -294,7 +294,9 @@ INPUTS: dict[str, list[Any]] = {
 def test_items_of_earlier_responses(client: openai.OpenAI, model: str, items: list[Any]) -> None:
     said: Any = [{"role": "user", "content": "Hi"}, *items, {"role": "user", "content": "And now?"}]
     for conversation in (said, said[:-1]):
-        reply = client.responses.create(model=model, input=conversation, max_output_tokens=4)
+        reply = client.responses.create(
+            model=model, input=conversation, max_output_tokens=4, extra_body={"min_tokens": 4}
+        )
         assert reply.output_text
 
 
