@@ -4,7 +4,7 @@
 
 Clients in a closed loop stream, leave, ask for distinct grammars, tools, embeddings, several
 choices, beams, penalties and logprobs. The engine is killed (SIGKILL) every so often in the first
-third. Slopes of memory are taken over the last third, when the last engine has warmed up.
+third. Slopes of memory are taken over the second half, when the last engine has warmed up.
 Before, after the kills and at the end the load rests: fixed questions are asked at temperature 0,
 every block of the KV cache must be free, and descriptors and threads are counted. The exit status
 is 1 where a bound is broken; the table is printed also if the soak is interrupted. What follows
@@ -52,7 +52,7 @@ CACHE_FILLS = 8
 FLAT_MIB_PER_MIN = 0.2
 LONG_MINUTES = 30.0
 SHORT_GROWTH_MIB = 24.0
-"""What a soak of less than LONG_MINUTES may grow by in its last third: caches still fill."""
+"""What a soak of less than LONG_MINUTES may grow by in its measured half: caches still fill."""
 EXTRA_DESCRIPTORS, EXTRA_THREADS = 4, 8
 """More than at the rest before: idle connections, and threads that are made when first needed."""
 
@@ -92,7 +92,7 @@ class Results:
     def max_slope(self) -> float:
         if self.minutes >= LONG_MINUTES:
             return FLAT_MIB_PER_MIN
-        return SHORT_GROWTH_MIB / (self.minutes / 3)
+        return SHORT_GROWTH_MIB / (self.minutes / 2)
 
     def broken_bounds(self) -> list[str]:
         found = [] if self.stopped is None else [f"it ended early: {self.stopped}"]
@@ -161,7 +161,7 @@ class Results:
             f"{count('retried', 0)} answers told the client to try again.",
             f"{self.num_grammars} distinct grammars; {self.num_compared} greedy answers compared "
             "with the first ones.",
-            f"Columns with several figures: at rest ({names}). Slopes are of the last third.",
+            f"Columns with several figures: at rest ({names}). Slopes are of the second half.",
         ]
         return "\n".join(lines)
 
@@ -233,9 +233,9 @@ class Soak:
         self._wait(start + length / 3 - time.monotonic())
         self._rest("after the kills")
         self._clients.go()
-        self._wait(length / 3)
+        self._wait(length / 6)
         measured = time.monotonic()
-        self._wait(length / 3)
+        self._wait(length / 2)
         self.results.slopes = self._watch.slopes(measured)
         self.results.series = self._watch.series(start, length / 60)
         self._collect()

@@ -297,8 +297,9 @@ def show(case: Case, tries: list[list[Any]]) -> bool:
     and what the body does happens each time."""
     took = statistics.median(one[1] for one in tries)
     gap, wait = (min(one[index] for one in tries) for index in (2, 3))
-    fine = wait <= TARGET_S and (gap <= TARGET_S or bool({"200"} & {one[0] for one in tries}))
-    verdict = "over" if not fine else "engine" if gap > TARGET_S else ""
+    fine = gap <= TARGET_S and wait <= TARGET_S
+    in_engine = wait <= TARGET_S and "200" in {one[0] for one in tries}
+    verdict = "" if fine else "over, engine" if in_engine else "over"
     name = f"{case.path} {case.name}"
     statuses = "/".join(sorted({one[0] for one in tries}))
     print(

@@ -86,7 +86,7 @@ class Advisor:
             self._heads.popitem(last=False)
 
     def look(self, now: float) -> None:
-        """Log what is amiss, if it is time to look."""
+        """Log warnings about the settings, if it is time to look."""
         if self._next_look is None or now < self._next_look:
             self._next_look = self._next_look or now + self._interval_s
             return

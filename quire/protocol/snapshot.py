@@ -88,4 +88,4 @@ class EngineSnapshot:
     memory: MemorySplit
     paused: bool = False
     advice: list[str] = field(default_factory=list)
-    """What is amiss with the settings for the load of late, with remedies."""
+    """Warnings about settings that do not suit the recent load, with remedies."""

@@ -57,7 +57,7 @@ class LocalExecutor:
     def execute(self, plan: StepPlan) -> None:
         assert self._worker is not None, "the executor was shut down"
         # Libraries load code when it is first used. Where that fails for want of memory, it fails
-        # ever after; so nothing is launched before there is some.
+        # from then on; so nothing is launched before some memory is free.
         if self._was_short:
             return_free_memory()  # what this process freed since then is free for everybody
             if is_exhausted(self._worker.device):
