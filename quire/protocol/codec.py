@@ -44,6 +44,8 @@ def encode(message: object) -> bytes:
         raise RequestError(
             f"a value of the request cannot be sent to the engine: {error}."
         ) from None
+    except RecursionError:
+        raise RequestError("a value of the request is nested too deeply.") from None
 
 
 class Decoder(Generic[T]):
@@ -57,4 +59,6 @@ class Decoder(Generic[T]):
             message: T = self._decoder.decode(data)
         except UnicodeDecodeError as error:
             raise msgspec.DecodeError(f"a text is not UTF-8: {error}") from None
+        except RecursionError:
+            raise msgspec.DecodeError("a value is nested too deeply") from None
         return message

@@ -87,7 +87,9 @@ def test_broken_bounds_have_reasons() -> None:
         "2",
         "API",
     ]
-    assert soak.Results(2).max_slope > soak.Results(29).max_slope > soak.Results(30).max_slope
+    short = soak.Results(2)
+    short.slopes = {"API": 30.0}
+    assert short.broken_bounds() == []
 
 
 @pytest.mark.slow
