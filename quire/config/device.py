@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from dataclasses import dataclass
@@ -72,6 +73,13 @@ def resident_bytes(root: Path = ROOT) -> int:
         return int((root / "proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
+
+
+def trim_heap() -> None:
+    """Hand freed memory back to the system, of which the C library keeps most for later."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+    if trim is not None:
+        trim(0)
 
 
 def _machine_memory(root: Path) -> tuple[int, int]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from quire.config.device import DeviceInfo, cpu_memory
+from quire.config.device import DeviceInfo, cpu_memory, trim_heap
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.resolve import cpu_cache_bytes
@@ -198,9 +197,7 @@ def describe_cache(
 
 
 def return_free_memory() -> None:
-    """Hand freed memory back to the system; the C library would keep most of it for later."""
+    """Hand freed memory back to the device and the system."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
-    if trim is not None:
-        trim(0)
+    trim_heap()

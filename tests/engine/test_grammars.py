@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import subprocess
+import sys
+import threading
 import time
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.config.device import trim_heap
 from quire.config.structured import GrammarSettings
 from quire.engine.grammar import compiler as compiler_module
 from quire.engine.grammar.batch import Batch
@@ -112,6 +118,57 @@ def test_grammars_beyond_the_cache_are_given_up(monkeypatch: pytest.MonkeyPatch)
     finally:
         gc.enable()
         compiler.shutdown()
+
+
+def test_memory_of_given_up_grammars_is_handed_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Again and again, on a thread of the compiler."""
+    threads: list[str] = []
+
+    def noted() -> None:
+        trim_heap()
+        threads.append(threading.current_thread().name)
+
+    monkeypatch.setattr(compiler_module, "trim_heap", noted)
+    monkeypatch.setattr(compiler_module, "MAX_CACHED", 2)
+    monkeypatch.setattr(compiler_module, "TRIM_AFTER", 3)
+    compiler = GrammarCompiler(GrammarSettings())
+    compiler.set_vocabulary(lambda: Vocabulary(ascii_tokenizer().to_str(), VOCAB, (END_ID,)))
+    try:
+        for count in range(1, 11):
+            compiler.compile(StructuredOutputs(regex=f"[a-f]{{{count}}}")).result()
+    finally:
+        compiler.shutdown()
+    deadline = time.monotonic() + PATIENCE_S
+    while len(threads) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(threads) == 2 and all(name.startswith("quire-grammar") for name in threads)
+
+
+FREED_IN_PIECES = """
+from pathlib import Path
+from quire.config.device import trim_heap
+
+def resident_mib():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) // 1024
+
+pieces = [bytes(2000) for _ in range(64 << 9)]
+last = pieces[-1]  # the heap cannot shrink from its end
+del pieces[1::2], pieces[1::2], pieces[1::2]
+before = resident_mib()
+trim_heap()
+print(before - resident_mib())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_what_is_freed_between_other_pieces_is_handed_back() -> None:
+    """Where the C library can: glibc."""
+    if not hasattr(ctypes.CDLL(None), "malloc_trim"):
+        pytest.skip("the C library has no malloc_trim")
+    words = [sys.executable, "-c", FREED_IN_PIECES]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert int(done.stdout) >= 20
 
 
 @pytest.mark.parametrize(("num_sequences", "num_threads"), [(4, 8), (50, 1)])

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from quire.config.device import trim_heap
 from quire.config.structured import GrammarSettings
 from quire.engine.grammar.build import Vocabulary, build, make_tokenizer, where
 from quire.engine.grammar.grammar import Grammar, Start
@@ -29,6 +30,9 @@ NUM_AT_ONCE = 8
 """Forms that are tried at the same time."""
 NUM_BUILT_AT_ONCE = 2
 MAX_CACHED = 256
+TRIM_AFTER = 128
+"""Grammars that are let go of until the memory they leave is handed back: they are made of small
+pieces on several threads, and what is free between others' pieces would pile up."""
 MAX_WAIT_S = 30.0
 """For its turn, while forms that are too dear take all of them."""
 FORGET_S = 10.0
@@ -85,6 +89,7 @@ class GrammarCompiler:
         self._vocabulary: Callable[[], Vocabulary] | None = None
         self._tokenizer: Future[LLTokenizer] | None = None
         self._cache: OrderedDict[tuple[Any, ...], Compilation] = OrderedDict()
+        self._num_let_go = 0
         self._lock = threading.Lock()
         self._trial: Trial | None = None
         self._trial_lock = threading.Lock()
@@ -140,6 +145,10 @@ class GrammarCompiler:
                 f"structured_outputs: {MAX_CACHED} other grammars wait to be compiled; try again."
             )
         del self._cache[oldest]
+        self._num_let_go += 1
+        if self._num_let_go % TRIM_AFTER == 0:
+            with contextlib.suppress(RuntimeError):  # the engine is being shut down
+                submit(self._builders, trim_heap)
 
     def shutdown(self) -> None:
         self._is_shut_down = True
