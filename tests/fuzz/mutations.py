@@ -15,6 +15,8 @@ INTEGERS = [
     *(0, 1, 2, 7, 8, 31, 32, 127, 128, 255, 256, 32767, 65535, 65536, 10**6, 2**24, 2**30),
     *(2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1),
 ]
+MAX_DOCUMENT_BYTES = 1 << 16
+"""What is repeated 200 times, and that again, would take all memory there is."""
 MAX_DEPTH = 100
 """Documents that nest deeper are left to `NASTY`: Python's own recursion ends there."""
 
@@ -69,10 +71,14 @@ class Mutator:
     def mutate_json(self, data: bytes, corpus: Sequence[bytes]) -> bytes:
         """A document with something inside replaced; bytes that are none are spoilt as such."""
         try:
-            value = json.loads(data)
+            value, made = json.loads(data), data
             for _ in range(self.chance.choice((1, 1, 2, 4))):
                 value = self._change(value, 0)
-            return json.dumps(value).encode()
+                longer = json.dumps(value).encode()
+                if len(longer) > MAX_DOCUMENT_BYTES:
+                    break
+                made = longer
+            return made
         except (ValueError, RecursionError):
             return self._mutate_once(data, corpus)
 
