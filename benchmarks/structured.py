@@ -39,11 +39,11 @@ from harness import markdown_table, say
 from quire import LLM, RequestError, SamplingParams, StructuredOutputs
 from quire.config.model import load_model_config
 from quire.config.structured import GrammarSettings
-from quire.engine.grammar.bits import MaskSettings
-from quire.engine.grammar.build import Vocabulary
-from quire.engine.grammar.compiler import GrammarCompiler
-from quire.engine.grammar.grammar import Grammar
-from quire.engine.grammar.matcher import Matcher
+from quire.engine.structured_output.bits import MaskSettings
+from quire.engine.structured_output.build import Vocabulary
+from quire.engine.structured_output.compiler import GrammarCompiler
+from quire.engine.structured_output.grammar import Grammar
+from quire.engine.structured_output.matcher import Matcher
 from quire.frontend.tokenizer import Tokenizer, load_tokenizer
 from structured_calls import measure_calls
 from structured_memory import measure_memory

@@ -154,7 +154,7 @@ def test_no_torch_in_host_packages() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{found.line} imports {found.module}"
         for path in source_files()
-        if package_of(module_of(path)) in TORCH_FREE or "grammar" in path.parts
+        if package_of(module_of(path)) in TORCH_FREE or "structured_output" in path.parts
         for found in imports_of(path)
         if is_from(found, HEAVY)
     ]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.engine.core import EngineCore
-from quire.engine.grammar.build import Vocabulary
+from quire.engine.structured_output.build import Vocabulary
 from quire.metrics.instruments import Readings
 from quire.protocol.errors import RequestError
 from quire.protocol.messages import ID_SEPARATOR

@@ -12,10 +12,10 @@ from concurrent.futures import Future
 from quire.config.structured import GrammarSettings
 from quire.engine.advice import Advisor
 from quire.engine.executors.base import Executor, PendingResult
-from quire.engine.grammar.compiler import Compilation
-from quire.engine.grammar.grammars import POLL_S, Grammars
 from quire.engine.memory_pressure import MemoryPressure
 from quire.engine.snapshot import set_gauges, take_snapshot
+from quire.engine.structured_output.compiler import Compilation
+from quire.engine.structured_output.grammars import POLL_S, Grammars
 from quire.metrics.engine import EngineMetrics, EngineStatistics
 from quire.metrics.instruments import Metric
 from quire.protocol.errors import EngineDeadError, OverloadedError, StepMemoryError

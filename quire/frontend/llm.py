@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from quire.engine.grammar.compiler import Compilation
+from quire.engine.structured_output.compiler import Compilation
 from quire.frontend.beam_outputs import beam_output
 from quire.frontend.collector import Collector, OpenRequest
 from quire.frontend.embedding import embed

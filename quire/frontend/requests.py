@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from quire.engine.core import EngineCore
-from quire.engine.grammar.compiler import Compilation
+from quire.engine.structured_output.compiler import Compilation
 from quire.frontend.inputs import Prompt, TokenizationOptions, naming_index
 from quire.frontend.session import Session
 from quire.protocol.errors import RequestError

@@ -14,8 +14,8 @@ from quire.config.log import configure_logging
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.engine.core import EngineCore
-from quire.engine.grammar.build import Vocabulary
 from quire.engine.startup import find_model, start_engine
+from quire.engine.structured_output.build import Vocabulary
 from quire.frontend.chat_inputs import parse_conversations, render_conversations
 from quire.frontend.garbage import no_full_collections
 from quire.frontend.generation_defaults import chat_defaults, generation_defaults

@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NoReturn
 
-from quire.engine.grammar.build import build, make_tokenizer, where
-from quire.engine.grammar.threads import STACK_BYTES, submit
-from quire.engine.grammar.translate import grammar_text
-from quire.engine.grammar.trial import Case, StartTrial, Verdict
+from quire.engine.structured_output.build import build, make_tokenizer, where
+from quire.engine.structured_output.threads import STACK_BYTES, submit
+from quire.engine.structured_output.translate import grammar_text
+from quire.engine.structured_output.trial import Case, StartTrial, Verdict
 from quire.protocol.control import line, read_line
 from quire.protocol.errors import RequestError
 

@@ -15,10 +15,10 @@ import numpy as np
 
 from quire.config.structured import GrammarSettings
 from quire.engine.executors.base import Executor
-from quire.engine.grammar.batch import Batch
-from quire.engine.grammar.compiler import Compilation, GrammarCompiler
-from quire.engine.grammar.growth import Growth
-from quire.engine.grammar.matcher import Matcher
+from quire.engine.structured_output.batch import Batch
+from quire.engine.structured_output.compiler import Compilation, GrammarCompiler
+from quire.engine.structured_output.growth import Growth
+from quire.engine.structured_output.matcher import Matcher
 from quire.protocol.errors import QuireError
 from quire.protocol.output import FinishedSequence, StepOutput
 from quire.protocol.plan import BoolArray, StepPlan, StepResult, TokenMasks

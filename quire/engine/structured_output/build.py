@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.engine.grammar.grammar import DEAD_END
+from quire.engine.structured_output.grammar import DEAD_END
 from quire.protocol.errors import RequestError
 from quire.protocol.structured import StructuredOutputs
 

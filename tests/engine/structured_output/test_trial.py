@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from quire.config.structured import GrammarSettings
-from quire.engine.grammar.build import Vocabulary
-from quire.engine.grammar.compiler import NUM_AT_ONCE, GrammarCompiler
-from quire.engine.grammar.trial import MODULE, PROGRAM, Case, StartTrial, Trial
+from quire.engine.structured_output.build import Vocabulary
+from quire.engine.structured_output.compiler import NUM_AT_ONCE, GrammarCompiler
+from quire.engine.structured_output.trial import MODULE, PROGRAM, Case, StartTrial, Trial
 from quire.protocol.control import line
 from quire.protocol.errors import EngineDeadError, OverloadedError, RequestError
 from quire.protocol.structured import StructuredOutputs
@@ -66,9 +66,9 @@ def test_an_endless_form_ends_and_leaves_nothing(trial: Trial) -> None:
 LIMITED = """
 import sys
 from quire.config.structured import GrammarSettings
-from quire.engine.grammar import trial_process
-from quire.engine.grammar.build import Vocabulary
-from quire.engine.grammar.trial import Case, StartTrial
+from quire.engine.structured_output import trial_process
+from quire.engine.structured_output.build import Vocabulary
+from quire.engine.structured_output.trial import Case, StartTrial
 from quire.protocol.structured import StructuredOutputs
 vocabulary = Vocabulary(sys.stdin.read(), {size}, ({end},))
 process = trial_process.TrialProcess(StartTrial(vocabulary, GrammarSettings()))
@@ -121,7 +121,7 @@ def test_an_answer_that_is_cut_off(said: str, monkeypatch: pytest.MonkeyPatch) -
     """The process was ended while it wrote, or something else in it prints."""
     program = f"import sys; [input() for _ in range(2)]; sys.stdout.write({said!r})"
     program = program.replace("{", "{{") + "  # {path} {module}"
-    monkeypatch.setattr("quire.engine.grammar.trial.PROGRAM", program)
+    monkeypatch.setattr("quire.engine.structured_output.trial.PROGRAM", program)
     trial = Trial(vocabulary(), GrammarSettings())
     for form in ("a", "b"):
         with pytest.raises(OverloadedError, match="try again"):
@@ -221,6 +221,6 @@ def test_a_form_whose_process_is_ended_may_be_sent_again(
     with pytest.raises(OverloadedError, match="try again"):
         form.result()
     assert compiler.compile(endless()) is form, "not at once"
-    monkeypatch.setattr("quire.engine.grammar.compiler.FORGET_S", 0.0)
+    monkeypatch.setattr("quire.engine.structured_output.compiler.FORGET_S", 0.0)
     with pytest.raises(RequestError, match="takes more than"):
         compiler.compile(endless()).result()

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from quire.engine.grammar.grammar import Grammar, Start
-from quire.engine.grammar.matcher import Matcher
-from quire.engine.grammar.threads import submit
+from quire.engine.structured_output.grammar import Grammar, Start
+from quire.engine.structured_output.matcher import Matcher
+from quire.engine.structured_output.threads import submit
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -18,13 +18,13 @@ from typing import IO
 import msgspec
 
 from quire.config.structured import GrammarSettings
-from quire.engine.grammar.build import Vocabulary
+from quire.engine.structured_output.build import Vocabulary
 from quire.protocol.control import line, read_line
 from quire.protocol.errors import OverloadedError, RequestError
 from quire.protocol.structured import StructuredOutputs
 
 PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import main; main()"
-MODULE = "quire.engine.grammar.trial_process"
+MODULE = "quire.engine.structured_output.trial_process"
 ENDED = "structured_outputs: the process that compiles grammars was ended; try again."
 
 

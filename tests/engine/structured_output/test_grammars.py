@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 
 from quire.config.device import trim_heap
 from quire.config.structured import GrammarSettings
-from quire.engine.grammar import compiler as compiler_module
-from quire.engine.grammar.batch import Batch
-from quire.engine.grammar.bits import MaskSettings
-from quire.engine.grammar.build import Vocabulary
-from quire.engine.grammar.compiler import GrammarCompiler
-from quire.engine.grammar.grammar import Grammar
-from quire.engine.grammar.growth import Growth
-from quire.engine.grammar.matcher import Matcher
+from quire.engine.structured_output import compiler as compiler_module
+from quire.engine.structured_output.batch import Batch
+from quire.engine.structured_output.bits import MaskSettings
+from quire.engine.structured_output.build import Vocabulary
+from quire.engine.structured_output.compiler import GrammarCompiler
+from quire.engine.structured_output.grammar import Grammar
+from quire.engine.structured_output.growth import Growth
+from quire.engine.structured_output.matcher import Matcher
 from quire.protocol.errors import RequestError
 from quire.protocol.plan import StepPlan
 from quire.protocol.sampling import SamplingParams

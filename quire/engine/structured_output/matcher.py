@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from quire.engine.grammar.bits import Words, token_bits
-from quire.engine.grammar.grammar import DEAD_END, Grammar, Start
+from quire.engine.structured_output.bits import Words, token_bits
+from quire.engine.structured_output.grammar import DEAD_END, Grammar, Start
 from quire.protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:

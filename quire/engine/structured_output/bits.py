@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from quire.protocol.plan import BoolArray, Int32Array
 
 if TYPE_CHECKING:
-    from quire.engine.grammar.matcher import Matcher
+    from quire.engine.structured_output.matcher import Matcher
 
 WORD_BITS = 32
 Words = NDArray[np.uint32]

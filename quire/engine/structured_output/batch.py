@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.engine.grammar.bits import MaskSettings
-from quire.engine.grammar.matcher import Matcher
+from quire.engine.structured_output.bits import MaskSettings
+from quire.engine.structured_output.matcher import Matcher
 from quire.protocol.plan import BoolArray, Int32Array, StepPlan
 from quire.scheduler.request import Request
 
