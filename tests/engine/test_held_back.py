@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quire.engine.structured_output.compiler import Compilation
-from quire.engine.structured_output.grammar import Grammar
+from quire.engine.structured_output.matcher import Grammar
 from quire.protocol.errors import OverloadedError, RequestError
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams

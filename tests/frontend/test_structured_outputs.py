@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 
 from quire import LLM, AsyncLLM, RequestError, SamplingParams, StructuredOutputs
 from quire.engine.structured_output.compiler import MAX_CACHED
-from quire.engine.structured_output.grammar import SEQUENCES_PER_START
+from quire.engine.structured_output.matcher import SEQUENCES_PER_START
 from quire.sampling_params import GuidedDecodingParams, StructuredOutputsParams
 from tests.frontend.conftest import Tiny
 from tests.frontend.forms import PERSON, TIGHT, run

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from quire.engine.structured_output.grammar import DEAD_END
 from quire.protocol.errors import RequestError
 from quire.protocol.structured import StructuredOutputs
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+T = TypeVar("T")
+
+DEAD_END = "NoExtension"
+"""How llguidance's errors begin where no token can follow."""
 LEXER_FUEL = 500_000
 """What building a grammar's expressions may cost, in llguidance's units: about 50,000 in 1 ms."""
 MAX_LEXER_STATES = 50_000
@@ -30,7 +36,12 @@ the set as it is; otherwise each of its tokens is looked at. llguidance has such
 strings of JSON; these are for expressions: a mask of `[a-z ]{400}` took 700 us, and takes 10."""
 ANYTHING = r"(.|\n){1,100}"
 """The largest such set; tokens are hardly ever longer."""
+STACK_BYTES = 1 << 30
+"""Of a thread that compiles: llguidance follows rules and references by recursion, and a stack that
+overflows ends the process. Address space; memory is taken as far as a form goes down. A form of
+1 MiB needs 400 MB."""
 
+_stack_lock = threading.Lock()
 
 _SOURCE = re.compile(r"^ *\d+ \| .*$|^ +\^$", re.MULTILINE)
 """Lines of a grammar that an error of llguidance shows, and the mark below the last one."""
@@ -112,3 +123,13 @@ def _reason(error: str) -> str:
     if keywords is not None:
         return f"the keywords {keywords[1]} cannot be enforced; leave them out."
     return text if len(text) <= 500 else text[:500] + "..."
+
+
+def submit(pool: ThreadPoolExecutor, function: Callable[..., T], *arguments: object) -> Future[T]:
+    """As `pool.submit`; the thread that it may start gets the large stack."""
+    with _stack_lock:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            return pool.submit(function, *arguments)
+        finally:
+            threading.stack_size(before)

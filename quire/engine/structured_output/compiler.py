@@ -13,16 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config.device import trim_heap
 from quire.config.structured import GrammarSettings
-from quire.engine.structured_output.build import Vocabulary, build, make_tokenizer, where
-from quire.engine.structured_output.grammar import Grammar, Start
-from quire.engine.structured_output.threads import submit
+from quire.engine.structured_output.build import (
+    Vocabulary,
+    build,
+    make_tokenizer,
+    submit,
+    where,
+)
+from quire.engine.structured_output.matcher import Grammar, Start
+from quire.engine.structured_output.trial import Trial
 from quire.protocol.errors import EngineDeadError, OverloadedError, QuireError, RequestError
 from quire.protocol.structured import StructuredOutputs
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-
-    from quire.engine.structured_output.trial import Trial
 
 logger = logging.getLogger(__name__)
 
@@ -209,10 +213,6 @@ class GrammarCompiler:
             if self._is_shut_down:
                 raise EngineDeadError(SHUT_DOWN)
             if self._trial is None or not self._trial.is_alive:
-                from quire.engine.structured_output.trial import (
-                    Trial,  # msgspec only now: it takes 20 ms
-                )
-
                 assert self._vocabulary is not None
                 self._trial = Trial(vocabulary or self._vocabulary(), self._settings)
             return self._trial

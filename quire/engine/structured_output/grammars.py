@@ -17,8 +17,7 @@ from quire.config.structured import GrammarSettings
 from quire.engine.executors.base import Executor
 from quire.engine.structured_output.batch import Batch
 from quire.engine.structured_output.compiler import Compilation, GrammarCompiler
-from quire.engine.structured_output.growth import Growth
-from quire.engine.structured_output.matcher import Matcher
+from quire.engine.structured_output.matcher import Growth, Matcher
 from quire.protocol.errors import QuireError
 from quire.protocol.output import FinishedSequence, StepOutput
 from quire.protocol.plan import BoolArray, StepPlan, StepResult, TokenMasks

@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NoReturn
 
-from quire.engine.structured_output.build import build, make_tokenizer, where
-from quire.engine.structured_output.threads import STACK_BYTES, submit
+from quire.engine.structured_output.build import STACK_BYTES, build, make_tokenizer, submit, where
 from quire.engine.structured_output.translate import grammar_text
 from quire.engine.structured_output.trial import Case, StartTrial, Verdict
 from quire.protocol.control import line, read_line

@@ -19,13 +19,10 @@ from hypothesis import strategies as st
 from quire.config.device import trim_heap
 from quire.config.structured import GrammarSettings
 from quire.engine.structured_output import compiler as compiler_module
-from quire.engine.structured_output.batch import Batch
-from quire.engine.structured_output.bits import MaskSettings
+from quire.engine.structured_output.batch import Batch, MaskSettings
 from quire.engine.structured_output.build import Vocabulary
 from quire.engine.structured_output.compiler import GrammarCompiler
-from quire.engine.structured_output.grammar import Grammar
-from quire.engine.structured_output.growth import Growth
-from quire.engine.structured_output.matcher import Matcher
+from quire.engine.structured_output.matcher import Grammar, Growth, Matcher
 from quire.protocol.errors import RequestError
 from quire.protocol.plan import StepPlan
 from quire.protocol.sampling import SamplingParams
