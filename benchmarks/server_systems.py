@@ -86,7 +86,7 @@ class System:
 
     def api_cpu_s(self) -> float:
         """CPU time that the process which speaks HTTP has taken, of `quire serve`; else 0."""
-        folder = self.children().get("quire.server.api_process")
+        folder = self.children().get("quire.server.launch.api_process")
         if folder is None:
             return 0.0
         fields = (folder / "stat").read_text().rpartition(")")[2].split()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 MIB = 1 << 20
 INTERVAL_S = 2.0
-ROLES = {b"quire.engine.process": "engine", b"quire.server.api_process": "API"}
+ROLES = {b"quire.engine.process": "engine", b"quire.server.launch.api_process": "API"}
 """By what a process's command line has; the rest are helpers of these."""
 
 

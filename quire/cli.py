@@ -268,7 +268,7 @@ def _serve(arguments: Arguments) -> int:
     options = engine_options(arguments).for_server()
     served = server_options(arguments)
     try:
-        from quire.server.supervisor import serve
+        from quire.server.launch.supervisor import serve
     except ImportError as error:
         raise OptionError(
             f"the server needs the package {error.name!r}, which is not installed; in a clone of "

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from starlette.responses import Response
 
 from quire.frontend.outputs import RequestOutput
-from quire.server.event_stream import CLIENT_LEFT, EventStream
 from quire.server.generation import Generation
-from quire.server.reply_json import encoded, num_values, off_loop
+from quire.server.http.event_stream import CLIENT_LEFT, EventStream
+from quire.server.http.reply_json import encoded, num_values, off_loop
 
 
 class Reply(Protocol):

@@ -12,11 +12,11 @@ from quire.server import admin, metrics, operations
 from quire.server.anthropic import messages
 from quire.server.dashboard import page
 from quire.server.dashboard import state as dashboard_state
-from quire.server.errors import ERRORS, add_error_handlers
 from quire.server.finished import Observer, Watch
-from quire.server.gate import Gate
-from quire.server.hosts import Hosts
-from quire.server.load import CountedRequests
+from quire.server.http.errors import ERRORS, add_error_handlers
+from quire.server.http.hosts import Hosts
+from quire.server.http.load import CountedRequests
+from quire.server.http.middleware import Gate
 from quire.server.openai import chat, completions, embeddings, responses
 from quire.server.request_log import RequestLog
 from quire.server.root_path import RootPath

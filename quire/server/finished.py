@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.frontend.collector import OpenRequest, OpenSequence
-from quire.server.gate import Application, Receive, Scope, Send
+from quire.server.http.middleware import Application, Receive, Scope, Send
 
 
 @dataclass(frozen=True)

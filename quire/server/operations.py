@@ -13,11 +13,11 @@ from quire import __version__
 from quire.frontend.tools.declared import ToolUse, chat_tools
 from quire.protocol.errors import RequestError
 from quire.server.anthropic.models import DEFAULT_PAGE, model_record, page
-from quire.server.conversation import render_chat
 from quire.server.dialect import ANTHROPIC
-from quire.server.errors import RETRY_AFTER_S, error_response
 from quire.server.generation import state_of
+from quire.server.http.errors import RETRY_AFTER_S, error_response
 from quire.server.preparation.context import Preparation
+from quire.server.preparation.conversation import render_chat
 from quire.server.preparation.routes import answered_already, prepared_route
 
 router = APIRouter()

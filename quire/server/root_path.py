@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.server.gate import Application, Receive, Scope, Send
+from quire.server.http.middleware import Application, Receive, Scope, Send
 
 
 class RootPath:

@@ -11,8 +11,8 @@ import msgspec
 
 from quire.config.server import ServerOptions
 from quire.frontend.async_llm import AsyncLLM
-from quire.server.access import Access
-from quire.server.load import Load
+from quire.server.http.auth import Access
+from quire.server.http.load import Load
 from quire.server.preparation.context import Preparation, PreparationSettings
 from quire.server.preparation.pool import MAX_HELD_BODIES, ForkServer, PreparationPool
 from quire.server.tracing import Tracer

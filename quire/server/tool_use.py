@@ -15,9 +15,9 @@ from quire.frontend.tools.message_stream import MessageForm
 from quire.frontend.tools.reasoning import find_tags
 from quire.protocol.sampling import SamplingParams
 from quire.protocol.structured import StructuredOutputs
-from quire.server.bodies import ConversationBody
 from quire.server.form_fields import FormFields
 from quire.server.openai.response_format import form_field, json_settings
+from quire.server.preparation.bodies import ConversationBody
 from quire.server.preparation.context import Preparation
 
 logger = logging.getLogger(__name__)

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 import openai
 
 ROOT = Path(__file__).resolve().parents[2]
+API_PROCESS = "quire.server.launch.api_process"
 
 
 def _transport_errors() -> Iterator[type[Exception]]:
@@ -166,7 +167,7 @@ class RunningServer:
     def memory_bytes(self) -> dict[str, int]:
         """What the engine and the API process have in memory."""
         sizes = {}
-        for module in ("quire.engine.process", "quire.server.api_process"):
+        for module in ("quire.engine.process", API_PROCESS):
             status = Path(f"/proc/{self.child_pid(module)}/status").read_text()
             sizes[module] = 1024 * int(re.search(r"VmRSS:\s+(\d+)", status)[1])  # type: ignore[index]
         return sizes
@@ -214,7 +215,7 @@ class OnLoop:
     def start(self, *flags: str) -> RunningServer:
         server = RunningServer.start(*flags, environment=self.environment)
         assert server.url, "".join(server.lines)
-        for pid in server.child_pids("quire.server.api_process"):
+        for pid in server.child_pids(API_PROCESS):
             libraries = Path(f"/proc/{pid}/maps").read_text()
             assert ("/uvloop/" in libraries) == (self.name == "uvloop")
         return server

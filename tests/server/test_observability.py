@@ -19,8 +19,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from quire.protocol.errors import OptionError
 from quire.server.tracing import check_tracing
+from tests.server.launch.test_faults import eventually
 from tests.server.running import ENGINE, ROOT, RunningServer
-from tests.server.test_faults import eventually
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 TRACEPARENT = f"00-{TRACE}-00f067aa0ba902b7-01"

@@ -18,13 +18,13 @@ from quire.protocol.errors import QuireError, RequestError
 from quire.protocol.sampling import RequestOutputKind, SamplingParams
 from quire.server.answering import answer
 from quire.server.anthropic.blocks import TextBlock, ThinkingBlock, ToolBlock, event
-from quire.server.anthropic.body import CountBody, MessagesBody
+from quire.server.anthropic.bodies import CountBody, MessagesBody
 from quire.server.anthropic.errors import ERRORS
-from quire.server.conversation import conversation_prompt
 from quire.server.dialect import ANTHROPIC
-from quire.server.errors import error_body, status_of
 from quire.server.generation import Generation, check_max_tokens
+from quire.server.http.errors import error_body, status_of
 from quire.server.preparation.context import Preparation, Prepared
+from quire.server.preparation.conversation import conversation_prompt
 from quire.server.preparation.routes import answered_already, prepared_route
 from quire.server.tool_use import message_form, with_form
 

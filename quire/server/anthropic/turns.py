@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.protocol.errors import RequestError
-from quire.server.conversation import text_parts
+from quire.server.preparation.conversation import text_parts
 
 TEXT_BLOCKS = ("text",)
 

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from quire.server.access import STATIC_PREFIX
+from quire.server.http.auth import STATIC_PREFIX
 
 FOLDER = Path(__file__).parent / "static"
 MEDIA_TYPES = {

@@ -7,7 +7,7 @@ import dataclasses
 from quire.frontend.inputs import Prompt
 from quire.protocol.errors import RequestError
 from quire.protocol.sampling import BeamSearchParams, SamplingParams
-from quire.server.openai.schemas import ChoicesBody
+from quire.server.openai.bodies import ChoicesBody
 from quire.server.preparation.context import Preparation
 
 USED = frozenset(

@@ -19,10 +19,11 @@ from quire.frontend.tools.message_stream import MessageForm, MessageStream
 from quire.protocol.output import RequestProgress
 from quire.protocol.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.server.answering import answer
-from quire.server.conversation import conversation_prompt
 from quire.server.form_fields import FormFields
 from quire.server.generation import Generation, check_max_tokens
+from quire.server.http.reply_json import num_values, off_loop
 from quire.server.openai.beam_search import beam_search_params
+from quire.server.openai.bodies import ChatBody
 from quire.server.openai.chat_messages import (
     delta_record,
     finish_reason,
@@ -30,12 +31,11 @@ from quire.server.openai.chat_messages import (
     whole_message,
 )
 from quire.server.openai.logprobs import Candidates, chat_logprobs
-from quire.server.openai.schemas import ChatBody
 from quire.server.openai.stream import ChunkWriter, printable
 from quire.server.openai.usage import Usage
 from quire.server.preparation.context import Preparation, Prepared
+from quire.server.preparation.conversation import conversation_prompt
 from quire.server.preparation.routes import prepared_route
-from quire.server.reply_json import num_values, off_loop
 from quire.server.tool_use import message_form, with_form
 
 router = APIRouter()

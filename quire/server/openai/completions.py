@@ -20,16 +20,16 @@ from quire.protocol.sampling import BeamSearchParams, RequestOutputKind, Samplin
 from quire.server.answering import answer
 from quire.server.form_fields import FormFields
 from quire.server.generation import Generation, check_max_tokens, state_of, tokenize
+from quire.server.http.reply_json import num_values, off_loop
 from quire.server.openai.beam_search import beam_search_params
+from quire.server.openai.bodies import CompletionBody
 from quire.server.openai.chat_messages import finish_reason, stop_reason
 from quire.server.openai.logprobs import Candidates, CompletionLogprobs
 from quire.server.openai.response_format import form_field
-from quire.server.openai.schemas import CompletionBody
 from quire.server.openai.stream import ChunkWriter
 from quire.server.openai.usage import Usage
 from quire.server.preparation.context import Preparation, Prepared
 from quire.server.preparation.routes import prepared_route
-from quire.server.reply_json import num_values, off_loop
 
 router = APIRouter()
 

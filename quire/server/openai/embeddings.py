@@ -13,12 +13,12 @@ from quire.frontend.embedding import PoolingParams, checked_params
 from quire.frontend.inputs import Prompt, number_of_prompts, parse_prompts
 from quire.frontend.outputs import EmbeddingRequestOutput
 from quire.protocol.errors import RequestError
-from quire.server.event_stream import CLIENT_LEFT
 from quire.server.generation import Generation, tokenize
-from quire.server.openai.schemas import EmbeddingBody
+from quire.server.http.event_stream import CLIENT_LEFT
+from quire.server.http.reply_json import encoded, off_loop
+from quire.server.openai.bodies import EmbeddingBody
 from quire.server.preparation.context import Preparation, Prepared
 from quire.server.preparation.routes import prepared_route
-from quire.server.reply_json import encoded, off_loop
 
 router = APIRouter()
 

@@ -10,7 +10,7 @@ from quire.protocol.errors import RequestError
 from quire.protocol.structured import JsonSettings, StructuredOutputs, as_structured_outputs
 
 if TYPE_CHECKING:
-    from quire.server.bodies import GenerationBody
+    from quire.server.preparation.bodies import GenerationBody
 
 logger = logging.getLogger(__name__)
 

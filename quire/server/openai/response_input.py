@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from quire.frontend.tools.declared import ToolUse, flat_tools
 from quire.protocol.errors import RequestError
-from quire.server.bodies import MessageBody
-from quire.server.conversation import text_parts
-from quire.server.openai.schemas import refuse_stream_options
+from quire.server.openai.bodies import refuse_stream_options
+from quire.server.preparation.bodies import MessageBody
+from quire.server.preparation.conversation import text_parts
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")

@@ -18,7 +18,6 @@ from quire.frontend.tools.message_stream import MessageForm
 from quire.protocol.errors import QuireError
 from quire.protocol.sampling import RequestOutputKind, SamplingParams
 from quire.server.answering import answer
-from quire.server.conversation import conversation_prompt
 from quire.server.generation import Generation, check_max_tokens
 from quire.server.openai.logprobs import Candidates, chat_logprobs
 from quire.server.openai.response_input import ResponseBody
@@ -32,6 +31,7 @@ from quire.server.openai.response_items import (
 from quire.server.openai.stream import printable, printable_data
 from quire.server.openai.usage import Usage
 from quire.server.preparation.context import Preparation, Prepared
+from quire.server.preparation.conversation import conversation_prompt
 from quire.server.preparation.routes import prepared_route
 from quire.server.tool_use import message_form, with_form
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from quire.protocol.output import RequestProgress
-from quire.server.reply_json import encoded
+from quire.server.http.reply_json import encoded
 
 encode = msgspec.json.Encoder().encode
 

@@ -20,8 +20,8 @@ from quire.frontend.tokenizer_files import TokenizerParts
 from quire.frontend.tools.message_stream import MessageForm
 from quire.protocol.errors import QuireError, RequestError
 from quire.protocol.sampling import BeamSearchParams, SamplingParams
-from quire.server.errors import UnknownModelError
 from quire.server.form_fields import FormFields
+from quire.server.http.errors import UnknownModelError
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from pydantic import BaseModel, ValidationError
 
 from quire.protocol.errors import QuireError
 from quire.protocol.sampling import SamplingParams
-from quire.server.bodies import GenerationBody, RequestBody
-from quire.server.errors import InvalidBodyError
+from quire.server.http.errors import InvalidBodyError
 from quire.server.openai.response_format import form_field
+from quire.server.preparation.bodies import GenerationBody, RequestBody
 from quire.server.preparation.context import Preparation, Prepared, PreparedKind
 
 

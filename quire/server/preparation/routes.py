@@ -12,9 +12,9 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from quire.server.bodies import RequestBody
-from quire.server.event_stream import CLIENT_LEFT
 from quire.server.generation import state_of, unless_disconnected
+from quire.server.http.event_stream import CLIENT_LEFT
+from quire.server.preparation.bodies import RequestBody
 from quire.server.preparation.context import Preparation, Prepare, Prepared, PreparedKind
 from quire.server.preparation.reading import check_content_type, prepare
 from quire.server.tool_use import log_parsers

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from quire.frontend.async_llm import RequestTerms
 from quire.protocol.errors import RequestError
 from quire.protocol.sampling import RepetitionDetectionParams, SamplingParams
-from quire.server.access import Tenant
+from quire.server.http.auth import Tenant
 from quire.server.openai.response_format import requested_form
 
 if TYPE_CHECKING:

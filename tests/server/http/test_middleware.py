@@ -9,9 +9,9 @@ import pytest
 
 from quire.config.server import NetworkOptions
 from quire.protocol.errors import OptionError
-from quire.server.access import Access, AccessDenied, KeyRing, Tenant
-from quire.server.gate import Gate
-from quire.server.hosts import Hosts
+from quire.server.http.auth import Access, AccessDenied, KeyRing, Tenant
+from quire.server.http.hosts import Hosts
+from quire.server.http.middleware import Gate
 
 
 @pytest.mark.parametrize("root", ["", "/llm"])

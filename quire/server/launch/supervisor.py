@@ -31,17 +31,17 @@ from quire.protocol.control import (
     StartEngine,
 )
 from quire.protocol.errors import EngineDeadError
-from quire.server.children import Child, exit_cause
-from quire.server.listening import (
+from quire.server.http.load import Load
+from quire.server.http.tls import check_tls
+from quire.server.launch.child import Child, exit_cause
+from quire.server.launch.listening import (
     ServerStopped,
     allow_many_connections,
     bind,
 )
-from quire.server.load import Load
-from quire.server.socket_folder import SOCKET_NAME_BYTES, SocketFolder
-from quire.server.tls import check_tls
+from quire.server.launch.socket_folder import SOCKET_NAME_BYTES, SocketFolder
+from quire.server.launch.watchdog import until_silent
 from quire.server.tracing import check_tracing
-from quire.server.watchdog import until_silent
 
 logger = logging.getLogger(__name__)
 
@@ -218,7 +218,7 @@ class Supervisor:
 
     async def _start_api(self, index: int, place: int) -> Child:
         fd = self._listener.fileno()
-        api = await Child.spawn("quire.server.api_process", [fd])
+        api = await Child.spawn("quire.server.launch.api_process", [fd])
         options = self._options.flat()
         api.send(StartApi(index, fd, options, self._folder.load_file, place, self._log_level))
         if self._ready is not None:

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from quire.protocol.errors import OptionError
-from quire.server.access import KeyRing
+from quire.server.http.auth import KeyRing
 from tests.server.running import ENGINE, RunningServer
 
 BODY = {"prompt": "Hi", "max_tokens": 1}

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, PlainValidator, Strict
 from pydantic_core import PydanticCustomError
 
 from quire.protocol.errors import RequestError
-from quire.server.bodies import ConversationBody, GenerationBody, RequestBody
+from quire.server.preparation.bodies import ConversationBody, GenerationBody, RequestBody
 
 
 def _prompt_input(value: Any) -> Any:

@@ -16,7 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.running import TINY, OnLoop, RunningServer, eventually, gauge, http_request
+from tests.server.running import (
+    API_PROCESS,
+    TINY,
+    OnLoop,
+    RunningServer,
+    eventually,
+    gauge,
+    http_request,
+)
 
 BODY = {"prompt": "Hi", "max_tokens": 4, "ignore_eos": True}
 CLOSED = (BrokenPipeError, ConnectionResetError)
@@ -198,7 +206,7 @@ def test_thousands_of_aborted_connections(hasty: RunningServer) -> None:
         http_request("/v1/completions", {**body, "stream": stream}) for stream in (True, False)
     ]
     sizes = []
-    api = hasty.child_pid("quire.server.api_process")
+    api = hasty.child_pid(API_PROCESS)
     for _ in range(3):
         for i in range(1000):
             with hasty.connect() as connection:

@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from tests.server.running import (
+    API_PROCESS,
     BROKEN_OFF,
     ENGINE,
     TINY,
@@ -99,7 +100,7 @@ def test_api_process_that_hangs(tiny_model: Path) -> None:
     """It is replaced, its requests are aborted, and what another one answers goes on."""
     flags = ("--model", str(tiny_model), *TINY, "--api-timeout-s", "5", "--api-server-count", "2")
     server = RunningServer.start(*flags)
-    other, hung = server.child_pids("quire.server.api_process")
+    other, hung = server.child_pids(API_PROCESS)
     long = {"prompt": "Hi", "max_tokens": 1900, "ignore_eos": True, "stream": True}
     os.kill(other, signal.SIGSTOP)  # so that it does not take this connection
     broken = server.send(long)
@@ -114,8 +115,8 @@ def test_api_process_that_hangs(tiny_model: Path) -> None:
             assert part, data[-1000:]
             data += part
     eventually(lambda: not Path(f"/proc/{hung}").exists(), "its end")
-    eventually(lambda: len(server.child_pids("quire.server.api_process")) == 2, "another one")
-    assert other in server.child_pids("quire.server.api_process")
+    eventually(lambda: len(server.child_pids(API_PROCESS)) == 2, "another one")
+    assert other in server.child_pids(API_PROCESS)
     server.assert_at_rest()
     assert server.stop() == 0
 
@@ -147,7 +148,7 @@ def test_sigterm_finishes_open_requests_first(own_server: RunningServer) -> None
     )
     first = next(iter(stream))
     engine = own_server.engine_pid()
-    for pid in (engine, own_server.child_pid("quire.server.api_process"), own_server.process.pid):
+    for pid in (engine, own_server.child_pid(API_PROCESS), own_server.process.pid):
         os.kill(pid, signal.SIGTERM)
     tokens = len(first.choices[0].token_ids)  # type: ignore[attr-defined]
     tokens += sum(len(chunk.choices[0].token_ids) for chunk in stream)  # type: ignore[attr-defined]
@@ -162,7 +163,7 @@ def test_killed_api_process(own_server: RunningServer) -> None:
     model = client.models.list().data[0].id
     stream = client.completions.create(model=model, stream=True, **LONG)
     next(iter(stream))
-    os.kill(own_server.child_pid("quire.server.api_process"), signal.SIGKILL)
+    os.kill(own_server.child_pid(API_PROCESS), signal.SIGKILL)
     with pytest.raises(BROKEN_OFF):
         list(stream)
 

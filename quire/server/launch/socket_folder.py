@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from quire.server.listening import ServerStopped
+from quire.server.launch.listening import ServerStopped
 
 PREFIX = "quire-"
 LOCK = "server.lock"

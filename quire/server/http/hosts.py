@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.config.server import NetworkOptions
-from quire.server.access import AccessDenied
+from quire.server.http.auth import AccessDenied
 
 MISDIRECTED = 421
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\s:\[\]@/]*))(?::\d*)?")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.server.socket_folder import LOCK, SocketFolder
-from tests.server.running import TINY, RunningServer, eventually
+from quire.server.launch.socket_folder import LOCK, SocketFolder
+from tests.server.running import API_PROCESS, TINY, RunningServer, eventually
 
 
 @pytest.fixture
@@ -58,9 +58,7 @@ def test_a_killed_server_leaves_nothing_for_long(parent: Path, tiny_model: Path)
     killed, living = (RunningServer.start(*flags) for _ in range(2))
     assert killed.url and living.url
     children = [
-        pid
-        for module in ("quire.engine.process", "quire.server.api_process")
-        for pid in killed.child_pids(module)
+        pid for module in ("quire.engine.process", API_PROCESS) for pid in killed.child_pids(module)
     ]
     assert len(list(parent.glob("quire-*"))) == 2
     killed.process.send_signal(signal.SIGKILL)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from quire.server.event_stream import EventStream
+from quire.server.http.event_stream import EventStream
 
 
 def test_a_client_that_leaves_before_the_headers_are_sent() -> None:

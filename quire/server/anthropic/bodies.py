@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from quire.frontend.tools.declared import ToolUse, flat_tools
 from quire.protocol.errors import RequestError
 from quire.server.anthropic.turns import read_turn
-from quire.server.bodies import MessageBody
-from quire.server.conversation import text_parts
+from quire.server.preparation.bodies import MessageBody
+from quire.server.preparation.conversation import text_parts
 
 TEXT_BLOCKS = ("text",)
 ROLES = ("user", "assistant", "system")

@@ -1,4 +1,4 @@
-"""One HTTP process: `python -m quire.server.api_process`, started by the supervisor."""
+"""One HTTP process: `python -m quire.server.launch.api_process`, started by the supervisor."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from quire.protocol.control import (
 )
 from quire.protocol.errors import QuireError
 from quire.server.app import build_app
-from quire.server.children import MAX_LINE_BYTES
-from quire.server.connection import bounded_connections
-from quire.server.load import Load
+from quire.server.http.connection import bounded_connections
+from quire.server.http.load import Load
+from quire.server.launch.child import MAX_LINE_BYTES
 from quire.server.preparation.pool import ForkServer
 from quire.server.preparation.routes import PARSERS
 from quire.server.state import ServerState

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 
-from quire.server.gate import Application, Receive, Scope, Send
+from quire.server.http.middleware import Application, Receive, Scope, Send
 
 COUNT_BYTES = 8
 

@@ -10,8 +10,8 @@ import msgspec
 from starlette.responses import Response
 
 from quire.protocol.errors import QuireError
-from quire.server.errors import code_of, error_body, status_of
 from quire.server.generation import unless_disconnected
+from quire.server.http.errors import code_of, error_body, status_of
 
 CLIENT_LEFT = 499
 """The status of a reply whose client has left."""

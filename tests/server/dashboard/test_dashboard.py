@@ -11,8 +11,8 @@ import pytest
 
 from quire.server.dashboard.page import FOLDER
 from quire.server.dashboard.state import pack
+from tests.server.launch.test_faults import LONG, eventually, gauge
 from tests.server.running import RunningServer
-from tests.server.test_faults import LONG, eventually, gauge
 
 
 def unpacked(text: str, count: int) -> list[int]:

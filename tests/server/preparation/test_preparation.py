@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.running import TINY, RunningServer, eventually, http_request
+from tests.server.running import API_PROCESS, TINY, RunningServer, eventually, http_request
 from tests.tiny import save_tiny
 
 HELLO: Any = [{"role": "user", "content": "Hi"}]
@@ -42,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 def pool_pids(server: RunningServer) -> list[int]:
     """The process that forks, and its forks."""
-    api = server.child_pid("quire.server.api_process")
+    api = server.child_pid(API_PROCESS)
     parents, found = {api}, []
     entries = [int(one.name) for one in Path("/proc").iterdir() if one.name.isdigit()]
     for pid in sorted(entries):
@@ -175,7 +175,7 @@ def test_memory_is_given_back(server: RunningServer) -> None:
     ]
 
     def bytes_used() -> int:
-        pids = [server.child_pid("quire.server.api_process"), *pool_pids(server)]
+        pids = [server.child_pid(API_PROCESS), *pool_pids(server)]
         pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids]
         return sum(pages) * os.sysconf("SC_PAGE_SIZE")
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from quire.server.access import Access, AccessDenied
 from quire.server.dialect import dialect_of
-from quire.server.errors import error_response
-from quire.server.hosts import Hosts
+from quire.server.http.auth import Access, AccessDenied
+from quire.server.http.errors import error_response
+from quire.server.http.hosts import Hosts
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

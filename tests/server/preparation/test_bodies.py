@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from quire import SamplingParams
-from quire.server.bodies import NOT_IN_BODIES, GenerationBody
+from quire.server.preparation.bodies import NOT_IN_BODIES, GenerationBody
 
 
 def test_every_sampling_parameter_is_reachable_or_listed() -> None:

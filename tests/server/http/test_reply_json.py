@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from quire.frontend.outputs import CompletionOutput, Logprob, RequestOutput
-from quire.server.reply_json import LARGE_REPLY, encoded, num_values, off_loop
+from quire.server.http.reply_json import LARGE_REPLY, encoded, num_values, off_loop
 
 ENTRY = {7: Logprob(-0.5, 1, "a"), 8: Logprob(-1.5, 2, "b")}
 

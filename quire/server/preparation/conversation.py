@@ -10,8 +10,8 @@ from quire.frontend.chat_template import select_template
 from quire.frontend.inputs import Prompt
 from quire.frontend.tools.prompting import prepare_conversation
 from quire.protocol.errors import RequestError
-from quire.server.bodies import ConversationBody
 from quire.server.generation import tokenize
+from quire.server.preparation.bodies import ConversationBody
 from quire.server.preparation.context import Preparation
 from quire.server.tool_use import tool_format
 

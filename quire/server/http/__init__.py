@@ -1,0 +1,1 @@
+"""What every HTTP request passes: connection, limits, authentication, errors, event streams."""

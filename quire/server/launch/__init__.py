@@ -1,0 +1,1 @@
+"""The processes of `quire serve`: how they start, are watched, restarted and stopped."""
