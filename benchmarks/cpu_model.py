@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from quire.config.model import load_model_config
-from quire.frontend.tokenizer import load_tokenizer
+from quire.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from quire.config.model import ModelConfig
@@ -20,7 +20,7 @@ def write_safetensors(folder: Path, model: ModelConfig | None = None) -> Path:
     """A folder as transformers saves it, with the dequantised weights in float32."""
     from safetensors.torch import save_file
 
-    from quire.models.weights import iter_weights
+    from quire.loading.weights import iter_weights
 
     model = model or load_model_config(None)
     weights = {

@@ -24,8 +24,8 @@ from harness import markdown_table, say
 from quire import LLM, SamplingParams
 from quire.bench.static_batches import load_model
 from quire.config.model import load_model_config
-from quire.frontend.tokenizer import load_tokenizer
 from quire.protocol.errors import OptionError
+from quire.text.tokenizer import load_tokenizer
 
 ENGINES: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": "float32"},

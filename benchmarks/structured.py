@@ -43,7 +43,7 @@ from quire.engine.structured_output.batch import MaskSettings
 from quire.engine.structured_output.build import Vocabulary
 from quire.engine.structured_output.compiler import GrammarCompiler
 from quire.engine.structured_output.matcher import Grammar, Matcher
-from quire.frontend.tokenizer import Tokenizer, load_tokenizer
+from quire.text.tokenizer import Tokenizer, load_tokenizer
 from structured_calls import measure_calls
 from structured_memory import measure_memory
 

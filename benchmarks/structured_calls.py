@@ -6,13 +6,13 @@ import random
 from typing import Any
 
 from quire import LLM, SamplingParams, StructuredOutputs
-from quire.frontend.chat_template import select_template
-from quire.frontend.tools.declared import ToolUse, chat_tools
-from quire.frontend.tools.enforcement import reply_grammar
-from quire.frontend.tools.formats import find_format
-from quire.frontend.tools.message_stream import MessageForm
-from quire.frontend.tools.prompting import prepare_conversation
 from quire.protocol.structured import JsonSettings
+from quire.text.chat_template import select_template
+from quire.text.message_stream import MessageForm
+from quire.text.tool_calls.declared import ToolUse, chat_tools
+from quire.text.tool_calls.enforcement import reply_grammar
+from quire.text.tool_calls.formats import find_format
+from quire.text.tool_calls.prompting import prepare_conversation
 
 CALL_TOKENS = 400
 MIN_FINISHED_CALLS = 0.95

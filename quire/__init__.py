@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from quire.config.engine_args import AsyncEngineArgs, EngineArgs
     from quire.config.options import EngineOptions
     from quire.frontend.async_llm import AsyncLLM, AsyncLLMEngine
-    from quire.frontend.embedding import PoolingParams
     from quire.frontend.llm import LLM
     from quire.frontend.llm_engine import LLMEngine
     from quire.frontend.outputs import (
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
         Logprob,
         RequestOutput,
     )
+    from quire.frontend.pooling import PoolingParams
     from quire.inputs import PromptType, TextPrompt, TokensPrompt
     from quire.protocol.errors import (
         EngineDeadError,
@@ -84,7 +84,7 @@ _HOMES = {
     "ModelError": "quire.protocol.errors",
     "OptionError": "quire.protocol.errors",
     "OverloadedError": "quire.protocol.errors",
-    "PoolingParams": "quire.frontend.embedding",
+    "PoolingParams": "quire.frontend.pooling",
     "PromptType": "quire.inputs",
     "QuireError": "quire.protocol.errors",
     "RepetitionDetectionParams": "quire.protocol.sampling",

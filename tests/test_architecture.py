@@ -26,29 +26,41 @@ PACKAGE = ROOT / "quire"
 COMMON = {"protocol", "config", "metrics"}
 BELOW = {
     "protocol": set(),
-    "config": {"protocol"},
+    "files": {"protocol"},
+    "config": {"protocol", "files"},
     "metrics": {"protocol", "config"},
     "scheduler": COMMON,
-    "kernels": COMMON,
+    "kernels": COMMON | {"files"},
     "layers": COMMON | {"kernels"},
     "decoding": COMMON | {"kernels"},
-    "models": COMMON | {"layers", "kernels"},
-    "worker": COMMON | {"models", "layers", "decoding", "kernels"},
+    "loading": COMMON | {"files", "layers", "kernels"},
+    "models": COMMON | {"files", "loading", "layers", "kernels"},
+    "worker": COMMON | {"models", "loading", "layers", "decoding", "kernels"},
     "engine.executors": COMMON | {"engine", "worker"},
     "engine": COMMON | {"engine.executors", "scheduler"},
-    "frontend": COMMON | {"engine"},
-    "server": COMMON | {"frontend", "quire"},
+    "text": COMMON | {"files"},
+    "frontend": COMMON | {"files", "text", "engine"},
+    "server": COMMON | {"frontend", "text", "quire"},
     "client": COMMON,
-    "bench": COMMON | {"client", "frontend", "engine.executors", "models", "quire"},
+    "bench": COMMON
+    | {"client", "frontend", "text", "engine.executors", "loading", "models", "quire"},
     "entrypoints": {"server", "config", "quire"},
     "quire": COMMON | {"frontend", "server", "client", "bench"},
 }
 """What each package may import besides itself; "quire" stands for the files in the root."""
 
-TORCH_FREE = ("protocol", "config", "metrics", "scheduler")
-TORCH_AT_TOP_LEVEL = ("worker", "models", "layers", "kernels", "decoding", "engine.executors")
+TORCH_FREE = ("protocol", "files", "config", "metrics", "scheduler")
+TORCH_AT_TOP_LEVEL = (
+    "worker",
+    "models",
+    "loading",
+    "layers",
+    "kernels",
+    "decoding",
+    "engine.executors",
+)
 HEAVY = ("torch", "triton", "transformers")
-TRANSFORMERS_IN_FUNCTIONS = ("frontend", "bench")
+TRANSFORMERS_IN_FUNCTIONS = ("text", "bench")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from transformers import logging as transformers_logging
 
 from quire import LLM
-from tests.frontend.tokenizer_samples import CORPUS, flagged, write_json
 from tests.models.reference import VOCAB, random_model, reference_logits, save_safetensors
+from tests.text.tokenizer_samples import CORPUS, flagged, write_json
 
 transformers_logging.disable_progress_bar()
 torch.set_num_threads(1)  # sharing out tiny operators costs more than it saves

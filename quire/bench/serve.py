@@ -26,7 +26,7 @@ from quire.event_loop import run_on_event_loop
 from quire.protocol.errors import ServerError
 
 if TYPE_CHECKING:
-    from quire.frontend.tokenizer import Tokenizer
+    from quire.text.tokenizer import Tokenizer
 
 __all__ = ["add_arguments", "run"]
 

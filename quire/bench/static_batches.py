@@ -50,7 +50,7 @@ def load_model(model: ModelConfig, dtype: str, load_format: str) -> Any:
 
 def _load_weights(built: Any, model: ModelConfig) -> None:
     """From a GGUF file, which Quire's loader gives under the names that transformers uses."""
-    from quire.models.weights import iter_weights
+    from quire.loading.weights import iter_weights
 
     missing, unexpected = built.load_state_dict(dict(iter_weights(model.source)), strict=False)
     built.tie_weights()

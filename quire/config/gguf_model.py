@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.config.gguf import LOADABLE_TYPES, GGUFFile
+from quire.files.gguf import LOADABLE_TYPES, GGUFFile
 from quire.protocol.errors import ModelError
 
 # GGUF architecture -> (transformers architecture, GGUF key -> transformers key)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from quire.config import embedded
 from quire.config.foreign_names import remedy_for
-from quire.config.hub import FOREIGN_WEIGHTS, HUB_NAME, fetch_from_hub
+from quire.files.hub import FOREIGN_WEIGHTS, HUB_NAME, fetch_from_hub
 from quire.protocol.errors import ModelError, OptionError
 
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")

@@ -1,1 +1,1 @@
-"""Text <-> tokens and the Python API: what a user holds in hand."""
+"""The Python API: what a user holds in hand."""

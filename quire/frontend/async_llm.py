@@ -13,14 +13,13 @@ from threading import Lock
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
-from quire.frontend.collector import OpenRequest
-from quire.frontend.embedding import PoolingParams, checked_params, embedding_of
 from quire.frontend.engine_client import EngineClient, ThreadEngineClient
 from quire.frontend.inputs import Prompt, TokenizationOptions, parse_prompts
 from quire.frontend.loop_requests import LoopRequests
+from quire.frontend.output_processor import OpenRequest
 from quire.frontend.outputs import EmbeddingRequestOutput, RequestOutput
+from quire.frontend.pooling import PoolingParams, checked_params, embedding_of
 from quire.frontend.session import Session, request_failure, start_session
-from quire.frontend.tokenizer import Tokenizer
 from quire.metrics.instruments import Metric, Readings
 from quire.protocol.errors import (
     EngineDeadError,
@@ -33,6 +32,7 @@ from quire.protocol.output import RequestProgress
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.protocol.snapshot import EngineSnapshot
+from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from quire.config.engine_args import EngineArgs
@@ -223,7 +223,7 @@ class AsyncLLM:
                 new = self._new_request(here.first_key, prompt, prepared, name, terms, task)
                 made.append(new)
                 known_as = name or f"quire-{new.key}"
-                request = here.collector.open(new, prompt.text, params.output_kind, known_as)
+                request = here.processor.open(new, prompt.text, params.output_kind, known_as)
                 here.open[new.request_id] = request, news
                 requests.append(request)
                 if len(made) % AT_ONCE == 0:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quire.frontend.outputs import BeamSearchOutput, BeamSearchSequence
-from quire.frontend.tokenizer import Tokenizer
 from quire.protocol.output import Beam
 from quire.protocol.sampling import SamplingParams
+from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from quire.frontend.collector import OpenRequest
+    from quire.frontend.output_processor import OpenRequest
 
 
 def beam_tokens(beam: Beam, params: SamplingParams) -> list[int]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.frontend.inputs import naming_index
-from quire.frontend.tokenizer import Tokenizer
 from quire.protocol.errors import RequestError
+from quire.text.tokenizer import Tokenizer
 
 Conversation = list[dict[str, Any]]
 

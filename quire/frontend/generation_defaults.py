@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.config.embedded import CHAT_MAX_TOKENS
-from quire.config.json_file import read_json_object
 from quire.config.model import ModelConfig
+from quire.files.json_file import read_json_object
 from quire.protocol.errors import ModelError, RequestError
 from quire.protocol.sampling import RepetitionDetectionParams, SamplingParams
 

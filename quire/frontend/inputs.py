@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.config.options import EngineOptions
-from quire.frontend.tokenizer import Tokenizer
 from quire.protocol.errors import ContextLengthError, RequestError
 from quire.protocol.plan import Int32Array
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import BeamSearchParams, SamplingParams
+from quire.text.tokenizer import Tokenizer
 
 REFUSED_PROMPT_KEYS = (
     "multi_modal_data",

@@ -9,8 +9,6 @@ from typing import Any
 
 from quire.engine.structured_output.compiler import Compilation
 from quire.frontend.beam_outputs import beam_output
-from quire.frontend.collector import Collector, OpenRequest
-from quire.frontend.embedding import embed
 from quire.frontend.garbage import no_full_collections
 from quire.frontend.inputs import (
     Params,
@@ -20,17 +18,19 @@ from quire.frontend.inputs import (
     parse_prompts,
 )
 from quire.frontend.llm_engine import LLMEngine
+from quire.frontend.output_processor import OpenRequest, OutputProcessor
 from quire.frontend.outputs import BeamSearchOutput, RequestOutput
+from quire.frontend.pooling import embed
 from quire.frontend.progress import ProgressBar
 from quire.frontend.requests import beam_requests, checked_requests, compiled
 from quire.frontend.session import request_failure, start_session
 from quire.frontend.step_loop import StepLoop
-from quire.frontend.tokenizer import Tokenizer
 from quire.metrics.engine import EngineStatistics
 from quire.metrics.instruments import Metric
 from quire.protocol.errors import QuireError, RequestError
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.text.tokenizer import Tokenizer
 
 TOKENS_TO_START_WITH = 2048
 """Prompt tokens that keep a GPU busy while further requests are taken in."""
@@ -56,7 +56,7 @@ class LLM:
     def __init__(self, model: str | None = None, **arguments: Any) -> None:
         self._session, self._core = start_session({"model": model, **arguments})
         self._inputs = self._session.inputs
-        self._loop = StepLoop(self._core, Collector(self._inputs.tokenizer))
+        self._loop = StepLoop(self._core, OutputProcessor(self._inputs.tokenizer))
         self.options = self._session.options
         self.model_config = self._session.model_config
         self._enqueued: list[OpenRequest] = []

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from quire.frontend.collector import OpenRequest
 from quire.frontend.inputs import TokenizationOptions, parse_prompts
+from quire.frontend.output_processor import OpenRequest
 from quire.protocol.errors import RequestError
 from quire.protocol.sampling import SamplingParams
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from quire.config.model import ModelConfig
     from quire.frontend.llm import LLM
     from quire.frontend.outputs import RequestOutput
-    from quire.frontend.tokenizer import Tokenizer
+    from quire.text.tokenizer import Tokenizer
 
 
 class LLMEngine:

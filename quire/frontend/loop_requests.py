@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 
-from quire.frontend.collector import Collector, OpenRequest
 from quire.frontend.engine_client import EngineClient
-from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.output_processor import OpenRequest, OutputProcessor
 from quire.protocol.output import StepOutput
 from quire.protocol.request import KEY_BITS
+from quire.text.tokenizer import Tokenizer
 
 
 class LoopRequests:
     """Belongs to the thread of its loop: other loops have their own, and share the engine only."""
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, index: int) -> None:
-        self.collector = Collector(tokenizer)
+        self.processor = OutputProcessor(tokenizer)
         self.open: dict[str, tuple[OpenRequest, asyncio.Event]] = {}
         """By the request's name in the engine; the event tells its reader of news."""
         self.index = index
@@ -24,7 +24,7 @@ class LoopRequests:
         self._client = client
 
     def receive(self, output: StepOutput) -> None:
-        changed, stopped = self.collector.process(output)
+        changed, stopped = self.processor.process(output)
         for sequence in stopped:
             reason = sequence.finish_reason or "stop"
             self._client.abort(sequence.request.engine_id, reason, sequence.key)
@@ -44,7 +44,7 @@ class LoopRequests:
             return
         if not request.finished:
             self._client.abort(request.engine_id)
-        self.collector.close(request)
+        self.processor.close(request)
 
     def abandon(self) -> None:
         """End all requests: the loop is closed, and so no reader comes back."""

@@ -6,7 +6,7 @@ import contextlib
 import time
 from typing import Any
 
-from quire.frontend.collector import OpenRequest
+from quire.frontend.output_processor import OpenRequest
 
 
 class ProgressBar:

@@ -20,10 +20,10 @@ from quire.frontend.chat_inputs import parse_conversations, render_conversations
 from quire.frontend.garbage import no_full_collections
 from quire.frontend.generation_defaults import chat_defaults, generation_defaults
 from quire.frontend.inputs import InputProcessor, Prompt
-from quire.frontend.tokenizer import Tokenizer, load_tokenizer
 from quire.protocol.errors import EngineDeadError, OverloadedError, QuireError, RequestError
 from quire.protocol.request import KEY_BITS
 from quire.protocol.sampling import SamplingParams
+from quire.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 

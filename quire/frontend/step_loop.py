@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterable, Iterator
 from threading import Lock, RLock
 
 from quire.engine.core import EngineCore
-from quire.frontend.collector import Collector, OpenRequest
 from quire.frontend.interrupts import deferred_interrupts
+from quire.frontend.output_processor import OpenRequest, OutputProcessor
 from quire.frontend.outputs import RequestOutput
 from quire.protocol.errors import EngineDeadError
 from quire.protocol.output import StepOutput
@@ -79,9 +79,9 @@ class Call:
 
 
 class StepLoop:
-    def __init__(self, core: EngineCore, collector: Collector) -> None:
+    def __init__(self, core: EngineCore, processor: OutputProcessor) -> None:
         self.core = core
-        self._collector = collector
+        self._processor = processor
         self._engine = FairLock()
         """Guards the engine. Who holds it may take `_outputs` too, never the other way round."""
         self._outputs = RLock()
@@ -129,18 +129,18 @@ class StepLoop:
             # What the step brought may be lost for any call, so none may go on waiting for it.
             self.core.die(f"its outputs could not be passed on: {error!r}", error)
             with self._outputs:
-                self._tell(self._collector.fail_all(str(self.core.death)))
+                self._tell(self._processor.fail_all(str(self.core.death)))
             raise EngineDeadError(f"the engine has stopped: {self.core.death}") from error
 
     def take_in(self, output: StepOutput) -> None:
         """Pass on what a step brought. The engine must be held."""
         with self._outputs:
-            changed, stopped = self._collector.process(output)
+            changed, stopped = self._processor.process(output)
             for sequence in stopped:
                 reason = sequence.finish_reason or "stop"
                 self.core.abort(sequence.request.engine_id, reason, sequence.key)
             if stopped:
-                changed += self._collector.process(self.core.take_ended())[0]
+                changed += self._processor.process(self.core.take_ended())[0]
             self._tell(changed)
 
     def shutdown(self) -> None:
@@ -148,14 +148,14 @@ class StepLoop:
         with self.engine() as core:
             core.shutdown()
             with self._outputs:
-                self._tell(self._collector.fail_all(str(core.death)))
+                self._tell(self._processor.fail_all(str(core.death)))
 
     # --- requests ---------------------------------------------------------------------------------
 
     def open(self, new: NewRequest, prompt: str | None, kind: RequestOutputKind) -> OpenRequest:
         """Listen for a request that was added to the engine, which must still be held."""
         with self._outputs:
-            return self._collector.open(new, prompt, kind)
+            return self._processor.open(new, prompt, kind)
 
     def follow(self, requests: Iterable[OpenRequest], call: Call | None = None) -> Call:
         """A call that waits for these requests, or the given one, which from now on does so too."""
@@ -241,7 +241,7 @@ class StepLoop:
                     if not request.finished:
                         self.core.abort(request.engine_id)
                     with self._outputs:
-                        self._collector.close(request)
+                        self._processor.close(request)
                         self._calls.pop(request.engine_id, None)
             finally:
                 self._engine.release()

@@ -1,1 +1,1 @@
-"""Model architectures, one file each, and the loading of their weights."""
+"""Model architectures, one file each, built and filled with their weights."""

@@ -8,17 +8,17 @@ from math import prod
 
 import torch
 
-from quire.config.gguf import GGUFTensor
 from quire.config.model import ModelConfig
+from quire.files.gguf import GGUFTensor
 from quire.layers.parallel import Parallel
 from quire.layers.quantization.choose import MethodFor, choose_methods
 from quire.layers.quantization.packed import Weight
 from quire.layers.weights import Build, MatrixLayer, Shard, WeightedLayer
+from quire.loading.gguf import stored_blocks
+from quire.loading.upload import Upload, stays_here
+from quire.loading.weights import iter_weights
 from quire.models.fusion import fuse
-from quire.models.gguf import stored_blocks
 from quire.models.registry import CausalLM, model_class
-from quire.models.upload import Upload, stays_here
-from quire.models.weights import iter_weights
 from quire.protocol.errors import ModelError
 
 MAX_NAMED_TENSORS = 10

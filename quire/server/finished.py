@@ -7,7 +7,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.frontend.collector import OpenRequest, OpenSequence
+from quire.frontend.output_processor import OpenRequest, OpenSequence
 from quire.server.http.middleware import Application, Receive, Scope, Send
 
 

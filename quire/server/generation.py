@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from quire.frontend.async_llm import OutputStream, RequestTerms
-from quire.frontend.embedding import PoolingParams
 from quire.frontend.inputs import Prompt, TokenizationOptions
 from quire.frontend.outputs import EmbeddingRequestOutput, RequestOutput
+from quire.frontend.pooling import PoolingParams
 from quire.protocol.errors import ContextLengthError, RequestError
 from quire.protocol.sampling import BeamSearchParams, SamplingParams
 from quire.server.preparation.context import Preparation

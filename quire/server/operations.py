@@ -10,7 +10,6 @@ from pydantic import BaseModel, Strict
 from starlette.responses import Response
 
 from quire import __version__
-from quire.frontend.tools.declared import ToolUse, chat_tools
 from quire.protocol.errors import RequestError
 from quire.server.anthropic.models import DEFAULT_PAGE, model_record, page
 from quire.server.dialect import ANTHROPIC
@@ -19,6 +18,7 @@ from quire.server.http.errors import RETRY_AFTER_S, error_response
 from quire.server.preparation.context import Preparation
 from quire.server.preparation.conversation import render_chat
 from quire.server.preparation.routes import answered_already, prepared_route
+from quire.text.tool_calls.declared import ToolUse, chat_tools
 
 router = APIRouter()
 BODILESS: Any = {"response_class": Response, "response_description": "The engine serves requests."}

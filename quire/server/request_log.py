@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from quire.frontend.collector import OpenRequest, OpenSequence
+from quire.frontend.output_processor import OpenRequest, OpenSequence
 from quire.server.finished import FinishedRequest, end_of
 
 logger = logging.getLogger("quire.requests")

@@ -6,19 +6,19 @@ import dataclasses
 import logging
 
 from quire.config.structured import GrammarSettings
-from quire.frontend.chat_template import select_template
 from quire.frontend.inputs import Prompt
-from quire.frontend.tools.declared import ToolUse
-from quire.frontend.tools.enforcement import reply_grammar
-from quire.frontend.tools.formats import JSON, ToolFormat, find_format
-from quire.frontend.tools.message_stream import MessageForm
-from quire.frontend.tools.reasoning import find_tags
 from quire.protocol.sampling import SamplingParams
 from quire.protocol.structured import StructuredOutputs
 from quire.server.form_fields import FormFields
 from quire.server.openai.response_format import form_field, json_settings
 from quire.server.preparation.bodies import ConversationBody
 from quire.server.preparation.context import Preparation
+from quire.text.chat_template import select_template
+from quire.text.message_stream import MessageForm
+from quire.text.reasoning import find_tags
+from quire.text.tool_calls.declared import ToolUse
+from quire.text.tool_calls.enforcement import reply_grammar
+from quire.text.tool_calls.formats import JSON, ToolFormat, find_format
 
 logger = logging.getLogger(__name__)
 

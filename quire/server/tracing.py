@@ -10,7 +10,7 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
-from quire.frontend.collector import OpenRequest
+from quire.frontend.output_processor import OpenRequest
 from quire.protocol.errors import OptionError
 from quire.server.finished import FinishedRequest, end_of
 

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from quire.config.model import load_model_config
-from quire.frontend.tokenizer import load_tokenizer
+from quire.text.tokenizer import load_tokenizer
 from tests.test_embedded_model import read_with_gguf
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"

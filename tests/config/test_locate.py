@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 
 from quire.config import embedded
-from quire.config.hub import files_to_fetch
 from quire.config.locate import locate_model
+from quire.files.hub import files_to_fetch
 from quire.protocol.errors import ModelError, OptionError
 
 REPOSITORY = str(Path(embedded.__file__).parents[2])

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from quire import LLM, BeamSearchParams, QuireError, SamplingParams
 from quire.frontend.outputs import BeamSearchSequence
 from tests.frontend.conftest import Tiny
-from tests.frontend.tokenizer_samples import write_json
 from tests.models.reference import random_tokens
+from tests.text.tokenizer_samples import write_json
 from tests.tiny import END_ID, MAX_LEN, ascii_tokenizer, assert_at_rest, logprobs, tiny_llm
 
 PROMPTS = [random_tokens(n, seed=n) for n in (4, 21, 50)]

@@ -18,8 +18,8 @@ from quire import LLM, RequestOutput, SamplingParams
 from quire.protocol.seeds import derive_seed
 from tests.decoding import reference
 from tests.frontend.conftest import Tiny
-from tests.frontend.tokenizer_samples import write_json
 from tests.models.reference import VOCAB, random_tokens, reference_logits
+from tests.text.tokenizer_samples import write_json
 from tests.tiny import END_ID, MAX_LEN, ascii_tokenizer, text_ids, tiny_llm
 
 PROMPT = text_ids("The quick brown fox jumps over the lazy dog.")

@@ -18,9 +18,9 @@ from quire.protocol.output import FinishedSequence, StepOutput
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams
 from tests.config.test_gguf_header import write_gguf
-from tests.frontend.tools.test_call_formats import CALLS, CONTENT
 from tests.fuzz.target import CORPUS
 from tests.server.hostile import VALID
+from tests.text.tool_calls.test_call_formats import CALLS, CONTENT
 
 TOOL = {
     "type": "function",

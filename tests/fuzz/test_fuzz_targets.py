@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.frontend.tools.json_scanner import JsonScanner
+from quire.text.tool_calls.json_scanner import JsonScanner
 from tests.fuzz.run import TARGETS, Fuzzer, load_target
 from tests.fuzz.target import Target
 

@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer, PreTrainedModel
 
 from quire import SamplingParams
-from tests.frontend.tokenizer_samples import (
+from tests.models.reference import random_model
+from tests.text.tokenizer_samples import (
     LLAMA2_CONFIG,
     MISTRAL_CONFIG,
     llama_tokenizer_json,
@@ -30,7 +31,6 @@ from tests.frontend.tokenizer_samples import (
     train_sentencepiece,
     write_json,
 )
-from tests.models.reference import random_model
 from tests.tiny import assert_at_rest, greedy, is_greedy, tiny_llm
 
 PROMPTS = ["The future of AI is", "How does PagedAttention work?", "import argparse", "1 + 1 = 2"]

@@ -13,9 +13,9 @@ import torch
 
 from quire.config.device import DeviceInfo, cpu_memory
 from quire.config.embedded import embedded_model_path
-from quire.config.gguf import GGUFFile
 from quire.config.model import ModelConfig, load_model_config
 from quire.config.options import EngineOptions
+from quire.files.gguf import GGUFFile
 from quire.layers.quantization.method import Unquantized
 from quire.models.loader import count_weight_bytes, held_weight_bytes, load_model
 from quire.protocol.errors import OptionError

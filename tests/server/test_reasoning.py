@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.frontend.tools.templates import OPENS_THINKING
 from tests.server.running import ENGINE, RunningServer, eventually
+from tests.text.tool_calls.templates import OPENS_THINKING
 
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'

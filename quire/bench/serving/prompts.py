@@ -12,7 +12,7 @@ from quire.bench.serving.workload import LoadRequest, Segment
 from quire.protocol.errors import OptionError
 
 if TYPE_CHECKING:
-    from quire.frontend.tokenizer import Tokenizer
+    from quire.text.tokenizer import Tokenizer
 
 _WORDS = (
     "about after again air all also always and another answer any are around ask away back because "
@@ -102,6 +102,6 @@ def words_of(tokenizer: Tokenizer) -> list[str]:
 
 def load_tokenizer(name: str) -> Tokenizer:
     from quire.config.locate import locate_model
-    from quire.frontend import tokenizer
+    from quire.text import tokenizer
 
     return tokenizer.load_tokenizer(locate_model(name, load_format="dummy"))

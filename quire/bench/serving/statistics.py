@@ -10,7 +10,7 @@ import numpy as np
 from quire.bench.serving.runner import LoadRun, Record
 
 if TYPE_CHECKING:
-    from quire.frontend.tokenizer import Tokenizer
+    from quire.text.tokenizer import Tokenizer
 
 PERCENTILES = (50, 90, 95, 99)
 TIMES = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.config.gguf import TENSOR_TYPES
+from quire.files.gguf import TENSOR_TYPES
 
 # Small enough for the intermediate results of a chunk to stay in a core's cache.
 CHUNK_ELEMENTS = 1 << 18

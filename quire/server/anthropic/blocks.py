@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from quire.frontend.tools.deltas import ToolCall
+from quire.text.deltas import ToolCall
 
 encode = msgspec.json.Encoder().encode
 

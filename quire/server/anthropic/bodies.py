@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from quire.frontend.tools.declared import ToolUse, flat_tools
 from quire.protocol.errors import RequestError
 from quire.server.anthropic.turns import read_turn
 from quire.server.preparation.bodies import MessageBody
 from quire.server.preparation.conversation import text_parts
+from quire.text.tool_calls.declared import ToolUse, flat_tools
 
 TEXT_BLOCKS = ("text",)
 ROLES = ("user", "assistant", "system")

@@ -12,8 +12,6 @@ from starlette.responses import Response
 
 from quire.frontend.inputs import Prompt
 from quire.frontend.outputs import CompletionOutput, RequestOutput
-from quire.frontend.tools.deltas import CallDelta, Delta, Message, ReasoningDelta, TextDelta
-from quire.frontend.tools.message_stream import MessageForm
 from quire.protocol.errors import QuireError, RequestError
 from quire.protocol.sampling import RequestOutputKind, SamplingParams
 from quire.server.answering import answer
@@ -27,6 +25,8 @@ from quire.server.preparation.context import Preparation, Prepared
 from quire.server.preparation.conversation import conversation_prompt
 from quire.server.preparation.routes import answered_already, prepared_route
 from quire.server.tool_use import message_form, with_form
+from quire.text.deltas import CallDelta, Delta, Message, ReasoningDelta, TextDelta
+from quire.text.message_stream import MessageForm
 
 router = APIRouter(responses=ERRORS)
 

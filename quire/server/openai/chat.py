@@ -13,9 +13,6 @@ from starlette.responses import Response
 
 from quire.frontend.inputs import Prompt
 from quire.frontend.outputs import CompletionOutput, RequestOutput
-from quire.frontend.tools.declared import ToolUse, chat_tools
-from quire.frontend.tools.deltas import ReasoningDelta
-from quire.frontend.tools.message_stream import MessageForm, MessageStream
 from quire.protocol.output import RequestProgress
 from quire.protocol.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.server.answering import answer
@@ -37,6 +34,9 @@ from quire.server.preparation.context import Preparation, Prepared
 from quire.server.preparation.conversation import conversation_prompt
 from quire.server.preparation.routes import prepared_route
 from quire.server.tool_use import message_form, with_form
+from quire.text.deltas import ReasoningDelta
+from quire.text.message_stream import MessageForm, MessageStream
+from quire.text.tool_calls.declared import ToolUse, chat_tools
 
 router = APIRouter()
 

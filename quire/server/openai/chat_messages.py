@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.frontend.outputs import CompletionOutput
-from quire.frontend.tools.deltas import CallDelta, Delta, Message, ReasoningDelta
+from quire.text.deltas import CallDelta, Delta, Message, ReasoningDelta
 
 
 def whole_message(parsed: Message, role: str, with_reasoning: bool) -> dict[str, Any]:

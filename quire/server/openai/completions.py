@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from quire.frontend.inputs import Prompt, number_of_prompts, parse_prompts
 from quire.frontend.outputs import CompletionOutput, RequestOutput
-from quire.frontend.tokenizer import Tokenizer
 from quire.protocol.errors import RequestError
 from quire.protocol.output import RequestProgress
 from quire.protocol.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -30,6 +29,7 @@ from quire.server.openai.stream import ChunkWriter
 from quire.server.openai.usage import Usage
 from quire.server.preparation.context import Preparation, Prepared
 from quire.server.preparation.routes import prepared_route
+from quire.text.tokenizer import Tokenizer
 
 router = APIRouter()
 

@@ -9,9 +9,9 @@ import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from quire.frontend.embedding import PoolingParams, checked_params
 from quire.frontend.inputs import Prompt, number_of_prompts, parse_prompts
 from quire.frontend.outputs import EmbeddingRequestOutput
+from quire.frontend.pooling import PoolingParams, checked_params
 from quire.protocol.errors import RequestError
 from quire.server.generation import Generation, tokenize
 from quire.server.http.event_stream import CLIENT_LEFT

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from quire.frontend.tools.declared import ToolUse, flat_tools
 from quire.protocol.errors import RequestError
 from quire.server.openai.bodies import refuse_stream_options
 from quire.server.preparation.bodies import MessageBody
 from quire.server.preparation.conversation import text_parts
+from quire.text.tool_calls.declared import ToolUse, flat_tools
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")

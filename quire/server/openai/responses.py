@@ -12,9 +12,6 @@ from starlette.responses import Response
 
 from quire.frontend.inputs import Prompt
 from quire.frontend.outputs import CompletionOutput, RequestOutput
-from quire.frontend.tools.declared import ToolUse
-from quire.frontend.tools.deltas import CallDelta, Delta, ReasoningDelta, TextDelta
-from quire.frontend.tools.message_stream import MessageForm
 from quire.protocol.errors import QuireError
 from quire.protocol.sampling import RequestOutputKind, SamplingParams
 from quire.server.answering import answer
@@ -34,6 +31,9 @@ from quire.server.preparation.context import Preparation, Prepared
 from quire.server.preparation.conversation import conversation_prompt
 from quire.server.preparation.routes import prepared_route
 from quire.server.tool_use import message_form, with_form
+from quire.text.deltas import CallDelta, Delta, ReasoningDelta, TextDelta
+from quire.text.message_stream import MessageForm
+from quire.text.tool_calls.declared import ToolUse
 
 router = APIRouter()
 

@@ -12,16 +12,16 @@ from tokenizers import Tokenizer as Backend
 
 from quire.config.options import EngineOptions
 from quire.config.server import ServingOptions
-from quire.frontend.embedding import PoolingParams
 from quire.frontend.inputs import InputProcessor, Prompt
+from quire.frontend.pooling import PoolingParams
 from quire.frontend.session import Session
-from quire.frontend.tokenizer import Tokenizer
-from quire.frontend.tokenizer_files import TokenizerParts
-from quire.frontend.tools.message_stream import MessageForm
 from quire.protocol.errors import QuireError, RequestError
 from quire.protocol.sampling import BeamSearchParams, SamplingParams
 from quire.server.form_fields import FormFields
 from quire.server.http.errors import UnknownModelError
+from quire.text.message_stream import MessageForm
+from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer_files import TokenizerParts
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.frontend.chat_inputs import parse_conversations, render_conversations
-from quire.frontend.chat_template import select_template
 from quire.frontend.inputs import Prompt
-from quire.frontend.tools.prompting import prepare_conversation
 from quire.protocol.errors import RequestError
 from quire.server.generation import tokenize
 from quire.server.preparation.bodies import ConversationBody
 from quire.server.preparation.context import Preparation
 from quire.server.tool_use import tool_format
+from quire.text.chat_template import select_template
+from quire.text.tool_calls.prompting import prepare_conversation
 
 RESERVED_TEMPLATE_KWARGS = (
     "messages",

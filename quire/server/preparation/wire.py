@@ -13,14 +13,14 @@ from typing import Any
 
 import msgspec
 
-from quire.frontend.embedding import PoolingParams
 from quire.frontend.inputs import Prompt
-from quire.frontend.tools.message_stream import MessageForm
+from quire.frontend.pooling import PoolingParams
 from quire.protocol.codec import Decoder, encode
 from quire.protocol.errors import QuireError, RequestError
 from quire.protocol.sampling import BeamSearchParams, SamplingParams
 from quire.server.form_fields import FormFields
 from quire.server.preparation.context import Prepared
+from quire.text.message_stream import MessageForm
 
 JOB = struct.Struct("!IQ?")
 """Length of the path, length of the body, whether it is a large one."""

@@ -7,20 +7,20 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from quire.frontend.chat_template import (
+from quire.protocol.errors import RequestError
+from quire.text.chat_template import (
     detect_content_format,
     read_chat_template,
     render_chat,
     template_variables,
 )
-from quire.frontend.tools.declared import ToolUse, chat_tools
-from quire.frontend.tools.formats import find_format
-from quire.frontend.tools.prompting import prepare_conversation
-from quire.frontend.tools.reasoning import find_tags
-from quire.protocol.errors import RequestError
-from tests.frontend.tools import templates
+from quire.text.reasoning import find_tags
+from quire.text.tool_calls.declared import ToolUse, chat_tools
+from quire.text.tool_calls.formats import find_format
+from quire.text.tool_calls.prompting import prepare_conversation
 from tests.fuzz.mutations import Mutator
 from tests.fuzz.target import Target
+from tests.text.tool_calls import templates
 
 TEMPLATES = (templates.QWEN_3, templates.LLAMA_3_1, templates.MISTRAL_V3, templates.NO_TOOLS)
 

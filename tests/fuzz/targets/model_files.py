@@ -12,19 +12,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from quire.config.gguf import LOADABLE_TYPES, TENSOR_TYPES, GGUFFile
 from quire.config.locate import ModelSource
 from quire.config.model import load_model_config
-from quire.frontend.sentencepiece_model import (
+from quire.files.gguf import LOADABLE_TYPES, TENSOR_TYPES, GGUFFile
+from quire.loading.weights import iter_weights
+from quire.protocol.errors import ModelError
+from quire.text.sentencepiece_model import (
     UNIGRAM,
     NotSentencePieceError,
     build_bpe,
     build_unigram,
     read_sentencepiece,
 )
-from quire.frontend.tokenizer import load_tokenizer
-from quire.models.weights import iter_weights
-from quire.protocol.errors import ModelError
+from quire.text.tokenizer import load_tokenizer
 from tests.fuzz.mutations import Mutator
 from tests.fuzz.target import Target
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-from quire.frontend.tools.deltas import CallDelta, Message
-from quire.frontend.tools.formats import FORMATS, MISTRAL_NAMES_FIRST
-from quire.frontend.tools.message_stream import MessageForm
-from quire.frontend.tools.reasoning import REASONING_PARSERS, THINK
+from quire.text.deltas import CallDelta, Message
+from quire.text.message_stream import MessageForm
+from quire.text.reasoning import REASONING_PARSERS, THINK
+from quire.text.tool_calls.formats import FORMATS, MISTRAL_NAMES_FIRST
 from tests.fuzz.target import Target
 
 NAMES = ("add", "f", "get_weather")

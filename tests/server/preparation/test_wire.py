@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from quire.frontend.chat_template import _plain
 from quire.protocol.codec import encode
 from quire.protocol.errors import ContextLengthError, RequestError
 from quire.server.preparation.wire import HEADS, Refusal
+from quire.text.chat_template import _plain
 
 
 def test_numbers_beyond_64_bits_are_told() -> None:

@@ -1,0 +1,1 @@
+"""Tensors of foreign files, one at a time."""

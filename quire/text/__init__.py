@@ -1,0 +1,1 @@
+"""Text <-> tokens: tokenizers, chat templates, and what replies hold. Knows no engine."""

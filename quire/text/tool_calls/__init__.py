@@ -1,0 +1,1 @@
+"""Tool calls: told to models, enforced in their replies, and found there as text comes."""
