@@ -16,7 +16,7 @@ from quire.protocol.errors import RequestError
 from quire.protocol.messages import ID_SEPARATOR
 from quire.protocol.request import KEY_BITS
 from quire.protocol.snapshot import EngineSnapshot
-from quire.scheduler.pause import Pause
+from quire.scheduler.scheduler import Pause
 
 
 def reset_prefix_cache(core: EngineCore) -> bool:

@@ -23,10 +23,8 @@ from quire.protocol.output import StepOutput
 from quire.protocol.plan import StepPlan, StepResult
 from quire.protocol.request import NewRequest
 from quire.protocol.snapshot import EngineSnapshot
-from quire.scheduler.failure import fail_all, recover
 from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.pause import Pause
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.scheduler import Pause, Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +81,9 @@ class EngineCore:
     @property
     def wait_s(self) -> float | None:
         """How long a loop without work may sleep; None: until the next call."""
-        events = (self.scheduler.deadlines.next, self.scheduler.progress.next_time)
-        times = [event for event in events if event is not None]
-        waits = [min(max(min(times) - self.clock(), 0.0), LONGEST_SLEEP_S)] if times else []
+        waits, next_time = list[float](), self.scheduler.next_time
+        if next_time is not None:
+            waits.append(min(max(next_time - self.clock(), 0.0), LONGEST_SLEEP_S))
         if self.grammars.is_compiling:
             waits.append(POLL_S)
         return min(waits) if waits else None
@@ -156,7 +154,7 @@ class EngineCore:
 
     @property
     def is_drained(self) -> bool:
-        return self.draining and not self.has_work and not self.scheduler.unready
+        return self.draining and not self.has_work and not self.scheduler.waiting.held_back
 
     # --- the loop ---------------------------------------------------------------------------------
 
@@ -179,7 +177,7 @@ class EngineCore:
                 self.on_plan(plan)
             output = self._run(plan) or output
             started = time.perf_counter()
-            output.progress = self.scheduler.progress.collect(self.scheduler, self.clock())
+            output.progress = self.scheduler.progress.collect(self.clock())
             if self.advisor is not None:
                 self.advisor.look(self.clock())
             if plan is not None:
@@ -267,7 +265,7 @@ class EngineCore:
         """A step failed: start its requests over, or give up if steps keep failing."""
         self._in_flight.clear()
         suspects = [r for r in map(self.scheduler.by_row.__getitem__, plan.rows) if r is not None]
-        recover(self.scheduler, first_lost)
+        self.scheduler.recover(first_lost)
         if isinstance(error, StepMemoryError):
             self.pressure.step_failed(plan.num_tokens, suspects, error)
             return
@@ -285,7 +283,7 @@ class EngineCore:
             logger.error("the engine stops: %s", reason, exc_info=error)
             self.death = reason
         self._in_flight.clear()
-        fail_all(self.scheduler, self.death)
+        self.scheduler.fail_all(self.death)
 
     def read_metrics(self) -> list[Metric]:
         self._keep_host_time()
@@ -306,7 +304,7 @@ class EngineCore:
     def shutdown(self) -> None:
         """End what is left and free the workers; harmless if called again."""
         self.death = self.death or "it was shut down"
-        fail_all(self.scheduler, self.death)
+        self.scheduler.fail_all(self.death)
         self._in_flight.clear()
         self.grammars.shutdown()
         self.executor.shutdown()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from quire.protocol.errors import StepMemoryError
 from quire.protocol.plan import StepPlan
-from quire.scheduler.failure import fail_request
-from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ class MemoryPressure:
         )
 
     def step_failed(
-        self, num_tokens: int, suspects: Sequence[Request], error: StepMemoryError
+        self, num_tokens: int, suspects: list[Sequence], error: StepMemoryError
     ) -> None:
         """A step of `num_tokens` for `suspects` found no memory; all its requests wait again."""
         if self._has_grown:
@@ -72,7 +71,7 @@ class MemoryPressure:
         else:
             for request in suspects:
                 logger.error("request %r ends: out of memory: %s", request.request_id, error)
-                fail_request(scheduler, request.request_id, f"out of memory: {error}")
+                scheduler.fail_request(request.request_id, f"out of memory: {error}")
 
     def step_done(self, plan: StepPlan) -> None:
         """A step's result has arrived."""

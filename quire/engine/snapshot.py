@@ -18,8 +18,8 @@ from quire.protocol.snapshot import (
     SequenceSnapshot,
 )
 from quire.scheduler.block_pool import BlockPool
-from quire.scheduler.pause import Pause
-from quire.scheduler.request import Request, Status
+from quire.scheduler.scheduler import Pause
+from quire.scheduler.sequence import Sequence, Status
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
@@ -97,7 +97,7 @@ def split_memory(memory: DeviceMemory, blocks: NDArray[np.uint8]) -> MemorySplit
 
 
 def _sequence(
-    request: Request, blocks: NDArray[np.uint8], tables_of: Collection[int] | None
+    request: Sequence, blocks: NDArray[np.uint8], tables_of: Collection[int] | None
 ) -> SequenceSnapshot:
     row = request.row
     held = np.concatenate(request.tables) if row >= 0 else empty_ints()

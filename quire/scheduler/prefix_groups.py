@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from quire.protocol.plan import MIN_PREFIX_GROUP, Int32Array, StepPlan
-from quire.scheduler.request import Columns
+from quire.scheduler.sequence import Columns
 
 MIN_SAVED_TOKENS = 8192
 """Reads of cached tokens that sharing must save in a step to be worth its extra kernel."""

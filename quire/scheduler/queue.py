@@ -1,15 +1,65 @@
-"""`WaitingQueue`: requests without a row, in the order in which they get one."""
+"""`WaitingQueue`: sequences without a row, in the order in which they get one, and its bounds."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain, count
 
+from quire.protocol.errors import OverloadedError
+from quire.protocol.request import NewRequest
 from quire.scheduler.lazy_heap import LazyHeap
-from quire.scheduler.request import Request
+from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.sequence import Sequence
 from quire.scheduler.tenants import Tenants
 
 RETURNING = -1
+FULLEST = 2
+MIN_RETRY_S, MAX_RETRY_S = 1, 600
+MEMORY_S = 30.0
+"""What lies this far back counts for a third of the pace."""
+
+
+class Pace:
+    """How quickly the engine works: rates over the time in which there was work; the recent past
+    counts most."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._busy_s = 0.0
+        self._computed = 0.0
+        self._admitted = 0.0
+        self._newly_admitted = 0
+
+    def admitted(self, num_tokens: int) -> None:
+        """A request with a prompt of `num_tokens` left the queue."""
+        self._newly_admitted += num_tokens
+
+    def planned(self, now: float, num_tokens: int) -> None:
+        """A step of `num_tokens` is planned."""
+        if self._last is not None:
+            elapsed = now - self._last
+            fading = math.exp(-elapsed / MEMORY_S)
+            self._busy_s = self._busy_s * fading + elapsed
+            self._computed = self._computed * fading + num_tokens
+            self._admitted = self._admitted * fading + self._newly_admitted
+            self._newly_admitted = 0
+        self._last = now
+
+    def rested(self) -> None:
+        """There is nothing to do; the time until the next step does not count."""
+        self._last = None
+
+    @property
+    def computed_per_s(self) -> float:
+        """Tokens computed per second, 0 while that is unknown."""
+        return self._computed / self._busy_s if self._busy_s else 0.0
+
+    @property
+    def admitted_per_s(self) -> float:
+        """Prompt tokens that leave the queue per second, 0 while that is unknown."""
+        return self._admitted / self._busy_s if self._busy_s else 0.0
 
 
 class Lane:
@@ -19,10 +69,35 @@ class Lane:
         self.priority = priority
         self.slot = slot
         self.number = number
-        self.requests: LazyHeap[Request] = LazyHeap()
+        self.sequences: LazyHeap[Sequence] = LazyHeap()
         self.num_tokens_in = 0
         """Tokens of all requests that ever came, and of those that left again."""
         self.num_tokens_out = 0
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One of the two bounds of the queue, and what a new request would add."""
+
+    setting: str
+    limit: int
+    total: int
+    more: int
+    part: int
+    """Which of a tenant's two counts it is about: requests or prompt tokens."""
+
+    def share(self, num_older: int) -> int:
+        """What a tenant may have beyond the limit, with so many older ones beside it."""
+        return self.limit // (num_older + 1)
+
+    @property
+    def is_kept(self) -> bool:
+        return not self.limit or self.total + self.more <= self.limit
+
+    @property
+    def excess(self) -> int:
+        """What must go before there is room for a tenant that is within its share."""
+        return 0 if self.is_kept else max(0, self.total + self.more - FULLEST * self.limit)
 
 
 class WaitingQueue:
@@ -34,14 +109,17 @@ class WaitingQueue:
     out of date is put right when it comes up: O(log n) for each tenant served since the last time.
     """
 
-    def __init__(self, tenants: Tenants) -> None:
-        self._tenants = tenants
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._limits = limits
+        self.tenants = Tenants()
+        self.pace = Pace()
         self._lanes: dict[tuple[int, int], Lane] = {}
         self._order: LazyHeap[Lane] = LazyHeap()
-        self._lane_of: dict[Request, Lane] = {}
+        self._lane_of: dict[Sequence, Lane] = {}
         self._numbers = count()
-        self._held_back: set[Request] = set()
-        """Requests that are counted here but have no turn yet."""
+        self.held_back: dict[str, Sequence] = {}
+        """By request id, first sequences of requests that are counted here but have no turn yet: a
+        grammar is being compiled."""
         self.num_new = 0
         """Requests that have never run, and their prompt tokens."""
         self.num_new_tokens = 0
@@ -51,75 +129,75 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._lane_of)
 
-    def __contains__(self, request: Request) -> bool:
-        return request in self._lane_of
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._lane_of
 
-    def __iter__(self) -> Iterator[Request]:
-        return chain.from_iterable(lane.requests for lane in self._lanes.values())
+    def __iter__(self) -> Iterator[Sequence]:
+        return chain.from_iterable(lane.sequences for lane in self._lanes.values())
 
-    def push(self, request: Request) -> None:
-        self._release(request)
-        lane = self._lane(request)
-        lane.requests.push(request.rank[1], request)
-        self._lane_of[request] = lane
-        lane.num_tokens_in += request.num_prompt
+    def push(self, sequence: Sequence) -> None:
+        self._release(sequence)
+        lane = self._lane(sequence)
+        lane.sequences.push(sequence.rank[1], sequence)
+        self._lane_of[sequence] = lane
+        lane.num_tokens_in += sequence.num_prompt
         if lane.slot != RETURNING:
-            self._count_new(request, 1)
+            self._count_new(sequence, 1)
 
-    def hold_back(self, request: Request) -> None:
+    def hold_back(self, sequence: Sequence) -> None:
         """Count a request as waiting that has no turn before it is pushed."""
-        self._held_back.add(request)
-        self._count_new(request, 1)
+        self.held_back[sequence.request_id] = sequence
+        self._count_new(sequence, 1)
 
-    def _release(self, request: Request) -> None:
-        if request in self._held_back:
-            self._held_back.remove(request)
-            self._count_new(request, -1)
+    def _release(self, sequence: Sequence) -> None:
+        if self.held_back.get(sequence.request_id) is sequence:
+            del self.held_back[sequence.request_id]
+            self._count_new(sequence, -1)
 
-    def first(self) -> Request:
+    def first(self) -> Sequence:
         """Whose turn it is."""
         while True:
             key, lane = self._order.first()
             if len(self._order) > 1 and key != self._key(lane):
                 self._order.push(self._key(lane), lane)
                 continue
-            return lane.requests.first()[1]
+            return lane.sequences.first()[1]
 
-    def first_begun(self) -> Request | None:
+    def first_begun(self) -> Sequence | None:
         """Who is next among those that have begun."""
         lanes = [lane for lane in self._lanes.values() if lane.slot == RETURNING]
         if not lanes:
             return None
-        return min(lanes, key=lambda lane: lane.priority).requests.first()[1]
+        return min(lanes, key=lambda lane: lane.priority).sequences.first()[1]
 
-    def remove(self, request: Request) -> None:
-        """Forget a request, if it is here."""
-        self._release(request)
-        lane = self._lane_of.pop(request, None)
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, if it is here."""
+        self._release(sequence)
+        lane = self._lane_of.pop(sequence, None)
         if lane is None:
             return
-        lane.requests.remove(request)
-        if not lane.requests:
+        lane.sequences.remove(sequence)
+        if not lane.sequences:
             del self._lanes[lane.priority, lane.slot]
             self._order.remove(lane)
-        lane.num_tokens_out += request.num_prompt
+        lane.num_tokens_out += sequence.num_prompt
         if lane.slot != RETURNING:
-            self._count_new(request, -1)
+            self._count_new(sequence, -1)
 
-    def lane_of(self, request: Request) -> Lane:
-        return self._lane_of[request]
+    def lane_of(self, sequence: Sequence) -> Lane:
+        return self._lane_of[sequence]
 
-    def new_requests(self) -> Iterator[Request]:
-        """Requests that have never run, held back or not."""
-        lanes = [lane.requests for lane in self._lanes.values() if lane.slot != RETURNING]
-        return chain(chain.from_iterable(lanes), self._held_back)
+    def new_sequences(self) -> Iterator[Sequence]:
+        """Those that have never run, held back or not."""
+        lanes = [lane.sequences for lane in self._lanes.values() if lane.slot != RETURNING]
+        return chain(chain.from_iterable(lanes), self.held_back.values())
 
     @property
     def num_lanes(self) -> int:
         return len(self._lanes)
 
-    def _count_new(self, request: Request, change: int) -> None:
-        tenant, tokens = request.new.tenant, change * request.num_prompt
+    def _count_new(self, sequence: Sequence, change: int) -> None:
+        tenant, tokens = sequence.new.tenant, change * sequence.num_prompt
         self.num_new += change
         self.num_new_tokens += tokens
         num_requests, num_tokens = self.new_of.get(tenant, (0, 0))
@@ -128,9 +206,9 @@ class WaitingQueue:
         else:
             del self.new_of[tenant]
 
-    def _lane(self, request: Request) -> Lane:
-        priority = request.rank[0]
-        slot = RETURNING if request.has_begun else self._tenants.slot(request.new.tenant)
+    def _lane(self, sequence: Sequence) -> Lane:
+        priority = sequence.rank[0]
+        slot = RETURNING if sequence.has_begun else self.tenants.slot(sequence.new.tenant)
         lane = self._lanes.get((priority, slot))
         if lane is None:
             lane = self._lanes[priority, slot] = Lane(priority, slot, next(self._numbers))
@@ -140,4 +218,87 @@ class WaitingQueue:
     def _key(self, lane: Lane) -> tuple[int, bool, tuple[int, int], int]:
         if lane.slot == RETURNING:
             return lane.priority, False, (0, 0), lane.number
-        return lane.priority, True, self._tenants.standing(lane.slot), lane.number
+        return lane.priority, True, self.tenants.standing(lane.slot), lane.number
+
+    # --- bounds ---------------------------------------------------------------------------------
+
+    def make_room(self, new: NewRequest, num_free_rows: int) -> list[str]:
+        """Ids of waiting requests that must end for `new` to wait; `OverloadedError` if it may not.
+
+        Requests that find a free row when the next step is planned are not counted, and a prompt
+        that is longer than the bound on tokens may wait if it waits alone. A tenant that has less
+        than its share of the queue still gets in, until the queue is `FULLEST` times as long as its
+        bound: a tenant that fills it keeps no other out. Shares count tenants that are as old or
+        older, so new ones make no other's smaller; and where the queue is that long, requests of
+        newer tenants that have more than their share make room.
+        """
+        num_queued = self.num_new - num_free_rows
+        if num_queued < 0:
+            return []
+        limits, tokens = self._limits, self.num_new_tokens
+        bounds = [Bound("max_num_queued_reqs", limits.max_num_queued_reqs, num_queued, 1, 0)]
+        if tokens:
+            most, num_prompt = limits.max_num_queued_tokens, len(new.prompt_token_ids)
+            bounds.append(Bound("max_num_queued_tokens", most, tokens, num_prompt, 1))
+        if all(bound.is_kept for bound in bounds):
+            return []
+        age, own = self.tenants.age(new.tenant), self.new_of.get(new.tenant, (0, 0))
+        num_older = sum(self.tenants.age(name) < age for name in self.new_of)
+        for bound in bounds:
+            if not bound.is_kept and own[bound.part] + bound.more > bound.share(num_older):
+                raise self._overloaded(new, bound)
+        excess = [bound.excess for bound in bounds]
+        displaced: list[str] = []
+        for sequence in self._beyond_shares(new.tenant, bounds) if any(excess) else ():
+            displaced.append(sequence.request_id)
+            counts = (1, sequence.num_prompt)
+            excess = [left - counts[bound.part] for left, bound in zip(excess, bounds, strict=True)]
+            if max(excess) <= 0:
+                break
+        if max(excess) > 0:
+            raise self._overloaded(new, bounds[excess.index(max(excess))])
+        return displaced
+
+    def _beyond_shares(self, tenant: str, bounds: list[Bound]) -> Iterator[Sequence]:
+        """What tenants newer than this one have waiting beyond their shares; the newest tenant's
+        first, and of each the last in rank first."""
+        names = sorted({*self.new_of, tenant}, key=self.tenants.age)
+        waiting: dict[str, list[Sequence]] = {name: [] for name in names}
+        for sequence in self.new_sequences():
+            waiting[sequence.new.tenant].append(sequence)
+        limited = [bound for bound in bounds if bound.limit]
+        for num_older in range(len(names) - 1, names.index(tenant), -1):
+            name = names[num_older]
+            counts = list(self.new_of[name])
+            for sequence in sorted(waiting[name], key=lambda one: one.rank, reverse=True):
+                if all(counts[bound.part] <= bound.share(num_older) for bound in limited):
+                    break
+                yield sequence
+                counts[0] -= 1
+                counts[1] -= sequence.num_prompt
+
+    def _overloaded(self, new: NewRequest, bound: Bound) -> OverloadedError:
+        seconds = self._seconds_to_half()
+        if bound.setting == "max_num_queued_reqs":
+            reason = (
+                f"{self.num_new} requests are waiting, and {bound.setting}={bound.limit} allows no "
+                "more"
+            )
+        else:
+            reason = (
+                f"{self.num_new} requests with {self.num_new_tokens} prompt tokens are waiting, "
+                f"and {bound.setting}={bound.limit} leaves no room for "
+                f"{len(new.prompt_token_ids)} more"
+            )
+        return OverloadedError(
+            f"the engine is overloaded: {reason}. Try again in about {seconds} s, or raise "
+            f"{bound.setting}.",
+            retry_after_s=seconds,
+        )
+
+    def _seconds_to_half(self) -> int:
+        """When half of the queue should be gone: those sent away must not all find it full
+        again."""
+        rate = self.pace.admitted_per_s
+        seconds = self.num_new_tokens / 2 / rate if rate else MIN_RETRY_S
+        return math.ceil(min(max(seconds, MIN_RETRY_S), MAX_RETRY_S))

@@ -8,7 +8,7 @@ import numpy as np
 
 from quire.protocol.output import SequencePromptLogprobs, StepOutput
 from quire.protocol.plan import BoolArray, Int32Array, LogprobArrays, StepPlan, StepResult
-from quire.scheduler.request import Columns
+from quire.scheduler.sequence import Columns
 
 
 @dataclass(slots=True)

@@ -1,12 +1,15 @@
-"""`Scheduler`: decides, step by step, which requests compute how many tokens.
+"""`Scheduler`: decides, step by step, which sequences compute how many tokens.
 
-There are no phases: a request has known tokens and computed tokens, and a step lets requests catch
-up within a token budget. `schedule` plans a step from upper bounds, before the steps in flight have
-reported; `apply` takes a step's tokens in. Work over all rows is array operations; Python loops run
-only over what changed.
+There are no phases: a sequence has known tokens and computed tokens, and a step lets sequences
+catch up within a token budget. `schedule` plans a step from upper bounds, before the steps in
+flight have reported; `apply` takes a step's tokens in. Work over all rows is array operations;
+Python loops run only over what changed.
 """
 
 from __future__ import annotations
+
+import logging
+from enum import Enum
 
 import numpy as np
 
@@ -16,26 +19,34 @@ from quire.protocol.output import FinishedSequence, StepOutput
 from quire.protocol.plan import BoolArray, Float32Array, Int32Array, StepPlan, StepResult
 from quire.protocol.request import NewRequest
 from quire.protocol.seeds import random_seed
-from quire.scheduler.admission import admit_waiting, release_followers
-from quire.scheduler.beams import BeamGroup, report_candidates
-from quire.scheduler.books import check_books
-from quire.scheduler.deadlines import Deadlines
-from quire.scheduler.draft import PlanDraft
-from quire.scheduler.kv_blocks import KVBlocks
+from quire.scheduler.beam_search import BeamGroup
+from quire.scheduler.kv_cache import KVCache
+from quire.scheduler.lazy_heap import LazyHeap
 from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.overload import DISPLACED, make_room_in_queue
-from quire.scheduler.pace import Pace
-from quire.scheduler.pause import Pause
-from quire.scheduler.policy import rank_function
+from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.prefill_budget import PrefillBudget
 from quire.scheduler.prefix_groups import PrefixGroups
 from quire.scheduler.progress import ProgressReports
 from quire.scheduler.queue import WaitingQueue
-from quire.scheduler.radix_tree import chain_root
-from quire.scheduler.request import Columns, Request, Status, make_sequences
+from quire.scheduler.radix_tree import PrefixMatch, chain_root
 from quire.scheduler.results import AcceptedTokens, accept, collect_output
+from quire.scheduler.sequence import Columns, Sequence, Status, make_sequences
 from quire.scheduler.speculation import Speculation
-from quire.scheduler.tenants import Tenants
+
+logger = logging.getLogger(__name__)
+
+DISPLACED = "overloaded"
+"""Why a request ended that had to make room in the queue for one of an older tenant."""
+
+
+class Pause(Enum):
+    """What is left undone while an operator wants it to."""
+
+    NONE = "none"
+    DRAIN = "drain"
+    """No request begins; those that have begun go on to their end."""
+    HOLD = "hold"
+    """Nothing is computed; running requests keep their rows and blocks."""
 
 
 class Scheduler:
@@ -47,29 +58,29 @@ class Scheduler:
         self.columns = Columns(
             limits.max_num_seqs, limits.max_model_len, limits.block_size, limits.windows
         )
-        self.kv = KVBlocks(limits, self.columns)
+        self.kv = KVCache(limits, self.columns)
         self.prefix_groups: PrefixGroups | None = None
         if limits.groups_prefixes:
             full = limits.windows.index(None)
             self.prefix_groups = PrefixGroups(self.columns, limits.block_size, full)
         self.speculation = Speculation(self.columns)
-        self.pace = Pace()
         self.prefill_budget = PrefillBudget(limits.target_itl_s, limits.graph_tokens)
-        self.deadlines = Deadlines()
-        self.progress = ProgressReports()
+        self.waiting = WaitingQueue(limits)
+        self.tenants = self.waiting.tenants
+        self.pace = self.waiting.pace
+        self.progress = ProgressReports(self.waiting)
+        self.deadlines: LazyHeap[str] = LazyHeap()
+        """Requests that end by themselves, by time."""
         self.pause = Pause.NONE
-        self.tenants = Tenants()
-        self.waiting = WaitingQueue(self.tenants)
-        self.requests: dict[str, list[Request]] = {}
+        self.requests: dict[str, list[Sequence]] = {}
         """Sequences without a terminal output, by request id."""
-        self.unready: dict[str, Request] = {}
-        """Leaders that wait for `make_ready`, outside the queue."""
-        self.by_row: list[Request | None] = [None] * limits.max_num_seqs
+        self._beams: dict[str, BeamGroup] = {}
+        """Of requests that are searched with beams."""
+        self.by_row: list[Sequence | None] = [None] * limits.max_num_seqs
         self.free_rows = list(range(limits.max_num_seqs))[::-1]
         self.num_steps_in_flight = 0
-        self._rank = rank_function(limits.policy)
         self._ranked: Int32Array | None = None
-        self._draining: set[Request] = set()
+        self._draining: set[Sequence] = set()
         self.ended: list[FinishedSequence] = []
         # Changes since the last plan that the next one will carry:
         self._freed_rows: list[int] = []
@@ -85,11 +96,19 @@ class Scheduler:
         """Whether there is anything to compute, now or after results have come."""
         if self.pause is Pause.DRAIN:
             return self.num_running > 0 or self.waiting.first_begun() is not None
-        return len(self.requests) > len(self.unready) and self.pause is Pause.NONE
+        return len(self.requests) > len(self.waiting.held_back) and self.pause is Pause.NONE
 
     @property
     def num_running(self) -> int:
         return len(self.ranked_rows())
+
+    @property
+    def next_time(self) -> float | None:
+        """When there is something to do without a step: a deadline, or a report of progress."""
+        times = [self.deadlines.first()[0]] if self.deadlines else []
+        if self.progress.next_time is not None:
+            times.append(self.progress.next_time)
+        return min(times, default=None)
 
     # --- requests come and go -------------------------------------------------------------------
 
@@ -98,16 +117,17 @@ class Scheduler:
         if new.request_id in self.requests:
             raise RequestError(f"request_id {new.request_id!r} is already in use.")
         self.limits.check_fits(new)
-        make_room_in_queue(self, new)
+        self.waiting.make_room(new, len(self.free_rows))
 
     def add(self, new: NewRequest, is_ready: bool = True, now: float = 0.0) -> None:
         """Queue a request that has passed `check`, or hold it back until `make_ready`."""
-        for request_id in make_room_in_queue(self, new):
+        for request_id in self.waiting.make_room(new, len(self.free_rows)):
             self.abort(request_id, DISPLACED, now=now)
         self._num_arrivals += 1
+        priority = new.priority if self.limits.policy == "priority" else 0
         sequences = make_sequences(
             new,
-            rank=self._rank(new.priority, self._num_arrivals),
+            rank=(priority, self._num_arrivals),
             unseeded=random_seed(self.limits.seed, self._num_arrivals),
             max_total=self.limits.max_total(new),
             root=chain_root(*self.limits.cache_identity, *new.cache_scope),
@@ -115,41 +135,42 @@ class Scheduler:
         )
         leader = sequences[0]
         if new.beam_width:
-            leader.group = BeamGroup(leader, new.beam_width, new.length_penalty)
+            self._beams[new.request_id] = BeamGroup(leader)
         self.requests[new.request_id] = sequences
         self.tenants.join(new.tenant)
         if new.deadline is not None:
-            self.deadlines.add(new.request_id, new.deadline)
+            self.deadlines.push(new.deadline, new.request_id)
         self.metrics.prompt_tokens.add(leader.num_prompt)
-        self.unready[new.request_id] = leader
         if is_ready:
-            self.make_ready(new.request_id)
+            self._enqueue(leader)
         else:
             self.waiting.hold_back(leader)
 
     def make_ready(self, request_id: str) -> None:
         """Queue a request that was held back."""
-        leader = self.unready.pop(request_id)
+        self._enqueue(self.waiting.held_back[request_id])
+
+    def _enqueue(self, leader: Sequence) -> None:
         self.waiting.push(leader)
         if leader.new.wants_progress:
-            self.progress.add(leader, self.waiting.lane_of(leader))
+            self.progress.add(leader)
 
     def abort(
         self, request_id: str, reason: str = "abort", key: int | None = None, now: float = 0.0
     ) -> None:
-        """End the sequences of a request, or the one named by `key`; those with tokens in flight
+        """End the sequences of a sequence, or the one named by `key`; those with tokens in flight
         end once these are applied."""
-        for request in list(self.requests.get(request_id, ())):
-            if key is not None and request.key != key:
+        for sequence in list(self.requests.get(request_id, ())):
+            if key is not None and sequence.key != key:
                 continue
-            self.waiting.remove(request)
-            draining = request.status is Status.DRAINING
-            if request.group is None and (draining or request.has_tokens_in_flight):
-                request.finish_reason = reason
+            self.waiting.remove(sequence)
+            draining = sequence.status is Status.DRAINING
+            if not sequence.is_beam and (draining or sequence.has_tokens_in_flight):
+                sequence.finish_reason = reason
                 if not draining:
-                    self._drain(request)
+                    self._drain(sequence)
             else:
-                self.end(request, reason, now)
+                self.end(sequence, reason, now)
 
     def take_ended(self) -> list[FinishedSequence]:
         """Terminal outputs that no `apply` has reported yet (aborts, failures)."""
@@ -160,30 +181,30 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step, or return None if nothing can be computed before an `apply`."""
-        self.deadlines.expire(self, now)
+        self._expire(now)
         if not self.has_work:
             return None
-        draft = PlanDraft(self._next_step, self.max_step_tokens)
+        builder = PlanBuilder(self._next_step, self.max_step_tokens)
         while True:
-            self._continue_running(draft)
-            admit_waiting(self, draft, now)
-            if not draft.empty or not self.waiting or self.num_steps_in_flight:
+            self._continue_running(builder)
+            self._admit_waiting(builder, now)
+            if not builder.empty or not self.waiting or self.num_steps_in_flight:
                 break
             # What the queue needs is held by rows that cannot go on (beams awaiting a sibling).
-            self._preempt(int(self.ranked_rows()[-1]), draft)
-            draft.preempted = False
-        if draft.empty:
+            self._preempt(int(self.ranked_rows()[-1]), builder)
+            builder.preempted = False
+        if builder.empty:
             return None
-        plan = draft.finish(self._freed_rows, self._cuts, self._appends)
+        plan = builder.build(self._freed_rows, self._cuts, self._appends)
         plan.epochs = self.columns.epoch[plan.rows]
         if self.prefix_groups is not None:
             self.prefix_groups.mark(plan, self.ranked_rows())
         self._freed_rows, self._cuts, self._appends = [], {}, []
-        self.kv.pool.free(draft.held_blocks)
-        release_followers(self, plan.rows)
+        self.kv.pool.free(builder.held_blocks)
+        self._release_followers(plan.rows)
         self._next_step += 1
         self.num_steps_in_flight += 1
-        self.pace.planned(now, self.max_step_tokens - draft.budget)
+        self.pace.planned(now, self.max_step_tokens - builder.budget)
         is_prompt = plan.num_new_tokens > plan.num_samples
         num_prompt_tokens = int(plan.num_new_tokens[is_prompt].sum())
         self.prefill_budget.planned(plan.step, now, num_prompt_tokens)
@@ -191,7 +212,15 @@ class Scheduler:
         self.metrics.planned(plan, self.kv.pool.num_used, c.held_blocks, c.held_tokens, now)
         return plan
 
-    def _continue_running(self, draft: PlanDraft) -> None:
+    def _expire(self, now: float) -> None:
+        """End the requests whose time is up: by "timeout" where no token was on its way, else by
+        "abort", with the tokens they have."""
+        while self.deadlines and self.deadlines.first()[0] <= now:
+            request_id = self.deadlines.pop()
+            begun = any(sequence.num_generated > 0 for sequence in self.requests[request_id])
+            self.abort(request_id, "abort" if begun else "timeout", now=now)
+
+    def _continue_running(self, plan: PlanBuilder) -> None:
         """Let running requests catch up, preempting the last in rank while blocks are short."""
         c = self.columns
         self.kv.free_behind_windows(self.ranked_rows())
@@ -203,25 +232,25 @@ class Scheduler:
             want[c.awaits_tokens(rows, self.num_steps_in_flight)] = 0
             if self.limits.long_prefill_token_threshold:
                 np.minimum(want, self.limits.long_prefill_token_threshold, out=want)
-            self._limit_prompts(draft, rows, want)
-            grant = _share(draft.budget, want)
+            self._limit_prompts(plan, rows, want)
+            grant = _share(plan.budget, want)
             need = self.kv.shortfall(rows, c.num_computed[rows] + grant)
             if self.kv.can_grow(need):
                 break
-            self._preempt(int(rows[-1]), draft)
+            self._preempt(int(rows[-1]), plan)
         if self.speculation.num_drafts:
-            grant, need = self._with_drafts(draft, rows, grant, need)
-        self.kv.grow(draft, rows, need)
+            grant, need = self._with_drafts(plan, rows, grant, need)
+        self.kv.grow(plan, rows, need)
         longest = np.argsort(-c.num_tokens[rows], kind="stable")  # first, so that all end together
         if len(computing := longest[grant[longest] > 0]):
-            self._compute(draft, rows[computing], grant[computing])
+            self._compute(plan, rows[computing], grant[computing])
 
     def _with_drafts(
-        self, draft: PlanDraft, rows: Int32Array, grant: Int32Array, need: Int32Array
+        self, plan: PlanBuilder, rows: Int32Array, grant: Int32Array, need: Int32Array
     ) -> tuple[Int32Array, Int32Array]:
         """Drafts take what the tokens of all rows and the next prompt in the queue leave of the
         budget, and of the free blocks."""
-        c, left = self.columns, draft.budget - int(grant.sum())
+        c, left = self.columns, plan.budget - int(grant.sum())
         if self.waiting and self.free_rows:
             left = max(left - len(self.waiting.first().held_token_ids), 0)
         catches_up = (grant > 0) & (c.num_computed[rows] + grant == c.num_tokens[rows])
@@ -230,7 +259,7 @@ class Scheduler:
         more = self.kv.shortfall(rows, c.num_computed[rows] + with_drafts)
         return (with_drafts, more) if self.kv.can_grow(more) else (grant, need)
 
-    def _limit_prompts(self, draft: PlanDraft, rows: Int32Array, want: Int32Array) -> None:
+    def _limit_prompts(self, plan: PlanBuilder, rows: Int32Array, want: Int32Array) -> None:
         """Beside streams that clients read along, compute no more prompt tokens than fit the
         target for the gap between two tokens, and leave none of the streams out."""
         c, limits = self.columns, self.limits
@@ -239,11 +268,11 @@ class Scheduler:
             return
         is_prompt = want > 1
         num_decoding = int(np.count_nonzero(want == 1))
-        tokens = min(self.prefill_budget.tokens(num_decoding), draft.budget - num_decoding)
-        draft.prompt_budget = max(tokens, 0)
+        tokens = min(self.prefill_budget.tokens(num_decoding), plan.budget - num_decoding)
+        plan.prompt_budget = max(tokens, 0)
         prompts = want[is_prompt]
         before = np.cumsum(prompts) - prompts
-        want[is_prompt] = np.clip(draft.prompt_budget - before, 0, prompts)
+        want[is_prompt] = np.clip(plan.prompt_budget - before, 0, prompts)
 
     def ranked_rows(self) -> Int32Array:
         """Running rows in the policy's order, kept until a sequence joins or leaves."""
@@ -253,11 +282,7 @@ class Scheduler:
             self._ranked = rows[np.lexsort((arrival, priority))]
         return self._ranked
 
-    def forget_order(self) -> None:
-        """A sequence has joined or left."""
-        self._ranked = None
-
-    def _compute(self, draft: PlanDraft, rows: Int32Array, counts: Int32Array) -> None:
+    def _compute(self, plan: PlanBuilder, rows: Int32Array, counts: Int32Array) -> None:
         """Book `counts` tokens for `rows`. Rows that reach their last token sample the next; what
         they compute beyond it are drafts, of which the result says how many were accepted."""
         c = self.columns
@@ -274,19 +299,95 @@ class Scheduler:
         c.in_flight[rows] += 1
         if len(self.tenants) > 1:
             self.tenants.charge(c.tenant[rows], counts)
-        c.last_step[rows] = draft.step
+        c.last_step[rows] = plan.step
         self.kv.publish_prompts(rows, self.by_row)
-        draft.compute(rows, counts, samples)
+        plan.compute(rows, counts, samples)
 
-    def _preempt(self, row: int, draft: PlanDraft) -> None:
+    def _preempt(self, row: int, plan: PlanBuilder) -> None:
         """Take a request's blocks away; it is recomputed later."""
         self.metrics.preemptions.add(1)
-        draft.preempted = True
-        request = self._at(row)
+        plan.preempted = True
+        sequence = self._at(row)
         if self.columns.in_flight[row]:
-            self._drain(request)
+            self._drain(sequence)
         else:
-            self.requeue(request)
+            self.requeue(sequence)
+
+    # --- admission ------------------------------------------------------------------------------
+
+    def _admit_waiting(self, plan: PlanBuilder, now: float) -> None:
+        """Give rows to waiting sequences in the queue's order, until the first that does not fit:
+        as long as rows, blocks and the step's tokens allow."""
+        waiting, kv = self.waiting, self.kv
+        if plan.preempted or not waiting or not self.free_rows:
+            return
+        promised = kv.num_promised(self.ranked_rows())
+        while plan.room > 0 and self.free_rows and waiting:
+            sequence = waiting.first_begun() if self.pause is Pause.DRAIN else waiting.first()
+            if sequence is None:
+                return
+            num_known = len(sequence.held_token_ids)
+            match, fork_of = kv.match(sequence, plan.step)
+            if not kv.room_for(match, num_known, promised):
+                match, fork_of = kv.without_partial(match, fork_of)
+                if not kv.room_for(match, num_known, promised):
+                    return
+            want = num_known - match.num_tokens
+            if want > plan.room and not self._may_divide_prompts:
+                return
+            waiting.remove(sequence)
+            grant = min(want, plan.room, self.limits.long_prefill_token_threshold or want)
+            if sequence.num_cached < 0:
+                self._begin(sequence, match.num_tokens, now)
+            promised += self._admit(sequence, match, fork_of, grant, plan)
+
+    @property
+    def _may_divide_prompts(self) -> bool:
+        """Where memory is short, prompts that should stay whole may fit in no step."""
+        full = self.max_step_tokens == self.limits.max_num_batched_tokens
+        return self.limits.enable_chunked_prefill or not full
+
+    def _begin(self, sequence: Sequence, num_cached: int, now: float) -> None:
+        """A sequence gets its first row."""
+        if sequence.parent is None:
+            # From now on it ranks by admission: those of a tenant that came late but went ahead of
+            # others' queues must not be the first to be preempted for ever.
+            self.num_admissions += 1
+            sequence.rank = (sequence.rank[0], self.num_admissions)
+            for follower in sequence.followers:
+                follower.rank = sequence.rank
+            self.pace.admitted(sequence.num_prompt)
+            self.progress.begin(sequence)
+        sequence.num_cached = min(num_cached, sequence.num_prompt)
+        sequence.first_scheduled_time = now
+        self.metrics.admitted(sequence.num_prompt, sequence.num_cached)
+
+    def _admit(
+        self, sequence: Sequence, match: PrefixMatch, fork_of: int, grant: int, plan: PlanBuilder
+    ) -> int:
+        """Start a sequence on a row; returns how many blocks more its tokens will need."""
+        row = self.free_rows.pop()
+        samples = match.num_tokens + grant == len(sequence.held_token_ids)
+        plan.admit(sequence.added_row(row, match.num_tokens, fork_of), grant, samples)
+        self.by_row[row] = sequence
+        sequence.row, sequence.status = row, Status.RUNNING
+        tenant = self.tenants.admitted(sequence.new.tenant, grant)
+        num_tokens = self.columns.fill(sequence, plan.step, match.num_tokens, grant, tenant)
+        num_blocks = self.kv.admit(sequence, match, fork_of, grant, plan)
+        self._ranked = None
+        missing = self.limits.blocks_for(num_tokens) - num_blocks
+        return max(missing, 0) * len(self.limits.windows)
+
+    def _release_followers(self, rows: Int32Array) -> None:
+        """Queue the other sequences of a prompt once the first one's prompt is on its way."""
+        c = self.columns
+        for row in rows[c.has_followers[rows] & (c.num_computed[rows] >= c.num_prompt[rows])]:
+            leader = self._at(row)
+            for follower in leader.followers:
+                if follower.status is Status.WAITING:
+                    self.waiting.push(follower)
+            leader.followers = []
+            c.has_followers[row] = False
 
     # --- taking results in ----------------------------------------------------------------------
 
@@ -311,11 +412,11 @@ class Scheduler:
                 zip(result.pooled.rows.tolist(), result.pooled.vectors, strict=True)
             )
         self._append(accepted, now)
-        for request in [r for r in self._draining if c.in_flight[r.row] == 0]:
-            if request.finish_reason is not None:
-                self.end(request, request.finish_reason, now)
+        for sequence in [r for r in self._draining if c.in_flight[r.row] == 0]:
+            if sequence.finish_reason is not None:
+                self.end(sequence, sequence.finish_reason, now)
             else:
-                self.requeue(request)
+                self.requeue(sequence)
         self._pooled.clear()
         if not self.requests:
             self.pace.rested()
@@ -337,14 +438,50 @@ class Scheduler:
         self.kv.shrink(rows)
 
     def _advance_beams(self, plan: StepPlan, result: StepResult, live: BoolArray) -> None:
+        """Hand a step's candidates to the groups of their members; complete groups move on."""
         rows = plan.rows[plan.samples]
         by_host = live[plan.samples] & self.columns.host_chooses[rows]
         if not by_host.any():
             return
-        members = [self._at(row) for row in rows[by_host]]
+        logprobs = result.logprobs
+        assert logprobs is not None
         places = (np.cumsum(result.counts) - result.counts)[by_host]
-        for group in report_candidates(members, places, result.logprobs):
-            group.advance(self)
+        groups: dict[str, BeamGroup] = {}
+        for row, place in zip(rows[by_host], places, strict=True):
+            member = self._at(row)
+            group = groups[member.request_id] = self._beams[member.request_id]
+            line = int(np.flatnonzero(logprobs.index == place)[0])
+            group.report(member, logprobs.token_ids[line, 1:], logprobs.logprobs[line, 1:])
+        for group in groups.values():
+            if group.complete:
+                self._advance(group)
+
+    def _advance(self, group: BeamGroup) -> None:
+        moves = group.advance()
+        for fork in moves.forks:
+            self.waiting.push(fork)
+        for member, token in moves.extended:
+            if member.row >= 0:
+                self.append_tokens(member, [token])
+            else:
+                member.held_token_ids = np.append(member.held_token_ids, np.int32(token))
+                self.waiting.push(member)
+        for loser in moves.losers:
+            self._drop(loser)
+        if not group.members:
+            self._end_beams(group, "stop")
+        elif group.is_full:
+            self._end_beams(group, "length")
+
+    def _end_beams(self, group: BeamGroup, reason: str, error: str = "") -> FinishedSequence:
+        """Give a group its one terminal output and free all members."""
+        beams = group.finish()
+        for member in group.members:
+            self._drop(member)
+        tokens = np.array(beams[0].token_ids if beams else [], np.int32)
+        ended = self._finish(group.leader, tokens, reason, error=error)
+        ended.beams = beams
+        return ended
 
     def _append(self, accepted: AcceptedTokens, now: float) -> None:
         """Append sampled tokens and end the requests that stop or are full."""
@@ -362,30 +499,30 @@ class Scheduler:
         self.metrics.generated(len(accepted.tokens), gaps, now)
         c.last_token_time[rows] = now
         for row in rows[is_first]:
-            request = self._at(row)
-            if request.first_token_time:  # it was cut back to its prompt
+            sequence = self._at(row)
+            if sequence.first_token_time:  # it was cut back to its prompt
                 continue
-            request.first_token_time = now
-            if request.new.wants_progress:
-                self.progress.remove(request)
-            self.metrics.time_to_first_token.observe(now - request.new.arrival_time)
+            sequence.first_token_time = now
+            if sequence.new.wants_progress:
+                self.progress.remove(sequence)
+            self.metrics.time_to_first_token.observe(now - sequence.new.arrival_time)
         ends = accepted.ends
         for row, by_stop in zip(rows[ends], accepted.stops[ends], strict=True):
             self.end(self._at(row), "stop" if by_stop else "length", now)
 
-    def cut_back(self, request: Request, num_tokens: int) -> None:
+    def cut_back(self, sequence: Sequence, num_tokens: int) -> None:
         """Let a running sequence go on from its first `num_tokens` tokens. What is in flight of it
         is dropped when it comes."""
-        c, row = self.columns, request.row
-        assert request.status is Status.RUNNING and request.group is None
+        c, row = self.columns, sequence.row
+        assert sequence.status is Status.RUNNING and not sequence.is_beam
         assert not c.constrained[row], "a grammar has matched the tokens already"
-        assert request.num_prompt <= num_tokens <= c.num_known[row]
+        assert sequence.num_prompt <= num_tokens <= c.num_known[row]
         c.num_known[row] = c.num_tokens[row] = num_tokens
         c.num_computed[row] = min(c.num_computed[row], num_tokens - 1)
         c.num_certain[row] = c.num_computed[row]
-        if num_tokens < len(request.held_token_ids) or not self.kv.keeps(row, num_tokens - 1):
+        if num_tokens < len(sequence.held_token_ids) or not self.kv.keeps(row, num_tokens - 1):
             # Blocks of tokens that it came with are findable: it must not write to them.
-            self.requeue(request)
+            self.requeue(sequence)
             return
         c.epoch[row] += 1
         c.in_flight[row] = 0
@@ -394,9 +531,9 @@ class Scheduler:
         self._appends = [append for append in self._appends if append[0] != row]
         self._cuts[row] = num_tokens
 
-    def append_tokens(self, request: Request, tokens: list[int]) -> None:
+    def append_tokens(self, sequence: Sequence, tokens: list[int]) -> None:
         """Append tokens that the host knows, to a request with nothing in flight."""
-        c, row, at = self.columns, request.row, request.num_known
+        c, row, at = self.columns, sequence.row, sequence.num_known
         c.token_ids[row, at : at + len(tokens)] = tokens
         c.num_known[row] += len(tokens)
         c.num_tokens[row] += len(tokens)
@@ -404,27 +541,27 @@ class Scheduler:
 
     # --- leaving --------------------------------------------------------------------------------
 
-    def _drain(self, request: Request) -> None:
+    def _drain(self, sequence: Sequence) -> None:
         """Give the blocks up now; keep the row until the tokens in flight have arrived."""
-        self.kv.release(request)
-        self.columns.running[request.row] = False
+        self.kv.release(sequence)
+        self.columns.running[sequence.row] = False
         self._ranked = None
-        request.status = Status.DRAINING
-        self._draining.add(request)
+        sequence.status = Status.DRAINING
+        self._draining.add(sequence)
 
-    def requeue(self, request: Request) -> None:
-        self._release_row(request)
-        request.status = Status.WAITING
-        if request.group is None or request.group.awaits(request):
-            self.waiting.push(request)
+    def requeue(self, sequence: Sequence) -> None:
+        self._release_row(sequence)
+        sequence.status = Status.WAITING
+        if not sequence.is_beam or self._beams[sequence.request_id].awaits(sequence):
+            self.waiting.push(sequence)
 
-    def _release_row(self, request: Request) -> None:
+    def _release_row(self, sequence: Sequence) -> None:
         """Free a request's row and blocks; its tokens stay with it."""
-        row = request.row
-        self._draining.discard(request)
-        if request.status is Status.RUNNING:
-            self.kv.release(request)
-        request.hold()
+        row = sequence.row
+        self._draining.discard(sequence)
+        if sequence.status is Status.RUNNING:
+            self.kv.release(sequence)
+        sequence.hold()
         self.columns.running[row] = False
         self.columns.epoch[row] += 1
         self.by_row[row] = None
@@ -434,34 +571,34 @@ class Scheduler:
         self._cuts.pop(row, None)
         self._ranked = None
 
-    def drop(self, request: Request) -> None:
+    def _drop(self, sequence: Sequence) -> None:
         """Forget a sequence that gets no output of its own (a beam that lost)."""
-        self.waiting.remove(request)
-        if request.row >= 0:
-            self._release_row(request)
-        request.status = Status.FINISHED
+        self.waiting.remove(sequence)
+        if sequence.row >= 0:
+            self._release_row(sequence)
+        sequence.status = Status.FINISHED
 
     def end(
-        self, request: Request, reason: str, now: float = 0.0, error: str = ""
+        self, sequence: Sequence, reason: str, now: float = 0.0, error: str = ""
     ) -> FinishedSequence:
         """Free everything a sequence has and give it its one terminal output."""
-        if request.group is not None:
-            return request.group.end(self, reason, error)
-        row = request.row
+        if sequence.is_beam:
+            return self._end_beams(self._beams[sequence.request_id], reason, error)
+        row = sequence.row
         if row >= 0:
-            self._release_row(request)
-        tokens = request.held_token_ids[request.num_prompt :]
-        if request.new.pooling is None:
-            return self.finish(request, tokens, reason, now=now, error=error)
+            self._release_row(sequence)
+        tokens = sequence.held_token_ids[sequence.num_prompt :]
+        if sequence.new.pooling is None:
+            return self._finish(sequence, tokens, reason, now=now, error=error)
         # The token that was sampled after the prompt only says that the prompt is complete.
         reason = "stop" if reason == "length" else reason
-        ended = self.finish(request, tokens[:0], reason, now=now, error=error)
+        ended = self._finish(sequence, tokens[:0], reason, now=now, error=error)
         ended.embedding = self._pooled.pop(row, None)
         return ended
 
-    def finish(
+    def _finish(
         self,
-        request: Request,
+        sequence: Sequence,
         tokens: Int32Array,
         reason: str,
         *,
@@ -469,23 +606,57 @@ class Scheduler:
         error: str = "",
     ) -> FinishedSequence:
         """Record the terminal output of a sequence (or of a beam group, through its leader)."""
-        request.status, request.finish_reason = Status.FINISHED, reason
-        new = request.new
+        sequence.status, sequence.finish_reason = Status.FINISHED, reason
+        new = sequence.new
         siblings = self.requests[new.request_id]
-        siblings.remove(request)
+        siblings.remove(sequence)
         is_last = not siblings
         if new.wants_progress:
-            self.progress.remove(request)
+            self.progress.remove(sequence)
         if is_last:
             del self.requests[new.request_id]
-            self.unready.pop(new.request_id, None)
+            self._beams.pop(new.request_id, None)
             self.tenants.leave(new.tenant)
             if new.deadline is not None:
                 self.deadlines.remove(new.request_id)
-        ended = request.finished(tokens, reason, now, error)
+        ended = sequence.finished(tokens, reason, now, error)
         self.ended.append(ended)
         self.metrics.finished(ended, new, is_last)
         return ended
+
+    # --- failures -------------------------------------------------------------------------------
+
+    def recover(self, failed_step: int) -> None:
+        """After a failed step nothing from it on is computed: every running sequence starts over
+        from its known tokens, and draws the same random numbers again."""
+        self.kv.tree.withdraw(failed_step)
+        self.num_steps_in_flight = 0
+        for sequence in [one for one in self.by_row if one is not None]:
+            # Nothing of a row whose last step is lost may be published on release.
+            self.columns.num_computed[sequence.row] = 0
+            if sequence.finish_reason is not None:
+                self.end(sequence, sequence.finish_reason)
+            else:
+                self.requeue(sequence)
+
+    def fail_request(self, request_id: str, error: str) -> None:
+        """End all sequences of a request with an error. Nothing may be in flight (see
+        `recover`)."""
+        for sequence in list(self.requests.get(request_id, ())):
+            self.waiting.remove(sequence)
+            self.end(sequence, "error", error=error)
+
+    def fail_all(self, error: str) -> None:
+        """End everything with an error, whatever state it is in: the engine is dead."""
+        for sequence in [one for sequences in self.requests.values() for one in sequences]:
+            try:
+                self.waiting.remove(sequence)
+                self.end(sequence, "error", error=error)
+            except Exception:
+                logger.exception("request %r could not be ended in order", sequence.request_id)
+                tokens = np.empty(0, np.int32)
+                self.ended.append(FinishedSequence(sequence.key, tokens, "error", error=error))
+        self.requests.clear()
 
     # --- maintenance ----------------------------------------------------------------------------
 
@@ -493,12 +664,17 @@ class Scheduler:
         self.kv.tree.reset()
 
     def check_books(self) -> None:
-        check_books(self)
+        """Raise AssertionError if a block or a row is leaked, lost or counted wrongly."""
+        held = [sequence for sequence in self.by_row if sequence is not None]
+        self.kv.check_books(held)
+        assert len(held) + len(self.free_rows) == len(self.by_row), (
+            "a row is neither free nor owned"
+        )
 
-    def _at(self, row: int | np.int32) -> Request:
-        request = self.by_row[row]
-        assert request is not None, f"row {row} has no request"
-        return request
+    def _at(self, row: int | np.int32) -> Sequence:
+        sequence = self.by_row[row]
+        assert sequence is not None, f"row {row} has no request"
+        return sequence
 
 
 def _share(budget: int, want: Int32Array) -> Int32Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from quire.protocol.plan import Int32Array
-from quire.scheduler.request import Columns
+from quire.scheduler.sequence import Columns
 
 
 class Speculation:

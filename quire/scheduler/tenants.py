@@ -96,14 +96,16 @@ class Tenants:
             newest = next(name for name in reversed(self._ages) if name not in self._slots)
             del self._ages[newest]
 
-    def admitted(self, name: str, num_tokens: int) -> None:
-        """A request of the tenant got a row and computes its first tokens."""
+    def admitted(self, name: str, num_tokens: int) -> int:
+        """A request of the tenant got a row and computes its first tokens; returns the tenant's
+        number."""
         slot = self._slots[name]
         self._unproven.discard(name)
         self._num_turns += 1
         self._turns[slot] = self._num_turns
         if len(self._slots) > 1:  # a tenant alone is compared with none
             self._service[slot] += num_tokens
+        return slot
 
     def charge(self, slots: Int32Array, num_tokens: Int32Array) -> None:
         """Rows of these tenants compute tokens."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from quire import LLM, BeamSearchParams, RequestOutput, SamplingParams, StructuredOutputs
 from quire.frontend.inputs import TokenizationOptions, parse_prompts
 from quire.protocol.plan import StepPlan
-from quire.scheduler.request import Status
+from quire.scheduler.sequence import Status
 from tests.models.reference import VOCAB, random_tokens
 from tests.tiny import assert_at_rest, save_tiny, tiny_llm
 

@@ -12,7 +12,6 @@ from quire.engine.structured_output.matcher import Grammar
 from quire.protocol.errors import OverloadedError, RequestError
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams
-from quire.scheduler.failure import fail_request
 from tests.engine.driver import Engine, numbers
 
 
@@ -47,11 +46,11 @@ def test_it_can_end(how: str) -> None:
     elif how == "deadline":
         engine.now = 2.0
     else:
-        fail_request(engine.core.scheduler, "r5000", "its grammar is wrong")
+        engine.core.scheduler.fail_request("r5000", "its grammar is wrong")
     engine.step()
     reason = {"abort": "abort", "deadline": "timeout", "failure": "error"}[how]
     assert [engine.ended[key].finish_reason for key in (5000, 5001)] == [reason] * 2
-    assert not engine.core.scheduler.unready and not engine.core.has_work
+    assert not engine.core.scheduler.waiting.held_back and not engine.core.has_work
 
 
 @pytest.mark.parametrize("ends", ["ready", "abort"])
@@ -87,4 +86,4 @@ def test_a_form_that_proves_wrong_while_the_request_is_added() -> None:
     assert accepted is not None and isinstance(accepted.exception(), RequestError)
     engine.step()
     assert [engine.ended[key].finish_reason for key in (5000, 5001)] == ["error"] * 2
-    assert not engine.core.scheduler.unready and not engine.core.has_work
+    assert not engine.core.scheduler.waiting.held_back and not engine.core.has_work

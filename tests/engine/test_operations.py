@@ -8,7 +8,7 @@ import pytest
 
 from quire.engine.advice import Advisor
 from quire.protocol.errors import OverloadedError
-from quire.scheduler.pause import Pause
+from quire.scheduler.scheduler import Pause
 from tests.engine.driver import Engine, numbers
 
 # --- pausing --------------------------------------------------------------------------------------

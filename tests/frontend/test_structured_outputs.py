@@ -457,7 +457,7 @@ async def test_callers_of_one_engine(tiny: Tiny) -> None:
     assert isinstance(made[1], RequestError) and "structured_outputs.regex" in str(made[1])
     assert re.fullmatch("[a-f]{10}", await leaving[0])
     await engine.check_health()
-    assert not engine.client.core.scheduler.unready  # type: ignore[attr-defined]
+    assert not engine.client.core.scheduler.waiting.held_back  # type: ignore[attr-defined]
     engine.shutdown()
 
 

@@ -21,7 +21,7 @@ from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams
 from quire.protocol.seeds import derive_seed
 from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.request import Status
+from quire.scheduler.sequence import Status
 from tests.engine.toy import (
     InjectedError,
     ToyExecutor,

@@ -11,7 +11,7 @@ import pytest
 from quire.protocol.errors import RequestError
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams
-from quire.scheduler.request import Status
+from quire.scheduler.sequence import Status
 from tests.engine.driver import MAX_LEN, VOCAB, Engine, numbers
 from tests.engine.toy import entries_of, next_token
 

@@ -16,7 +16,7 @@ from quire import LLM, SamplingParams
 from quire.layers.attention.cpu import CpuBackend
 from quire.layers.attention.layer import Attention
 from quire.protocol.errors import OptionError
-from quire.scheduler.request import Status
+from quire.scheduler.sequence import Status
 from tests.models.reference import random_tokens
 from tests.tiny import greedy, is_greedy, save_tiny, tiny_llm
 

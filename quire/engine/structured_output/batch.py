@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from quire.engine.structured_output.matcher import WORD_BITS, Matcher, Words, token_bits
 from quire.protocol.plan import BoolArray, Int32Array, StepPlan
-from quire.scheduler.request import Request
+from quire.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor
@@ -22,7 +22,7 @@ class Batch:
     all that does not change is gathered once."""
 
     def __init__(
-        self, plan: StepPlan, places: Int32Array, members: Sequence[tuple[Request, Matcher]]
+        self, plan: StepPlan, places: Int32Array, members: list[tuple[Sequence, Matcher]]
     ) -> None:
         """`places` are among the plan's rows that sample; each of these has one line."""
         matchers = [matcher for _, matcher in members]

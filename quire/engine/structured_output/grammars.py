@@ -22,9 +22,8 @@ from quire.protocol.errors import QuireError
 from quire.protocol.output import FinishedSequence, StepOutput
 from quire.protocol.plan import BoolArray, StepPlan, StepResult, TokenMasks
 from quire.protocol.request import NewRequest
-from quire.scheduler.failure import fail_request
-from quire.scheduler.request import Request, Status
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.sequence import Sequence, Status
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor
@@ -48,7 +47,7 @@ class Grammars:
         """By the key of a sequence."""
         self._batch: Batch | None = None
         """That of the last plan."""
-        self._sampled: list[tuple[Request, Matcher]] = []
+        self._sampled: list[tuple[Sequence, Matcher]] = []
         """Whose token the last `consume` took in."""
         self._threads: LLExecutor | None = None
 
@@ -84,13 +83,13 @@ class Grammars:
             if not compilation.is_over:
                 continue
             del self._pending[request_id]
-            if request_id not in self._scheduler.unready:  # aborted, or out of time
+            if request_id not in self._scheduler.waiting.held_back:  # aborted, or out of time
                 accepted.set_result(None)
                 continue
             try:
                 self._start(new, compilation)
             except QuireError as error:
-                fail_request(self._scheduler, request_id, str(error))
+                self._scheduler.fail_request(request_id, str(error))
                 accepted.set_exception(error)
             else:
                 accepted.set_result(None)
@@ -177,7 +176,7 @@ class Grammars:
                 ended.is_own_fault = True
         return complete
 
-    def _may_stop(self, request: Request) -> bool:
+    def _may_stop(self, request: Sequence) -> bool:
         """Whether a stop token ends a request that samples it next."""
         c = self._scheduler.columns
         return bool(c.num_known[request.row] + 1 >= c.min_total[request.row])
@@ -195,10 +194,10 @@ class Grammars:
             output.keys = np.append(output.keys, keys)
             output.tokens = np.append(output.tokens, ids.astype(np.int32))
 
-    def _may_jump(self, request: Request, matcher: Matcher) -> bool:
+    def _may_jump(self, request: Sequence, matcher: Matcher) -> bool:
         return self._settings.jump_ahead and matcher.may_jump and not request.has_tokens_in_flight
 
-    def _jump(self, request: Request, matcher: Matcher, now: float) -> list[int]:
+    def _jump(self, request: Sequence, matcher: Matcher, now: float) -> list[int]:
         """Append the tokens that can only follow; returns them."""
         tokens = matcher.forced()
         if not tokens:

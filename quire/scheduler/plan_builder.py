@@ -1,4 +1,4 @@
-"""`PlanDraft`: collects the parts of a step while it is scheduled, then becomes a `StepPlan`."""
+"""`PlanBuilder`: collects the parts of a step while it is scheduled, then builds a `StepPlan`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def _join(parts: list[Int32Array]) -> Int32Array:
     return np.concatenate(parts).astype(np.int32, copy=False) if parts else empty_ints()
 
 
-class PlanDraft:
+class PlanBuilder:
     def __init__(self, step: int, budget: int) -> None:
         self.step = step
         self.budget = budget
@@ -74,7 +74,7 @@ class PlanDraft:
     def copy_block(self, source: int, target: int) -> None:
         self._copies.append((source, target))
 
-    def finish(
+    def build(
         self, freed_rows: list[int], cuts: dict[int, int], appends: list[tuple[int, int]]
     ) -> StepPlan:
         self._gather_admitted()

@@ -1,10 +1,9 @@
-"""`Request` and `Columns`: a sequence on the host; while it has a row its numbers are there."""
+"""`Sequence` and `Columns`: a sequence on the host; while it has a row its numbers are there."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,8 +13,8 @@ from quire.protocol.request import MediaSpan, NewRequest
 from quire.protocol.sampling import SamplingParams
 from quire.protocol.seeds import derive_seed
 
-if TYPE_CHECKING:
-    from quire.scheduler.beams import BeamGroup
+CANDIDATES_PER_BEAM = 2
+"""Most likely tokens of each beam that are looked at, times the number of beams."""
 
 
 class Status(IntEnum):
@@ -27,7 +26,7 @@ class Status(IntEnum):
 
 
 class Columns:
-    """The numbers of all running requests, one row each.
+    """The numbers of all running sequences, one row each.
 
     `num_tokens` and `num_computed` are upper bounds that include steps in flight; `num_known`
     counts the tokens whose ids the host has.
@@ -65,11 +64,11 @@ class Columns:
         """`num_computed` before the step `last_step` was planned."""
         self.last_step = np.full(max_rows, -1, np.int64)
         self.first_step = np.full(max_rows, -1, np.int64)
-        """The step whose plan gave the row to its request."""
+        """The step whose plan gave the row to its sequence."""
         self.max_total = ints()
-        """Prompt and output tokens at which the request ends by length."""
+        """Prompt and output tokens at which the sequence ends by length."""
         self.min_total = ints()
-        """No stop token ends the request before it has this many tokens."""
+        """No stop token ends the sequence before it has this many tokens."""
         self.num_certain = ints()
         """Computed tokens less those in flight that may be rejected; kept where a group has a
         window."""
@@ -78,7 +77,7 @@ class Columns:
         self.first_blocks: Int32Array = np.zeros((num_groups, max_rows), np.int32)
         """Of each group, the first block that the row still holds."""
         self.num_held_blocks = ints()
-        """Blocks full of tokens that the request came with, and how many of them are published."""
+        """Blocks full of tokens that the sequence came with, and how many of them are published."""
         self.num_published = ints()
         self.has_sampled = flags()
         """A step is planned in which the row samples, after which drafts wait in it."""
@@ -99,39 +98,41 @@ class Columns:
         self.rank: Int64Array = np.zeros((2, max_rows), np.int64)
         self.stop_ids: Int32Array = np.full((max_rows, 4), -1, np.int32)
 
-    def fill(self, request: Request, step: int, num_cached: int, num_new: int, tenant: int) -> int:
-        """Write a request that `step` admits to its row, where it computes `num_new` tokens after
+    def fill(
+        self, sequence: Sequence, step: int, num_cached: int, num_new: int, tenant: int
+    ) -> int:
+        """Write a sequence that `step` admits to its row, where it computes `num_new` tokens after
         those whose KV is there already; its blocks come after. Returns its `num_tokens`."""
-        row, known, by_host = request.row, request.held_token_ids, request.group is not None
+        row, known, by_host = sequence.row, sequence.held_token_ids, sequence.is_beam
         num_known = len(known)
         samples = num_cached + num_new == num_known
         num_tokens = num_known + (samples and not by_host)
         self.epoch[row] += 1
         self.running[row] = True
         self.token_ids[row, :num_known] = known
-        self.num_prompt[row] = request.num_prompt
+        self.num_prompt[row] = sequence.num_prompt
         self.num_known[row] = num_known
         self.num_tokens[row] = num_tokens
         self.num_computed[row] = self.num_certain[row] = num_cached + num_new
         self.computed_before[row] = num_cached
         self.last_step[row] = self.first_step[row] = step
-        self.max_total[row] = request.max_total
-        self.min_total[row] = request.num_prompt + request.params.min_tokens
+        self.max_total[row] = sequence.max_total
+        self.min_total[row] = sequence.num_prompt + sequence.params.min_tokens
         self.num_held_blocks[row] = num_known // self.block_size
         self.has_sampled[row] = samples
         self.in_flight[row] = 1
-        self.constrained[row] = request.params.structured_outputs is not None
+        self.constrained[row] = sequence.params.structured_outputs is not None
         self.synchronous[row] = by_host
         self.host_chooses[row] = by_host
-        self.has_followers[row] = bool(request.followers)
-        self.streams[row] = request.new.streams and not by_host
-        self.interactive[row] = request.new.interactive
-        self.keys[row] = request.key
+        self.has_followers[row] = bool(sequence.followers)
+        self.streams[row] = sequence.new.streams and not by_host
+        self.interactive[row] = sequence.new.interactive
+        self.keys[row] = sequence.key
         self.tenant[row] = tenant
-        if request.last_token_time:
-            self.last_token_time[row] = request.last_token_time
-        self.rank[:, row] = request.rank
-        self._set_stop_ids(row, request.stop_ids)
+        if sequence.last_token_time:
+            self.last_token_time[row] = sequence.last_token_time
+        self.rank[:, row] = sequence.rank
+        self._set_stop_ids(row, sequence.stop_ids)
         return num_tokens
 
     @property
@@ -169,7 +170,7 @@ class Columns:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class Sequence:
     """One sequence. With `n > 1` the first is the leader and the others follow it."""
 
     key: int
@@ -178,8 +179,6 @@ class Request:
     seed: int
     num_prompt: int
     max_total: int
-    eos_token_ids: tuple[int, ...]
-    """End-of-sequence ids, unless it ignores them."""
     stop_ids: tuple[int, ...]
     """All token ids that end it."""
     rank: tuple[int, int]
@@ -197,11 +196,10 @@ class Request:
     finish_reason: str | None = None
     num_cached: int = -1
     """Prompt tokens found in the cache when it was first admitted; -1 before."""
-    parent: Request | None = None
-    """The request whose first `num_shared` tokens it can take over."""
+    parent: Sequence | None = None
+    """The sequence whose first `num_shared` tokens it can take over."""
     num_shared: int = 0
-    followers: list[Request] = field(default_factory=list)
-    group: BeamGroup | None = None
+    followers: list[Sequence] = field(default_factory=list)
     first_scheduled_time: float = 0.0
     first_token_time: float = 0.0
     last_token_time: float = 0.0
@@ -214,6 +212,11 @@ class Request:
     @property
     def params(self) -> SamplingParams:
         return self.new.params
+
+    @property
+    def is_beam(self) -> bool:
+        """Whether the host chooses its tokens, from those that are most likely."""
+        return self.new.beam_width > 0
 
     @property
     def has_begun(self) -> bool:
@@ -266,10 +269,10 @@ class Request:
             stop_token_ids=self.stop_ids,
             fork_of=fork_of,
             num_forked_tokens=num_forked,
-            num_logprobs=self.group.num_candidates if self.group else num_logprobs,
+            num_logprobs=CANDIDATES_PER_BEAM * self.new.beam_width or num_logprobs,
             num_prompt_logprobs=self._num_prompt_logprobs,
             pooling=self.new.pooling,
-            appends_sampled=self.group is None,
+            appends_sampled=not self.is_beam,
         )
 
     @property
@@ -325,19 +328,18 @@ def make_sequences(
     max_total: int,
     root: bytes,
     columns: Columns,
-) -> list[Request]:
+) -> list[Sequence]:
     """The `n` sequences of a request; `unseeded` is its seed if it brings none."""
     seed = unseeded if new.params.seed is None else new.params.seed
     eos = () if new.params.ignore_eos else new.eos_token_ids
     digests = media_digests(new.media, columns.block_size)
     sequences = [
-        Request(
+        Sequence(
             key=new.key + i,
             new=new,
             seed=derive_seed(seed, i),
             num_prompt=len(new.prompt_token_ids),
             max_total=max_total,
-            eos_token_ids=eos,
             stop_ids=(*eos, *(new.params.stop_token_ids or ())),
             rank=rank,
             root=root,

@@ -1,4 +1,4 @@
-"""`KVBlocks`: which blocks hold whose KV. Joins block pool, radix tree and block tables.
+"""`KVCache`: which blocks hold whose KV. Joins block pool, radix tree and block tables.
 
 Every KV group has a table of its own. All tables of a row are equally long; a group with a window
 has let go of the blocks that no further token sees, and what it had there is not read any more.
@@ -10,13 +10,13 @@ import numpy as np
 
 from quire.protocol.plan import Int32Array
 from quire.scheduler.block_pool import BlockPool
-from quire.scheduler.draft import PlanDraft
 from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.radix_tree import NO_BLOCK, PrefixMatch, RadixTree
-from quire.scheduler.request import Columns, Request, Status
+from quire.scheduler.sequence import Columns, Sequence, Status
 
 
-class KVBlocks:
+class KVCache:
     def __init__(self, limits: SchedulerLimits, columns: Columns) -> None:
         self.limits = limits
         self.columns = columns
@@ -32,17 +32,17 @@ class KVBlocks:
 
     # --- admission ------------------------------------------------------------------------------
 
-    def match(self, request: Request, step: int) -> tuple[PrefixMatch, int]:
+    def match(self, sequence: Sequence, step: int) -> tuple[PrefixMatch, int]:
         """The longest prefix that is already computed, and the row it is forked from (-1: none).
 
         It comes from the tree or from the row of the request's parent, and leaves out the last
         token, which must be computed to sample the next one.
         """
         match = self.tree.bounded([[] for _ in self.limits.windows], 0)
-        if not self._skips_cache(request):
-            tokens = request.held_token_ids[:-1]
-            match = self.tree.match(request.root, tokens, step, request.digests)
-        parent, c = request.parent, self.columns
+        if not self._skips_cache(sequence):
+            tokens = sequence.held_token_ids[:-1]
+            match = self.tree.match(sequence.root, tokens, step, sequence.digests)
+        parent, c = sequence.parent, self.columns
         # The tables and copies of a row that joins with this very plan are not there to take from.
         if (
             parent is not None
@@ -51,7 +51,7 @@ class KVBlocks:
         ):
             row = parent.row
             computed = c.computed_before if c.last_step[row] == step else c.num_computed
-            shared = min(request.num_shared, int(computed[row]))
+            shared = min(sequence.num_shared, int(computed[row]))
             if shared > match.num_tokens:
                 forked = self._match_row(row, shared)
                 if forked is not None:
@@ -74,12 +74,12 @@ class KVBlocks:
             return self.tree.bounded([[] for _ in self.limits.windows], 0), -1
         return self.tree.bounded(match.blocks, num_tokens), -1
 
-    def _skips_cache(self, request: Request) -> bool:
+    def _skips_cache(self, sequence: Sequence) -> bool:
         """Prompt logprobs need every prompt token computed, by the first sequence of a prompt; so
         does the mean of all hidden states, of which the cache keeps keys and values alone."""
-        params = request.params
-        scores_prompt = params.wants_prompt_logprobs and request.parent is None
-        wants_all = scores_prompt or request.new.pooling == "mean"
+        params = sequence.params
+        scores_prompt = params.wants_prompt_logprobs and sequence.parent is None
+        wants_all = scores_prompt or sequence.new.pooling == "mean"
         return wants_all or bool(params.skip_reading_prefix_cache)
 
     def num_promised(self, running: Int32Array) -> int:
@@ -108,18 +108,18 @@ class KVBlocks:
         return need + num_promised <= self.pool.num_free
 
     def admit(
-        self, request: Request, match: PrefixMatch, fork_of: int, grant: int, draft: PlanDraft
+        self, sequence: Sequence, match: PrefixMatch, fork_of: int, grant: int, plan: PlanBuilder
     ) -> int:
         """Give a new row the matched blocks and further ones for `grant` tokens; returns how many
         blocks its tables have.
 
         The block that is shared in part is copied. Full blocks become findable at once.
         """
-        c, limits, row, shared = self.columns, self.limits, request.row, match.num_blocks
+        c, limits, row, shared = self.columns, self.limits, sequence.row, match.num_blocks
         filled = match.num_tokens + grant
         self.pool.share(match.held())
         self.pool.share(match.partial)
-        draft.held_blocks += match.partial
+        plan.held_blocks += match.partial
         reserve = limits.max_model_len if limits.reserves_max_length else filled
         num_added = limits.blocks_for(reserve) - shared
         added = self.pool.allocate(num_added * self._num_groups)
@@ -130,17 +130,17 @@ class KVBlocks:
             c.first_blocks[group, row] = first = match.firsts[group]
             c.block_tables[group, row, : len(blocks)] = blocks
             if fork_of < 0:
-                draft.write_table(group, row, first, blocks[first:])
+                plan.write_table(group, row, first, blocks[first:])
             else:  # the device copies the shared part of the table from the other row
-                draft.write_table(group, row, shared, own)
+                plan.write_table(group, row, shared, own)
             if match.partial:
-                draft.copy_block(match.partial[group], own[0])
+                plan.copy_block(match.partial[group], own[0])
             tables.append([NO_BLOCK] * first + blocks[first:] if first else blocks)
         c.num_blocks[row] = shared + num_added
         published = shared if fork_of < 0 else min(shared, int(c.num_published[fork_of]))
         full = filled // limits.block_size
-        tokens = request.held_token_ids[: full * limits.block_size]
-        self.tree.insert(request.root, tokens, tables, published, draft.step, request.digests)
+        tokens = sequence.held_token_ids[: full * limits.block_size]
+        self.tree.insert(sequence.root, tokens, tables, published, plan.step, sequence.digests)
         c.num_published[row] = max(full, published)
         return shared + num_added
 
@@ -154,7 +154,7 @@ class KVBlocks:
     def can_grow(self, need: Int32Array) -> bool:
         return int(need.sum()) * self._num_groups <= self.pool.num_free
 
-    def grow(self, draft: PlanDraft, rows: Int32Array, need: Int32Array) -> None:
+    def grow(self, plan: PlanBuilder, rows: Int32Array, need: Int32Array) -> None:
         """Append `need[i]` new blocks to the tables of `rows[i]`."""
         total = int(need.sum())
         if not total:
@@ -166,7 +166,7 @@ class KVBlocks:
         for group in range(self._num_groups):
             ids = np.array(self.pool.allocate(total), np.int32)
             c.block_tables[group, rows_of, indices] = ids
-            draft.write_blocks(group, rows_of, indices, ids)
+            plan.write_blocks(group, rows_of, indices, ids)
         c.num_blocks[rows] += need
 
     def free_behind_windows(self, rows: Int32Array) -> None:
@@ -200,18 +200,18 @@ class KVBlocks:
                 self.pool.free(table[::-1].tolist())
             c.num_blocks[row] = count
 
-    def publish_prompts(self, rows: Int32Array, by_row: list[Request | None]) -> None:
+    def publish_prompts(self, rows: Int32Array, by_row: list[Sequence | None]) -> None:
         """Make prompt blocks findable as soon as a step is planned that fills them."""
         c = self.columns
         ready = np.minimum(c.num_computed[rows] // self.limits.block_size, c.num_held_blocks[rows])
         behind = ready > c.num_published[rows]
         for row, count in zip(rows[behind].tolist(), ready[behind].tolist(), strict=True):
-            request = by_row[row]
-            assert request is not None
-            tokens = request.held_token_ids[: count * self.limits.block_size]
+            sequence = by_row[row]
+            assert sequence is not None
+            tokens = sequence.held_token_ids[: count * self.limits.block_size]
             start, step = int(c.num_published[row]), int(c.last_step[row])
             self.tree.insert(
-                request.root, tokens, self._tables(row, count), start, step, request.digests
+                sequence.root, tokens, self._tables(row, count), start, step, sequence.digests
             )
             c.num_published[row] = count
 
@@ -228,14 +228,14 @@ class KVBlocks:
 
     # --- leaving --------------------------------------------------------------------------------
 
-    def release(self, request: Request) -> None:
+    def release(self, sequence: Sequence) -> None:
         """Insert what can be found again, then free the blocks, deepest first."""
-        c, row = self.columns, request.row
+        c, row = self.columns, sequence.row
         filled = int(min(c.num_computed[row], c.num_known[row]))
         tables = self._tables(row, int(c.num_blocks[row]))
         published, step = int(c.num_published[row]), int(c.last_step[row])
-        tokens = request.token_ids[:filled]
-        self.tree.insert(request.root, tokens, tables, published, step, request.digests)
+        tokens = sequence.token_ids[:filled]
+        self.tree.insert(sequence.root, tokens, tables, published, step, sequence.digests)
         for group, table in enumerate(tables):
             if self._windowed:
                 table = table[int(c.first_blocks[group, row]) :]
@@ -243,3 +243,24 @@ class KVBlocks:
         c.num_blocks[row] = 0
         c.first_blocks[:, row] = 0
         c.num_computed[row] = 0
+
+    # --- integrity ------------------------------------------------------------------------------
+
+    def check_books(self, sequences: list[Sequence]) -> None:
+        """Every block is free or owned by one of these, and reference counts add up."""
+        pool, c, limits = self.pool, self.columns, self.limits
+        references = np.zeros(pool.num_blocks, np.int32)
+        for sequence in sequences:
+            blocks = np.concatenate(sequence.tables)
+            assert len(np.unique(blocks)) == len(blocks), (
+                f"{sequence.request_id} owns a block twice"
+            )
+            np.add.at(references, blocks, 1)
+        wrong = np.flatnonzero(references != np.asarray(pool.ref_counts))
+        assert not len(wrong), f"reference counts of blocks {wrong[:8].tolist()} do not add up"
+        free = pool.free_blocks()
+        assert len(free) == (references == 0).sum(), "a block is neither free nor owned"
+        assert not references[free].any(), "a block is both free and owned"
+        waste = c.num_blocks * limits.block_size - c.num_computed
+        if not limits.reserves_max_length:
+            assert (waste[c.running] < limits.block_size).all(), "a row wastes a whole block"
