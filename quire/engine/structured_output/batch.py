@@ -66,7 +66,7 @@ class MaskSettings:
     masks that grammars alone have made in line with it, for all rows of a step at once: a few array
     operations instead of some for each row."""
 
-    def __init__(self, matchers: Sequence[Matcher]) -> None:
+    def __init__(self, matchers: list[Matcher]) -> None:
         self._matchers = matchers
         rows_of: dict[Any, list[int]] = {}
         for row, matcher in enumerate(matchers):
