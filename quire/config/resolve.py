@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from quire.config.device import DeviceInfo
+from quire.config.model import ModelConfig
 from quire.config.options import AUTO_LENGTH, CacheOptions, EngineOptions
 from quire.protocol.errors import OptionError
-
-if TYPE_CHECKING:
-    from quire.config.device import DeviceInfo
-    from quire.config.model import ModelConfig
 
 GIB = 1 << 30
 DEFAULT_MEMORY_UTILIZATION = 0.9

@@ -1,4 +1,5 @@
-"""Weights of layers: how they are made, which part a rank keeps, how they are filled."""
+"""Weights of layers: how they are made, which part a rank keeps, how they are filled, and what the
+quantisation method of a matrix must do."""
 
 from __future__ import annotations
 
@@ -6,22 +7,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import nn
 
+from quire.kernels.cpu.decoder import MatrixHandle
+from quire.kernels.torch.gguf_blocks import BlockRows
 from quire.layers.parallel import Parallel
 from quire.protocol.errors import ModelError
-
-if TYPE_CHECKING:
-    from quire.layers.quantization.method import QuantizationMethod
-    from quire.layers.quantization.packed import Matrix, Weight
 
 ShardId = int | str
 Shard = tuple[ShardId, ...]
 """Names a checkpoint tensor among those that one of our parameters joins: ("q",), (3, "gate").
 The empty one names all of them at once."""
+Weight = torch.Tensor | BlockRows
+"""As a file stores it."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,7 @@ class Build:
     dtype: torch.dtype
     device: torch.device
     parallel: Parallel
-    method_for: Callable[[str], QuantizationMethod]
-    """The quantisation method of the layer with this path."""
+    method_for: MethodFor
     path: str = ""
     """As modules are named from the model on: "model.layers.3.self_attn.qkv_proj"."""
 
@@ -190,6 +190,49 @@ class WeightedLayer(nn.Module):
         """Called once, when all tensors are in place."""
 
 
+class NormWeight(Protocol):
+    """What a method needs of an RMSNorm."""
+
+    weight: torch.nn.Parameter
+    eps: float
+
+
+class Matrix(Protocol):
+    """A weight [outputs, inputs] in the form that its kernel reads."""
+
+    @property
+    def num_outputs(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x W^T + bias, into `out` if given."""
+        ...
+
+    def multiply_normal(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: NormWeight,
+        bias: torch.Tensor | None,
+        gated: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`multiply` of norm(x + residual), and x + residual; see `apply_after_norm` of methods."""
+        ...
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the weight as floats, for an embedding."""
+        ...
+
+    @property
+    def native_handle(self) -> MatrixHandle | None:
+        """The matrix as the native library knows it; None if twins compute with it."""
+        ...
+
+
 class MatrixLayer(WeightedLayer):
     """A layer with a matrix [outputs, inputs] in the form of its quantisation method."""
 
@@ -212,3 +255,51 @@ class MatrixLayer(WeightedLayer):
 
     def finish_loading(self) -> None:
         self.method.finish_loading(self)
+
+
+class QuantizationMethod(Protocol):
+    """A weight format. One object serves any number of layers; parameters belong to the layers."""
+
+    @property
+    def reads_blocks(self) -> bool:
+        """Whether weights are to be loaded as blocks, where a file stores them so."""
+        ...
+
+    def extra_bytes(self, num_outputs: int, num_inputs: int, stored: str | None) -> int:
+        """Memory of a checkpoint's matrix beside the parameters of its layer. `stored` is its kind
+        of blocks in the file, if `reads_blocks`."""
+        ...
+
+    def create_weights(self, layer: MatrixLayer, outputs: Axis, inputs: Axis, build: Build) -> None:
+        """Adds to `layer` the parameters that stand for its [outputs, inputs] matrix."""
+
+    def finish_loading(self, layer: MatrixLayer) -> None:
+        """Repacks the loaded parameters into the form that `apply` reads."""
+
+    def apply(
+        self,
+        layer: MatrixLayer,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x W^T + bias, into `out` if given."""
+
+    def rows(self, layer: MatrixLayer, ids: torch.Tensor) -> torch.Tensor:
+        """The rows of the matrix that `ids` name: an embedding."""
+
+    def apply_after_norm(
+        self,
+        layer: MatrixLayer,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: NormWeight,
+        bias: torch.Tensor | None,
+        gated: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(`apply` of the RMSNorm of x + residual, x + residual), with silu(gate) * up of the
+        first if `gated`; the residual may be overwritten."""
+
+
+MethodFor = Callable[[str], QuantizationMethod]
+"""The method of the layer with a path such as "model.layers.3.mlp.down_proj"."""

@@ -11,9 +11,8 @@ import torch
 from quire.config.model import ModelConfig
 from quire.files.gguf import GGUFTensor
 from quire.layers.parallel import Parallel
-from quire.layers.quantization.choose import MethodFor, choose_methods
-from quire.layers.quantization.packed import Weight
-from quire.layers.weights import Build, MatrixLayer, Shard, WeightedLayer
+from quire.layers.quantization.choose import choose_methods
+from quire.layers.weights import Build, MatrixLayer, MethodFor, Shard, Weight, WeightedLayer
 from quire.loading.gguf import stored_blocks
 from quire.loading.upload import Upload, stays_here
 from quire.loading.weights import iter_weights

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from quire.layers.parallel import Parallel
-from quire.layers.quantization.method import Unquantized
+from quire.layers.quantization.unquantized import Unquantized
 from quire.layers.weights import Build
 
 T = TypeVar("T")

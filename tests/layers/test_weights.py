@@ -12,7 +12,7 @@ import torch
 
 from quire.layers.linear import QKVLinear
 from quire.layers.parallel import Parallel
-from quire.layers.quantization.method import Unquantized
+from quire.layers.quantization.unquantized import Unquantized
 from quire.layers.weights import Part, WeightedLayer, counted_in, divided, stacked, whole
 from quire.protocol.errors import ModelError
 from tests.layers.ranks import build_for

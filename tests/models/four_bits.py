@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.layers.quantization.method import NormWeight
-from quire.layers.weights import Axis, Build, MatrixLayer, Part, counted_in
+from quire.layers.weights import Axis, Build, MatrixLayer, NormWeight, Part, counted_in
 
 GROUP = 16
 WORD = 8

@@ -14,9 +14,9 @@ from quire.config.embedded import embedded_model_path
 from quire.config.model import ModelConfig, load_model_config
 from quire.layers.attention.cpu import CpuBackend
 from quire.layers.parallel import Parallel
-from quire.layers.quantization.method import QuantizationMethod, Unquantized
 from quire.layers.quantization.packed import BlockMatrix, PackBlocks, Packed, PackInt8
-from quire.layers.weights import MatrixLayer, WeightedLayer
+from quire.layers.quantization.unquantized import Unquantized
+from quire.layers.weights import MatrixLayer, QuantizationMethod, WeightedLayer
 from quire.models.loader import load_model
 from quire.models.registry import CausalLM
 from quire.protocol.errors import ModelError

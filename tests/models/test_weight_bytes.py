@@ -16,7 +16,7 @@ from quire.config.embedded import embedded_model_path
 from quire.config.model import ModelConfig, load_model_config
 from quire.config.options import EngineOptions
 from quire.files.gguf import GGUFFile
-from quire.layers.quantization.method import Unquantized
+from quire.layers.quantization.unquantized import Unquantized
 from quire.models.loader import count_weight_bytes, held_weight_bytes, load_model
 from quire.protocol.errors import OptionError
 from quire.worker.memory import check_weights_fit

@@ -9,11 +9,9 @@ import torch
 from quire.kernels import cpu
 from quire.kernels.cpu.memory import Arena
 from quire.layers.parallel import Parallel
-from quire.layers.quantization.method import QuantizationMethod, Unquantized
 from quire.layers.quantization.packed import PackBlocks, Packed, Packer, PackFloats, PackInt8
-
-MethodFor = Callable[[str], QuantizationMethod]
-"""The method of the layer with a path such as "model.layers.3.mlp.down_proj"."""
+from quire.layers.quantization.unquantized import Unquantized
+from quire.layers.weights import MethodFor, QuantizationMethod
 
 PACKERS: dict[str, Callable[[], Packer]] = {
     "gguf": PackBlocks,

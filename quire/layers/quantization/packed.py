@@ -19,40 +19,18 @@ from quire.kernels.cpu.memory import Arena, Empty
 from quire.kernels.cpu.norm_linear import norm_linear
 from quire.kernels.cpu.quantized import PackedMatrix
 from quire.kernels.torch.gguf_blocks import BlockRows
-from quire.layers.quantization.method import NormWeight
-from quire.layers.weights import Axis, Build, MatrixLayer, Shard, ShardId
+from quire.layers.weights import (
+    Axis,
+    Build,
+    Matrix,
+    MatrixLayer,
+    NormWeight,
+    Shard,
+    ShardId,
+    Weight,
+)
 
 INT8_BLOCK = 32
-Weight = Tensor | BlockRows
-
-
-class Matrix(Protocol):
-    """A weight [outputs, inputs] in the form that its kernel reads."""
-
-    @property
-    def num_outputs(self) -> int: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        """x W^T + bias, into `out` if given."""
-        ...
-
-    def multiply_normal(
-        self, x: Tensor, residual: Tensor | None, norm: NormWeight, bias: Tensor | None, gated: bool
-    ) -> tuple[Tensor, Tensor]:
-        """`multiply` of norm(x + residual), and x + residual; see `apply_after_norm` of methods."""
-        ...
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Rows of the weight as floats, for an embedding."""
-        ...
-
-    @property
-    def native_handle(self) -> MatrixHandle | None:
-        """The matrix as the native library knows it; None if twins compute with it."""
-        ...
 
 
 @dataclass(frozen=True)
