@@ -252,7 +252,7 @@ class OutputProcessor:
         params = request.params
         if params.detokenize and self.tokenizer is not None:
             ids = request.prompt_token_ids
-            sequence.detokenizer = IncrementalDetokenizer(self.tokenizer, ids, params)
+            sequence.detokenizer = IncrementalDetokenizer(self.tokenizer.streams, ids, params)
         return sequence
 
     def close(self, request: OpenRequest) -> None:

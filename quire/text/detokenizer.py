@@ -1,17 +1,37 @@
-"""`IncrementalDetokenizer`: the text of one output as its tokens come, cut at stop strings."""
+"""`IncrementalDetokenizer`: the text of one output as its tokens come, cut at stop strings.
+
+The pieces of text add up to what decoding all tokens at once gives. How text can be cut depends on
+the tokenizer's decoder. Byte-level tokens are bytes: a character is settled once its last byte is
+there. SentencePiece tokens are words, and runs of byte tokens for rare characters: one bad byte
+spoils its whole run, so a run is settled when it ends, is spoilt, or grows long. For any other
+decoder a window of recent tokens is decoded again and compared.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import codecs
+import json
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
+from tokenizers import Tokenizer as Backend
 
 from quire.protocol.plan import Int32Array
+from quire.protocol.sampling import SamplingParams
+from quire.text.sentencepiece_model import SPACE
 
-if TYPE_CHECKING:
-    from quire.protocol.sampling import SamplingParams
-    from quire.text.tokenizer import Tokenizer
+REPLACEMENT = "\ufffd"
+CONTEXT_TOKENS = 6
+MAX_HELD_TOKENS = 8
+"""Four tokens can hold the bytes of one character; some slack for decoders that need more."""
+
+MAX_RUN_BYTES = 24
+"""Scripts without spaces can be one run of bytes for whole sentences; readers should not wait."""
+
+Piece = bytes | str
+"""What one token stands for: raw bytes, or text."""
 
 
 class IncrementalDetokenizer:
@@ -23,11 +43,11 @@ class IncrementalDetokenizer:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        streams: TextStreams,
         prompt_token_ids: Sequence[int] | Int32Array,
         params: SamplingParams,
     ) -> None:
-        self._stream = tokenizer.streams.open(prompt_token_ids, params.skip_special_tokens)
+        self._stream = streams.open(prompt_token_ids, params.skip_special_tokens)
         self._stop_strings = params.stop_strings
         self._longest = max(map(len, self._stop_strings), default=0)
         self._includes_stop = params.include_stop_str_in_output
@@ -126,3 +146,274 @@ class IncrementalDetokenizer:
             self._length += len(text)
         if self._longest > 1:
             self._recent = (self._recent + text)[-(self._longest - 1) :]
+
+
+class TextStream(Protocol):
+    """The text of one growing sequence of tokens."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text that these tokens settle for good."""
+
+    def tail(self) -> str:
+        """Further text if the sequence ended here and is whole; "" where bytes are missing."""
+
+    def flush(self) -> str:
+        """All further text: the sequence has ended."""
+
+
+class TextStreams:
+    """Opens streams for one tokenizer and holds the tables that they share."""
+
+    def __init__(
+        self, backend: Backend, decode: Callable[[list[int]], str], cleans_up_spaces: bool
+    ) -> None:
+        """`decode` gives the whole text of tokens, cleaned up if the tokenizer does that."""
+        self._backend = backend
+        self._decode = decode
+        self._scheme = None if cleans_up_spaces else _scheme(backend)
+
+    def open(
+        self, prompt_token_ids: Sequence[int] | Int32Array, skip_special_tokens: bool
+    ) -> TextStream:
+        """A stream whose text continues the prompt's."""
+        if self._scheme is None:
+            hidden = self._hidden if skip_special_tokens else frozenset()
+            return WindowStream(self._decode, prompt_token_ids, hidden)
+        if self._scheme == "bytes":
+            return ByteStream(self._shown_bytes if skip_special_tokens else self._all_bytes)
+        pieces = self._shown_pieces if skip_special_tokens else self._all_pieces
+        starts_text = self._scheme == "pieces-stripped" and not any(
+            pieces[int(token)] is not None for token in reversed(prompt_token_ids)
+        )
+        return PieceStream(pieces, strip_space=starts_text)
+
+    @cached_property
+    def _hidden(self) -> frozenset[int]:
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(index for index, token in added.items() if token.special)
+
+    @cached_property
+    def _all_bytes(self) -> _ByteTable:
+        return _ByteTable(self._backend, frozenset())
+
+    @cached_property
+    def _shown_bytes(self) -> _ByteTable:
+        return _ByteTable(self._backend, self._hidden)
+
+    @cached_property
+    def _all_pieces(self) -> _PieceTable:
+        return _PieceTable(self._backend, frozenset())
+
+    @cached_property
+    def _shown_pieces(self) -> _PieceTable:
+        return _PieceTable(self._backend, self._hidden)
+
+
+class _ByteTable(dict[int, bytes]):
+    """Token id -> its bytes, filled as ids come up; none for tokens that show nothing."""
+
+    def __init__(self, backend: Backend, hidden: frozenset[int]) -> None:
+        self._backend = backend
+        self._hidden = hidden
+
+    def __missing__(self, token: int) -> bytes:
+        text = None if token in self._hidden else self._backend.id_to_token(token)
+        self[token] = b"" if text is None else _spelled_bytes(text)
+        return self[token]
+
+
+class _PieceTable(dict[int, "Piece | None"]):
+    """Token id -> piece, filled as ids come up; None for tokens that show nothing."""
+
+    def __init__(self, backend: Backend, hidden: frozenset[int]) -> None:
+        self._backend = backend
+        self._hidden = hidden
+
+    def __missing__(self, token: int) -> Piece | None:
+        text = None if token in self._hidden else self._backend.id_to_token(token)
+        self[token] = None if text is None else _piece(text.replace(SPACE, " "))
+        return self[token]
+
+
+class ByteStream:
+    """Byte-level tokens."""
+
+    def __init__(self, table: _ByteTable) -> None:
+        self._table = table
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return self._decoder.decode(b"".join(map(self._table.__getitem__, token_ids)))
+
+    def tail(self) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", True)
+
+
+class PieceStream:
+    """SentencePiece tokens with byte fallback."""
+
+    def __init__(self, pieces: _PieceTable, strip_space: bool) -> None:
+        self._pieces = pieces
+        self._run = b""
+        self._is_spoilt = False
+        self._strip_space = strip_space
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        pieces = self._pieces
+        text: list[str] = []
+        for token in token_ids:
+            piece = pieces[token]
+            if isinstance(piece, bytes):
+                text.append(self._take_byte(piece))
+            elif piece is not None:
+                if self._run or self._is_spoilt:
+                    text.append(self._end_run())
+                text.append(piece)
+        return self._stripped("".join(text))
+
+    def tail(self) -> str:
+        try:
+            text = self._run.decode("utf-8")
+        except UnicodeDecodeError:
+            return ""
+        return text.removeprefix(" ") if self._strip_space else text
+
+    def flush(self) -> str:
+        return self._stripped(self._end_run())
+
+    def _take_byte(self, byte: bytes) -> str:
+        """What one more byte of a run settles."""
+        if self._is_spoilt:
+            return REPLACEMENT
+        self._run += byte
+        try:
+            text = self._run.decode("utf-8")
+        except UnicodeDecodeError as error:
+            if error.reason == "unexpected end of data":
+                return ""
+            text = self._end_run()
+            self._is_spoilt = True
+            return text
+        if len(self._run) < MAX_RUN_BYTES:
+            return ""
+        self._run = b""
+        return text
+
+    def _end_run(self) -> str:
+        run, self._run, self._is_spoilt = self._run, b"", False
+        try:
+            return run.decode("utf-8")
+        except UnicodeDecodeError:
+            return REPLACEMENT * len(run)
+
+    def _stripped(self, text: str) -> str:
+        """Text at the very start of a sequence carries one space that the encoder put there."""
+        if self._strip_space and text:
+            self._strip_space = False
+            return text.removeprefix(" ")
+        return text
+
+
+class WindowStream:
+    """Any decoder: decodes a window of recent tokens and takes what is new."""
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        prompt_token_ids: Iterable[int],
+        hidden: frozenset[int],
+    ) -> None:
+        self._decode = decode
+        self._hidden = hidden
+        self._context = self._visible(prompt_token_ids)[-CONTEXT_TOKENS:]
+        self._held: list[int] = []
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        self._held += self._visible(token_ids)
+        text = self._new_text()
+        if text.endswith(REPLACEMENT) and len(self._held) <= MAX_HELD_TOKENS:
+            return ""
+        return self._settle(text)
+
+    def tail(self) -> str:
+        text = self._new_text()
+        return "" if text.endswith(REPLACEMENT) else text
+
+    def flush(self) -> str:
+        return self._settle(self._new_text())
+
+    def _visible(self, token_ids: Iterable[int]) -> list[int]:
+        return [int(token) for token in token_ids if token not in self._hidden]
+
+    def _new_text(self) -> str:
+        if not self._held:
+            return ""
+        before = self._decode(self._context)
+        after = self._decode(self._context + self._held)
+        return after[_common_prefix(before, after) :]
+
+    def _settle(self, text: str) -> str:
+        self._context = (self._context + self._held)[-CONTEXT_TOKENS:]
+        self._held = []
+        return text
+
+
+def _scheme(backend: Backend) -> str | None:
+    """Which stream fits: "bytes", "pieces", "pieces-stripped", or None for the window."""
+    decoder = backend.decoder
+    if decoder is None:
+        return None
+    state = json.loads(decoder.__getstate__())
+    steps: list[dict[str, Any]] = state.get("decoders", [state])
+    names = [step["type"] for step in steps]
+    if names == ["ByteLevel"]:
+        return "bytes"
+    if names[:3] != ["Replace", "ByteFallback", "Fuse"] or len(names) > 4:
+        return None
+    if steps[0]["pattern"] != {"String": SPACE} or steps[0]["content"] != " ":
+        return None
+    if len(names) == 3:
+        return "pieces"
+    strips_one = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    return "pieces-stripped" if steps[3] == strips_one else None
+
+
+def _piece(text: str) -> Piece:
+    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+        try:
+            return bytes.fromhex(text[3:5])
+        except ValueError:
+            return text
+    return text
+
+
+def _common_prefix(first: str, second: str) -> int:
+    if second.startswith(first):
+        return len(first)
+    for index, (a, b) in enumerate(zip(first, second, strict=False)):
+        if a != b:
+            return index
+    return min(len(first), len(second))
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's spelling: printable bytes are themselves, the others follow from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + index): byte for index, byte in enumerate(others)
+    }
+
+
+BYTE_ALPHABET = _byte_alphabet()
+
+
+def _spelled_bytes(text: str) -> bytes:
+    """The bytes that a byte-level token spells; added tokens may be plain text instead."""
+    try:
+        return bytes([BYTE_ALPHABET[character] for character in text])
+    except KeyError:
+        return text.encode("utf-8")

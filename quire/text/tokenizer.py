@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 from quire.files.gguf import GGUFFile
 from quire.protocol.errors import RequestError
 from quire.text.chat_template import read_chat_template, render_chat, select_template
-from quire.text.text_stream import TextStreams
+from quire.text.detokenizer import TextStreams
 from quire.text.tokenizer_check import is_panic
 from quire.text.tokenizer_files import TokenizerParts, read_folder
 from quire.text.tokenizer_gguf import read_gguf
@@ -222,7 +222,7 @@ class Tokenizer:
     @cached_property
     def streams(self) -> TextStreams:
         """For turning tokens into text as they come."""
-        return TextStreams(self)
+        return TextStreams(self.backend, self.decode, self.cleans_up_spaces)
 
     def apply_chat_template(
         self,

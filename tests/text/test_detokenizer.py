@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 
 from quire.protocol.sampling import SamplingParams
-from quire.text.detokenizer import IncrementalDetokenizer
-from quire.text.text_stream import (
+from quire.text.detokenizer import (
     MAX_RUN_BYTES,
     ByteStream,
+    IncrementalDetokenizer,
     PieceStream,
     TextStream,
     WindowStream,
@@ -152,10 +152,10 @@ def test_streams_add_up_to_the_decoded_text(
     params = SamplingParams(skip_special_tokens=skip)
     expected = reference_text(tokenizer, prompt, joined(portions), skip)
 
-    streamed = IncrementalDetokenizer(tokenizer, prompt, params)
+    streamed = IncrementalDetokenizer(tokenizer.streams, prompt, params)
     deltas = stream(streamed, portions)
     assert "".join(deltas) == streamed.text == expected
-    at_once = IncrementalDetokenizer(tokenizer, np.array(prompt, np.int32), params)
+    at_once = IncrementalDetokenizer(tokenizer.streams, np.array(prompt, np.int32), params)
     at_once.append(np.array(joined(portions), np.int32))
     at_once.finish()
     assert at_once.text == at_once.delta(True) == expected
@@ -185,7 +185,7 @@ def test_text_ends_at_the_first_stop_string(
             expected = text[: start + (len(expected_stop) if include else 0)]
             break
 
-    detokenizer = IncrementalDetokenizer(tokenizer, prompt, params)
+    detokenizer = IncrementalDetokenizer(tokenizer.streams, prompt, params)
     shown = ""
     for delta in stream(detokenizer, portions):
         shown += delta
@@ -207,7 +207,7 @@ def test_portions_do_not_change_the_result(
 
     results = []
     for cut in (portions, [ids], [[token] for token in ids] or [[]]):
-        detokenizer = IncrementalDetokenizer(tokenizer, [], params)
+        detokenizer = IncrementalDetokenizer(tokenizer.streams, [], params)
         text = "".join(stream(detokenizer, cut))
         results.append((text, detokenizer.stop))
     assert results[0] == results[1] == results[2]
@@ -226,7 +226,7 @@ def test_stop_strings_count_only_after_min_tokens(
     floor = len(tokenizer.decode(ids[:min_tokens]))
     found = reference_stop(text, stops, floor)
 
-    detokenizer = IncrementalDetokenizer(tokenizer, [], params)
+    detokenizer = IncrementalDetokenizer(tokenizer.streams, [], params)
     shown = "".join(stream(detokenizer, [[token] for token in ids] or [[]]))
     assert detokenizer.stop == (found[1] if found else None)
     assert shown == (text[: found[0]] if found else text)
@@ -244,7 +244,9 @@ def test_incomplete_characters_wait_for_their_bytes(tokenizers: dict[str, Tokeni
         tokenizer = tokenizers[kind]
         ids = tokenizer.encode("🙂", add_special_tokens=False)
         assert len(ids) >= 3
-        detokenizer = IncrementalDetokenizer(tokenizer, tokenizer.encode("x"), SamplingParams())
+        detokenizer = IncrementalDetokenizer(
+            tokenizer.streams, tokenizer.encode("x"), SamplingParams()
+        )
         deltas = []
         for token in ids:
             detokenizer.append([token])
@@ -258,7 +260,7 @@ def test_characters_that_stay_incomplete_are_shown_at_the_end(
 ) -> None:
     tokenizer = tokenizers["bytes"]
     ids = tokenizer.encode("a🙂", add_special_tokens=False)[:-1]
-    detokenizer = IncrementalDetokenizer(tokenizer, [], SamplingParams())
+    detokenizer = IncrementalDetokenizer(tokenizer.streams, [], SamplingParams())
     detokenizer.append(ids)
     assert detokenizer.delta(False) == detokenizer.text == "a"
     assert detokenizer.delta(True) == REPLACEMENT
@@ -271,7 +273,7 @@ def test_sentencepiece_output_continues_the_prompt(tokenizers: dict[str, Tokeniz
     word = ids_of(tokenizer, "\u2581the")
 
     def text(prompt: list[int], **options: Any) -> str:
-        detokenizer = IncrementalDetokenizer(tokenizer, prompt, SamplingParams(**options))
+        detokenizer = IncrementalDetokenizer(tokenizer.streams, prompt, SamplingParams(**options))
         detokenizer.append(word)
         return detokenizer.text
 
@@ -286,7 +288,7 @@ def test_the_end_of_the_text_is_held_back_while_a_stop_string_may_form(
 ) -> None:
     """Exactly as many characters as the longest stop string can reach back over."""
     tokenizer = tokenizers["bytes"]
-    detokenizer = IncrementalDetokenizer(tokenizer, [], SamplingParams(stop=["###", "x"]))
+    detokenizer = IncrementalDetokenizer(tokenizer.streams, [], SamplingParams(stop=["###", "x"]))
     for character in "ab##cd##":
         assert detokenizer.append(ids_of(tokenizer, character)) is None
     assert detokenizer.delta(False) == detokenizer.text == "ab##cd"
@@ -302,7 +304,7 @@ def test_stop_string_inside_a_run_of_byte_tokens(tokenizers: dict[str, Tokenizer
     tokenizer = tokenizers["pieces"]
     ids = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in "🙂".encode()]
     params = SamplingParams(stop="🙂")
-    detokenizer = IncrementalDetokenizer(tokenizer, tokenizer.encode("x"), params)
+    detokenizer = IncrementalDetokenizer(tokenizer.streams, tokenizer.encode("x"), params)
     found = [detokenizer.append([token]) for token in [*ids_of(tokenizer, "\u2581the"), *ids]]
     assert found == [None] * 4 + ["🙂"]
     assert detokenizer.delta(True) == detokenizer.text == " the"
@@ -313,7 +315,7 @@ def test_long_runs_of_byte_tokens_are_shown_as_they_come(tokenizers: dict[str, T
     tokenizer = tokenizers["pieces"]
     text = "ភាសាខ្មែរជាភាសាផ្លូវការ"
     ids = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in text.encode()]
-    detokenizer = IncrementalDetokenizer(tokenizer, tokenizer.encode("x"), SamplingParams())
+    detokenizer = IncrementalDetokenizer(tokenizer.streams, tokenizer.encode("x"), SamplingParams())
     shown = ""
     for count, token in enumerate(ids, 1):
         detokenizer.append([token])
@@ -328,7 +330,7 @@ def test_special_tokens_are_shown_on_request(tokenizers: dict[str, Tokenizer]) -
     ids = tokenizer.encode("a<|im_end|>b")
     for skip, expected in ((True, "ab"), (False, "a<|im_end|>b")):
         params = SamplingParams(skip_special_tokens=skip)
-        detokenizer = IncrementalDetokenizer(tokenizer, [], params)
+        detokenizer = IncrementalDetokenizer(tokenizer.streams, [], params)
         detokenizer.append(ids)
         assert detokenizer.text == expected
 
