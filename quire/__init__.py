@@ -9,8 +9,7 @@ if TYPE_CHECKING:
     from quire.config.engine_args import AsyncEngineArgs, EngineArgs
     from quire.config.options import EngineOptions
     from quire.frontend.async_llm import AsyncLLM, AsyncLLMEngine
-    from quire.frontend.llm import LLM
-    from quire.frontend.llm_engine import LLMEngine
+    from quire.frontend.llm import LLM, LLMEngine
     from quire.frontend.outputs import (
         CompletionOutput,
         EmbeddingRequestOutput,
@@ -79,7 +78,7 @@ _HOMES = {
     "EngineArgs": "quire.config.engine_args",
     "EngineDeadError": "quire.protocol.errors",
     "EngineOptions": "quire.config.options",
-    "LLMEngine": "quire.frontend.llm_engine",
+    "LLMEngine": "quire.frontend.llm",
     "Logprob": "quire.frontend.outputs",
     "ModelError": "quire.protocol.errors",
     "OptionError": "quire.protocol.errors",

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from quire.frontend.engine_client import EngineClient, ThreadEngineClient
 from quire.frontend.inputs import Prompt, TokenizationOptions, parse_prompts
-from quire.frontend.loop_requests import LoopRequests
-from quire.frontend.output_processor import OpenRequest
+from quire.frontend.output_processor import OpenRequest, OutputProcessor
 from quire.frontend.outputs import EmbeddingRequestOutput, RequestOutput
-from quire.frontend.pooling import PoolingParams, checked_params, embedding_of
-from quire.frontend.session import Session, request_failure, start_session
+from quire.frontend.pooling import PoolingParams, checked_params
+from quire.frontend.session import Session, start_session
 from quire.metrics.instruments import Metric, Readings
 from quire.protocol.errors import (
     EngineDeadError,
@@ -28,8 +27,8 @@ from quire.protocol.errors import (
     RequestTimeoutError,
 )
 from quire.protocol.messages import ID_SEPARATOR
-from quire.protocol.output import RequestProgress
-from quire.protocol.request import NewRequest
+from quire.protocol.output import RequestProgress, StepOutput
+from quire.protocol.request import KEY_BITS, NewRequest
 from quire.protocol.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.protocol.snapshot import EngineSnapshot
 from quire.text.tokenizer import Tokenizer
@@ -53,6 +52,48 @@ class RequestTerms:
     shares_prefixes: bool = False
     timeout_s: float | None = None
     wants_progress: bool = False
+
+
+class LoopRequests:
+    """The open requests of one event loop. They belong to its thread: other loops have their own,
+    and share the engine only."""
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, index: int) -> None:
+        self.processor = OutputProcessor(tokenizer)
+        self.open: dict[str, tuple[OpenRequest, asyncio.Event]] = {}
+        """By the request's name in the engine; the event tells its reader of news."""
+        self.index = index
+        self.first_key = index << KEY_BITS
+        """What is added to the keys of its sequences, so that the engine knows whose they are."""
+        self._client = client
+
+    def receive(self, output: StepOutput) -> None:
+        changed, stopped = self.processor.process(output)
+        for sequence in stopped:
+            reason = sequence.finish_reason or "stop"
+            self._client.abort(sequence.request.engine_id, reason, sequence.key)
+        for request in changed:
+            entry = self.open.get(request.engine_id)
+            if entry is not None:
+                entry[1].set()
+
+    def engine_died(self, reason: str) -> None:
+        for request, news in self.open.values():
+            request.error = reason
+            news.set()
+
+    def forget(self, request: OpenRequest) -> None:
+        """No reader is left for a request; it is aborted if it goes on."""
+        if self.open.pop(request.engine_id, None) is None:
+            return
+        if not request.finished:
+            self._client.abort(request.engine_id)
+        self.processor.close(request)
+
+    def abandon(self) -> None:
+        """End all requests: the loop is closed, and so no reader comes back."""
+        for request, _ in list(self.open.values()):
+            self.forget(request)
 
 
 class OutputStream:
@@ -96,8 +137,7 @@ class OutputStream:
         for index in self._unfinished:
             request = self.requests[index]
             if request.error is not None:
-                death = self._client.death
-                raise request_failure(request.error, death, request.is_own_fault)
+                raise request.failure(self._client.death)
             if request.progress is not None:
                 news.append((index, request.progress))
                 request.progress = None
@@ -115,7 +155,7 @@ class OutputStream:
         death = self._client.death
 
         def vectors() -> list[EmbeddingRequestOutput]:
-            return [embedding_of(request, params, death) for request in self.requests]
+            return [request.read_embedding(params, death) for request in self.requests]
 
         return await asyncio.to_thread(vectors) if len(self.requests) > AT_ONCE else vectors()
 

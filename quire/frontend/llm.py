@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.engine.structured_output.compiler import Compilation
-from quire.frontend.beam_outputs import beam_output
 from quire.frontend.garbage import no_full_collections
 from quire.frontend.inputs import (
     Params,
     Prompt,
     TokenizationOptions,
+    naming_index,
     params_per_prompt,
     parse_prompts,
 )
-from quire.frontend.llm_engine import LLMEngine
 from quire.frontend.output_processor import OpenRequest, OutputProcessor
-from quire.frontend.outputs import BeamSearchOutput, RequestOutput
-from quire.frontend.pooling import embed
+from quire.frontend.outputs import BeamSearchOutput, EmbeddingRequestOutput, RequestOutput
+from quire.frontend.pooling import PoolingParams, checked_params
 from quire.frontend.progress import ProgressBar
-from quire.frontend.requests import beam_requests, checked_requests, compiled
-from quire.frontend.session import request_failure, start_session
+from quire.frontend.session import start_session
 from quire.frontend.step_loop import StepLoop
 from quire.metrics.engine import EngineStatistics
 from quire.metrics.instruments import Metric
@@ -32,8 +31,13 @@ from quire.protocol.request import NewRequest
 from quire.protocol.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from quire.config.engine_args import EngineArgs
+    from quire.config.model import ModelConfig
+
 TOKENS_TO_START_WITH = 2048
 """Prompt tokens that keep a GPU busy while further requests are taken in."""
+COMPILED_AHEAD = 64
 TAKEN_AT_ONCE = 128
 """Requests that are checked or added before other threads' steps get a turn."""
 
@@ -177,9 +181,12 @@ class LLM:
             raise RequestError(f"concurrency_limit must be at least 1, got {concurrency_limit}.")
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params must be BeamSearchParams, got {params!r}.")
-        parsed = parse_prompts(prompts)
-        self._inputs.tokenize(parsed, TokenizationOptions())
-        news = self._all_checked(beam_requests(self._session, self._core, parsed, params))
+        parsed, options = parse_prompts(prompts), TokenizationOptions()
+        self._inputs.encode_texts(parsed, options)
+        sampling = [params.sampling()] * len(parsed)
+        news = self._all_checked(
+            self._checked_requests(parsed, sampling, None, options, beams=params)
+        )
         size = concurrency_limit or max(len(news), 1)
         outputs: list[BeamSearchOutput] = []
         with ProgressBar(len(news), use_tqdm) as bar:
@@ -187,14 +194,36 @@ class LLM:
                 part = slice(start, start + size)
                 requests = self._run_apart(news[part], parsed[part], bar)
                 self._raise_failure(requests)
-                outputs += [beam_output(request, self._inputs.tokenizer) for request in requests]
+                outputs += [request.read_beams(self._inputs.tokenizer) for request in requests]
         return outputs
+
+    def embed(
+        self,
+        prompts: Any,
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """One vector for each prompt, from the model's last hidden states."""
+        params = checked_params(pooling_params, self.model_config.hidden_size)
+        parsed = parse_prompts(prompts)
+        options = TokenizationOptions.from_kwargs(tokenization_kwargs)
+        self._inputs.encode_texts(parsed, options)
+        sampling = [params.sampling()] * len(parsed)
+        news = self._all_checked(
+            self._checked_requests(parsed, sampling, priority, options, pooling=params.pooling)
+        )
+        with ProgressBar(len(news), use_tqdm) as bar:
+            requests = self._run_apart(news, parsed, bar)
+        return [request.read_embedding(params, self._core.death) for request in requests]
 
     @property
     def llm_engine(self) -> LLMEngine:
         """The engine by itself: requests are added, and steps made, one by one."""
         if self._llm_engine is None:
-            self._llm_engine = LLMEngine(self)
+            self._llm_engine = LLMEngine(self, self._loop)
         return self._llm_engine
 
     # --- asking -----------------------------------------------------------------------------------
@@ -241,7 +270,6 @@ class LLM:
         self.shutdown()
 
     encode = _refused("encode", "pooling models are not served")
-    embed = embed
     classify = _refused("classify", "pooling models are not served")
     score = _refused("score", "pooling models are not served")
     reward = _refused("reward", "pooling models are not served")
@@ -267,16 +295,80 @@ class LLM:
         params = params_per_prompt(sampling_params, len(prompts), self._session.default_params)
         self._inputs.encode_texts(prompts, options)
         streams = kind is not RequestOutputKind.FINAL_ONLY
-        news: Iterable[NewRequest] = checked_requests(
-            self._session, self._core, prompts, params, priority, options, streams=streams
+        news: Iterable[NewRequest] = self._checked_requests(
+            prompts, params, priority, options, streams=streams
         )
         forms: list[Compilation | None] = [None] * len(prompts)
         if any(one.structured_outputs is not None for one in params):
             news = self._all_checked(news)
-            forms = compiled(self._core, news)
+            forms = self._compiled(news)
         elif priority is not None or not self._core.can_start_ahead:
             news = self._all_checked(news)
         return self._add(zip(news, forms, prompts, strict=True), kind, starts=priority is None)
+
+    def _checked_requests(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        priority: Sequence[int] | None,
+        options: TokenizationOptions,
+        *,
+        streams: bool = False,
+        pooling: str | None = None,
+        beams: BeamSearchParams | None = None,
+    ) -> Iterator[NewRequest]:
+        """One for each prompt, whose text is tokenised already; raises at the first that is bad."""
+        if priority is not None and len(priority) != len(prompts):
+            raise RequestError(
+                f"priority has {len(priority)} entries for {len(prompts)} prompts; give one each."
+            )
+        inputs, now = self._inputs, self._core.clock()
+        prepared: dict[int, SamplingParams] = {}
+        for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            with naming_index(i):
+                inputs.check_prompt(prompt, options)
+                if id(one) not in prepared:
+                    prepared[id(one)] = inputs.prepare_params(one)
+                key = self._session.take_keys(one.n)
+                new = inputs.new_request(
+                    key,
+                    str(key),
+                    prompt,
+                    prepared[id(one)],
+                    arrival_time=now,
+                    priority=priority[i] if priority is not None else 0,
+                    streams=streams,
+                    pooling=pooling,
+                    beams=beams,
+                )
+                self._core.check(new)
+            yield new
+
+    def _compiled(self, news: Sequence[NewRequest]) -> list[Compilation | None]:
+        """The grammars of requests, ready; raises if one cannot be enforced. They are kept here, as
+        the compiler forgets the oldest, and takes no more at once than it keeps."""
+        made: list[Compilation | None] = []
+
+        def wait_for(index: int) -> None:
+            compilation = made[index]
+            if compilation is not None:
+                with naming_index(index):
+                    compilation.result()
+
+        try:
+            for i, new in enumerate(news):
+                if i >= COMPILED_AHEAD:
+                    wait_for(i - COMPILED_AHEAD)
+                with naming_index(i):
+                    made.append(self._core.grammars.compile(new))
+            for i in range(max(len(made) - COMPILED_AHEAD, 0), len(made)):
+                wait_for(i)
+        except BaseException:  # also Ctrl-C: the others are not wanted any more
+            for compilation in made:
+                if compilation is not None:
+                    compilation.cancel()
+            raise
+        return made
 
     def _all_checked(self, news: Iterable[NewRequest]) -> list[NewRequest]:
         made, left = list[NewRequest](), iter(news)
@@ -339,7 +431,7 @@ class LLM:
     def _raise_failure(self, requests: Iterable[OpenRequest]) -> None:
         for request in requests:
             if request.error is not None:
-                raise request_failure(request.error, self._core.death, request.is_own_fault)
+                raise request.failure(self._core.death)
 
     def _run_apart(
         self, news: list[NewRequest], prompts: list[Prompt], bar: ProgressBar
@@ -374,6 +466,99 @@ class LLM:
                 self._loop.forget(requests)
 
         return outputs()
+
+
+class LLMEngine:
+    """The engine of an `LLM` with vLLM's methods: requests are added, and steps made, one by one.
+    Both may be used at the same time."""
+
+    def __init__(self, llm: LLM, loop: StepLoop) -> None:
+        self._llm = llm
+        self._loop = loop
+        self._call = loop.follow(())
+        self._open: dict[str, OpenRequest] = {}
+        """By the names that callers gave."""
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, *_: Any, **__: Any) -> LLMEngine:
+        """What else vLLM takes here (usage context, loggers) has no effect."""
+        return LLM(**dataclasses.asdict(engine_args)).llm_engine  # type: ignore[call-overload]
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self._llm.model_config
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._llm.get_tokenizer()
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        lora_request: Any = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+    ) -> str:
+        """Take one prompt in; `step` returns its outputs, as often as `output_kind` says."""
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id must be a string, got {request_id!r}.")
+        if request_id in self._open:
+            raise RequestError(f"request_id {request_id!r} is already in use.")
+        if lora_request is not None:
+            raise RequestError(f"lora_request is not supported yet, got {lora_request!r}.")
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"params must be SamplingParams, got {params!r}; LLM.embed takes PoolingParams."
+            )
+        prompts = parse_prompts(prompt)
+        if len(prompts) != 1:
+            raise RequestError(f"add_request takes one prompt, got {len(prompts)}.")
+        options = TokenizationOptions.from_kwargs(tokenization_kwargs)
+        kind, priorities = params.output_kind, [priority] if priority else None
+        (request,) = self._llm._submit(prompts, params, priorities, options, kind)
+        request.request_id = request_id
+        self._open[request_id] = request
+        self._loop.follow((request,), self._call)
+        return request_id
+
+    def step(self) -> list[RequestOutput]:
+        """One step of the engine; returns outputs of requests that it changed."""
+        outputs = []
+        for request in self._loop.step_for(self._call):
+            if request.error is not None and self._llm._core.death is not None:
+                self._llm._raise_failure([request])
+            output = self._loop.read(request)
+            if output is not None:
+                outputs.append(output)
+            if request.finished:
+                self._forget(request)
+        return outputs
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._open)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._open)
+
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
+        """End requests without a further output; unknown ones are ignored."""
+        names = [request_id] if isinstance(request_id, str) else list(request_id)
+        for name in names:
+            if (request := self._open.get(name)) is not None:
+                self._forget(request)
+
+    def reset_prefix_cache(self) -> bool:
+        return self._llm.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        self._llm.shutdown()
+
+    def _forget(self, request: OpenRequest) -> None:
+        self._open.pop(request.request_id, None)
+        self._loop.forget((request,), self._call)
 
 
 def _refuse_extras(**extras: Any) -> None:

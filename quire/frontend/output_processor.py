@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from quire.frontend.beam_outputs import beam_tokens
 from quire.frontend.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
     CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
     FlatLogprobs,
     Logprob,
     PromptLogprobs,
@@ -16,11 +19,16 @@ from quire.frontend.outputs import (
     RequestOutput,
     SampleLogprobs,
 )
-from quire.frontend.repetition import repeats
-from quire.protocol.output import FinishedSequence, RequestProgress, StepOutput
+from quire.frontend.pooling import PoolingParams
+from quire.protocol.errors import EngineDeadError, OverloadedError, QuireError, RequestError
+from quire.protocol.output import Beam, FinishedSequence, RequestProgress, StepOutput
 from quire.protocol.plan import Float32Array, LogprobArrays
 from quire.protocol.request import NewRequest
-from quire.protocol.sampling import RequestOutputKind, SamplingParams
+from quire.protocol.sampling import (
+    RepetitionDetectionParams,
+    RequestOutputKind,
+    SamplingParams,
+)
 from quire.text.detokenizer import IncrementalDetokenizer
 from quire.text.tokenizer import Tokenizer
 
@@ -202,6 +210,43 @@ class OpenRequest:
     def num_cached_tokens_shown(self) -> int | None:
         return 0 if self.hides_cached_tokens else self.num_cached_tokens
 
+    def read_beams(self, tokenizer: Tokenizer | None) -> BeamSearchOutput:
+        """Of a beam search that has ended."""
+        sequences = []
+        for beam in self.sequences:
+            assert beam.cumulative_logprob is not None
+            tokens = self.prompt_token_ids + beam.token_ids
+            sequences.append(
+                BeamSearchSequence(
+                    tokens=tokens,
+                    cum_logprob=beam.cumulative_logprob,
+                    text=tokenizer.decode(tokens) if tokenizer else None,
+                    finish_reason="stop" if beam.finish_reason == "stop" else "length",
+                )
+            )
+        return BeamSearchOutput(sequences)
+
+    def read_embedding(self, params: PoolingParams, death: str | None) -> EmbeddingRequestOutput:
+        """Of a pooling request that has ended; raises where there is no vector."""
+        (sequence,) = self.sequences
+        if sequence.embedding is None:
+            raise self.failure(death)
+        return EmbeddingRequestOutput(
+            request_id=self.request_id,
+            outputs=EmbeddingOutput(params.finish(sequence.embedding).tolist()),
+            prompt_token_ids=self.prompt_token_ids,
+            num_cached_tokens=self.num_cached_tokens_shown or 0,
+        )
+
+    def failure(self, death: str | None) -> QuireError:
+        """What to raise for it. The engine, unless `death` says why it died, goes on."""
+        error = self.error or f"the request ended by {self.sequences[0].finish_reason}"
+        if self.is_own_fault:
+            return RequestError(error)
+        if death is None:
+            return OverloadedError(error)
+        return EngineDeadError(f"the engine failed: {error}")
+
     def _read_prompt_logprobs(self, lazily: bool) -> PromptLogprobs | LazyLogprobs | None:
         """One entry per prompt token, None for the first, which nothing predicts."""
         if self.prompt_logprobs is None or lazily:
@@ -355,3 +400,23 @@ class OutputProcessor:
 
 def _line_of(arrays: LogprobArrays) -> dict[int, int]:
     return {sample: line for line, sample in enumerate(arrays.index.tolist())}
+
+
+def repeats(token_ids: list[int], params: RepetitionDetectionParams) -> bool:
+    """Whether the tail is one pattern of an allowed size, `min_count` times in a row."""
+    for size in range(params.min_pattern_size, params.max_pattern_size + 1):
+        span = size * params.min_count
+        if span > len(token_ids):
+            return False
+        if token_ids[-1] != token_ids[-1 - size]:
+            continue
+        tail = token_ids[-span:]
+        if tail == tail[:size] * params.min_count:
+            return True
+    return False
+
+
+def beam_tokens(beam: Beam, params: SamplingParams) -> list[int]:
+    """The tokens of a hypothesis that its caller sees."""
+    drops_eos = beam.finished_by_eos and not params.include_stop_str_in_output
+    return beam.token_ids[:-1] if drops_eos else beam.token_ids

@@ -20,7 +20,7 @@ from quire.frontend.chat_inputs import parse_conversations, render_conversations
 from quire.frontend.garbage import no_full_collections
 from quire.frontend.generation_defaults import chat_defaults, generation_defaults
 from quire.frontend.inputs import InputProcessor, Prompt
-from quire.protocol.errors import EngineDeadError, OverloadedError, QuireError, RequestError
+from quire.protocol.errors import QuireError
 from quire.protocol.request import KEY_BITS
 from quire.protocol.sampling import SamplingParams
 from quire.text.tokenizer import Tokenizer, load_tokenizer
@@ -111,15 +111,6 @@ def _start_session(options: EngineOptions) -> tuple[Session, EngineCore]:
         if session.has_tokenizer:
             engine.core.grammars.compiler.set_vocabulary(session.vocabulary)
         return session, engine.core
-
-
-def request_failure(error: str, death: str | None, is_own_fault: bool = False) -> QuireError:
-    """What to raise for a request that ended with `error`: the engine may have survived it."""
-    if is_own_fault:
-        return RequestError(error)
-    if death is None:
-        return OverloadedError(error)
-    return EngineDeadError(f"the engine failed: {error}")
 
 
 def session_tokenizer(model: ModelConfig, options: EngineOptions) -> Tokenizer | None:

@@ -8,19 +8,50 @@ leaves, by whatever way, wakes one of them to drive.
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from threading import Lock, RLock
 
 from quire.engine.core import EngineCore
-from quire.frontend.interrupts import deferred_interrupts
 from quire.frontend.output_processor import OpenRequest, OutputProcessor
 from quire.frontend.outputs import RequestOutput
 from quire.protocol.errors import EngineDeadError
 from quire.protocol.output import StepOutput
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import RequestOutputKind
+
+
+@contextlib.contextmanager
+def deferred_interrupts(notify: Callable[[], None] | None = None) -> Iterator[list[int]]:
+    """Hold SIGINT back until the end of the block, then pass it on to the handler before: Ctrl-C
+    takes effect between engine steps, never inside one.
+
+    Yields the signals held back so far. `notify` is called when one comes, to end a wait; it runs
+    between any two instructions of the main thread, and so must not take a lock.
+    """
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    previous = signal.getsignal(signal.SIGINT) if on_main_thread else None
+    caught: list[int] = []
+    if previous is None:  # signals reach other threads never, foreign handlers cannot be restored
+        yield caught
+        return
+
+    def hold_back(number: int, frame: object) -> None:
+        caught.append(number)
+        if notify is not None:
+            notify()
+
+    signal.signal(signal.SIGINT, hold_back)
+    try:
+        yield caught
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if caught:
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 class FairLock:
