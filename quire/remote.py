@@ -159,7 +159,7 @@ async def _engine_poster(arguments: Arguments) -> AsyncIterator[Post]:
     from quire.client.asgi import post_asgi
 
     llm = AsyncLLM(**engine_arguments(arguments))
-    state = ServerState.of(llm, ServerOptions())
+    state = ServerState(llm, ServerOptions())
     app = build_app(state)
 
     async def post(path: str, body: bytes) -> BatchAnswer:

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from quire.protocol.control import LogLevel
 from quire.protocol.errors import EngineDeadError
-from quire.server.generation import state_of
+from quire.server.state import state_of
 
 router = APIRouter(prefix="/admin")
 

@@ -1,53 +1,47 @@
-"""The FastAPI application of one API process."""
+"""The FastAPI application of one API process: its routes, and what lies before them."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from quire import __version__
-from quire.server import admin, metrics, operations
+from quire.server import admin, health, metrics, models, tokenize
 from quire.server.anthropic import messages
 from quire.server.dashboard import page
 from quire.server.dashboard import state as dashboard_state
-from quire.server.finished import Observer, Watch
-from quire.server.http.errors import ERRORS, add_error_handlers
-from quire.server.http.hosts import Hosts
-from quire.server.http.load import CountedRequests
-from quire.server.http.middleware import Gate
+from quire.server.http.errors import add_error_handlers
+from quire.server.http.middleware import Middleware
 from quire.server.openai import chat, completions, embeddings, responses
-from quire.server.request_log import RequestLog
-from quire.server.root_path import RootPath
+from quire.server.openai.errors import ERRORS
+from quire.server.request_log import Observer, RequestLog
 from quire.server.state import ServerState
 
+ROUTES = (
+    *(health, models, tokenize, metrics, completions, chat, embeddings, responses, messages),
+    *(page, dashboard_state),
+)
 
-def build_app(state: ServerState) -> Any:
-    """All routes behind the gate."""
+
+def build_app(state: ServerState) -> ASGIApp:
+    """All routes behind the middleware."""
     app = FastAPI(
         title="Quire", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS
     )
     app.state.server = state
     add_error_handlers(app)
-    openai_routes = (completions, chat, embeddings, responses)
-    for module in (operations, metrics, *openai_routes, messages, page, dashboard_state):
+    for module in ROUTES:
         app.include_router(module.router)
     if not state.access.admin_keys.is_open:
         app.include_router(admin.router)
     network = state.options.network
-    counted = CountedRequests(app, state.load)
-    gated: Any = Gate(counted, Hosts.of(network), state.access, network.max_body_bytes)
-    if observers := _observers(state):
-        gated = Watch(gated, observers)
-    if network.allowed_origins:
-        gated = CORSMiddleware(
-            gated,
-            allow_origins=network.allowed_origins,
-            allow_methods=("*",),
-            allow_headers=("*",),
-        )
-    return RootPath(gated, network.root_path) if network.root_path else gated
+    guarded = Middleware(app, network, state.access, state.load, _observers(state))
+    if not network.allowed_origins:
+        return guarded
+    return CORSMiddleware(
+        guarded, allow_origins=network.allowed_origins, allow_methods=("*",), allow_headers=("*",)
+    )
 
 
 def _observers(state: ServerState) -> list[Observer]:

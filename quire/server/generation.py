@@ -1,63 +1,35 @@
-"""From a checked body to a running generation; shared by all protocols."""
+"""`Generation`: the engine's work for one HTTP request, from its start to the reply; shared by all
+protocols."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any, Protocol
 
 from fastapi import Request
+from starlette.responses import Response
 
 from quire.frontend.async_llm import OutputStream, RequestTerms
-from quire.frontend.inputs import Prompt, TokenizationOptions
 from quire.frontend.outputs import EmbeddingRequestOutput, RequestOutput
 from quire.frontend.pooling import PoolingParams
-from quire.protocol.errors import ContextLengthError, RequestError
-from quire.protocol.sampling import BeamSearchParams, SamplingParams
-from quire.server.preparation.context import Preparation
-from quire.server.state import ServerState
-
-T = TypeVar("T")
-
-
-def state_of(request: Request) -> ServerState:
-    state: ServerState = request.app.state.server
-    return state
+from quire.server.http.disconnect import CLIENT_LEFT, unless_disconnected
+from quire.server.http.event_stream import EventStream
+from quire.server.http.reply_json import encoded, num_values, off_loop
+from quire.server.preparation.context import Prepared
+from quire.server.state import state_of
 
 
-def tokenize(
-    state: Preparation, prompts: list[Prompt], options: Mapping[str, Any], field: str = "prompt"
-) -> None:
-    """Fill in the token ids of prompts; `field` is where the body has them."""
-    given = {name: value for name, value in options.items() if value is not None}
-    try:
-        state.inputs.tokenize(prompts, TokenizationOptions.from_kwargs(given))
-    except ContextLengthError as error:
-        error.field = field
-        if len(prompts) == 1:  # the client knows of no list
-            error.args = (str(error).removeprefix("prompts[0]: "),)
-        raise
+class Reply(Protocol):
+    """Writes what came of a generation in the form of its protocol."""
 
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """All of it at once."""
 
-def check_max_tokens(
-    state: Preparation, prompts: list[Prompt], max_tokens: int | None, name: str
-) -> None:
-    """Refuse a limit that allows no token, or that the context cannot hold; the field is called
-    `name`."""
-    if max_tokens is None:
-        return
-    if max_tokens < 1:
-        raise RequestError(f"{name} must be at least 1, got {max_tokens}.")
-    limit = state.inputs.max_model_len
-    for prompt in prompts:
-        assert prompt.token_ids is not None
-        if max_tokens > limit - len(prompt.token_ids):
-            raise ContextLengthError(limit, len(prompt.token_ids), max_tokens, name)
+    def events(self, generation: Generation) -> AsyncIterator[bytes]:
+        """Server-sent events as it comes."""
 
 
 class Generation:
-    """Requests that were made for one HTTP request, from their acceptance to their end."""
-
     def __init__(self, request: Request, stream: OutputStream) -> None:
         self._request = request
         self._stream = stream
@@ -67,28 +39,34 @@ class Generation:
 
     @classmethod
     async def start(
-        cls,
-        request: Request,
-        prompts: list[Prompt],
-        params: SamplingParams | PoolingParams | BeamSearchParams,
-        name: str,
-        terms: RequestTerms,
+        cls, request: Request, made: Prepared, name: str, terms: RequestTerms
     ) -> Generation:
         """Hand prompts to the engine; returns once it has accepted them all."""
-        state = state_of(request)
-        return cls(request, await state.llm.open_stream(prompts, params, name, terms))
+        llm = state_of(request).llm
+        return cls(request, await llm.open_stream(made.prompts, made.params, name, terms))
 
-    async def outputs(self) -> list[RequestOutput] | None:
-        """All outputs at the end, in the order of the prompts; None if the client left."""
+    async def answer(
+        self, reply: Reply, streams: bool | None, *, begins_first: bool = True, **ending: Any
+    ) -> Response:
+        """The response to the request. `begins_first`: a stream's status waits for its first news;
+        `ending` is what `EventStream` must know about its protocol."""
+        if streams:
+            if begins_first and not await self._begin():
+                return Response(status_code=CLIENT_LEFT)
+            return EventStream(reply.events(self), self.close, **ending)
+        outputs = await self._outputs()
+        if outputs is None:
+            return Response(status_code=CLIENT_LEFT)
+        data = await off_loop(num_values(outputs), lambda: encoded(reply.whole(outputs)))
+        return Response(data, media_type="application/json")
 
-        async def collect() -> list[RequestOutput]:
-            found: dict[int, RequestOutput] = {}
-            while news := await self._stream.read():
-                found.update(news)  # type: ignore[arg-type]
-            return [found[index] for index in sorted(found)]
-
+    async def news(self) -> AsyncGenerator[list[tuple[int, Any]], None]:
+        """News as they come: outputs, and progress where that was asked for."""
         try:
-            return await unless_disconnected(self._request.receive, collect())
+            if self._first:
+                yield self._first
+            while news := await self._stream.read():
+                yield news
         finally:
             self.close()
 
@@ -104,7 +82,21 @@ class Generation:
         """The client has left: what is unfinished is aborted."""
         self._stream.close()
 
-    async def begin(self) -> bool:
+    async def _outputs(self) -> list[RequestOutput] | None:
+        """All outputs at the end, in the order of the prompts; None if the client left."""
+
+        async def collect() -> list[RequestOutput]:
+            found: dict[int, RequestOutput] = {}
+            while news := await self._stream.read():
+                found.update(news)  # type: ignore[arg-type]
+            return [found[index] for index in sorted(found)]
+
+        try:
+            return await unless_disconnected(self._request.receive, collect())
+        finally:
+            self.close()
+
+    async def _begin(self) -> bool:
         """Wait for the first news, so that a request which fails before gets a status of its own
         instead of an event; False if the client left."""
         try:
@@ -115,33 +107,3 @@ class Generation:
         if self._first is None:
             self.close()
         return self._first is not None
-
-    async def news(self) -> AsyncGenerator[list[tuple[int, Any]], None]:
-        """News as they come: outputs, and progress where that was asked for."""
-        try:
-            if self._first:
-                yield self._first
-            while news := await self._stream.read():
-                yield news
-        finally:
-            self.close()
-
-
-async def unless_disconnected(
-    receive: Callable[[], Awaitable[Any]], work: Awaitable[T]
-) -> T | None:
-    """What `work` returns, or None if the client goes away first, which cancels it."""
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(until_disconnect(receive))
-    try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        return await working if working.done() else None
-    finally:
-        watching.cancel()
-        working.cancel()
-        await asyncio.gather(watching, working, return_exceptions=True)
-
-
-async def until_disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.metrics.prometheus import CONTENT_TYPE, render
-from quire.server.generation import state_of
+from quire.server.state import state_of
 
 router = APIRouter()
 

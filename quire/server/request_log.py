@@ -1,17 +1,42 @@
-"""One line of JSON for each request that ended, where `enable_log_requests` asks for it."""
+"""`RequestLog`: one line of JSON for each request that ended (`enable_log_requests`)."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from quire.frontend.output_processor import OpenRequest, OpenSequence
-from quire.server.finished import FinishedRequest, end_of
 
 logger = logging.getLogger("quire.requests")
+
+
+@dataclass(frozen=True)
+class FinishedRequest:
+    """An HTTP request that was answered, refused or left by its client."""
+
+    request_id: str
+    path: str
+    headers: dict[str, str]
+    status: int | None
+    """Of the reply; None if there was none."""
+    started: float
+    """On the monotonic clock."""
+    made: Sequence[OpenRequest]
+    """What the engine was asked for, empty if the request was refused before."""
+
+
+def end_of(sequence: OpenSequence) -> str:
+    """Why a sequence ended, also where the engine could not say so."""
+    failed = sequence.request.error is not None
+    return sequence.finish_reason or ("error" if failed else "disconnect")
+
+
+Observer = Callable[[FinishedRequest], None]
 
 
 class RequestLog:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from quire.frontend.output_processor import OpenRequest
 from quire.protocol.errors import OptionError
-from quire.server.finished import FinishedRequest, end_of
+from quire.server.request_log import FinishedRequest, end_of
 
 EXPORT_TIMEOUT_S = 5
 TRACES_PATH = "/v1/traces"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from quire.protocol.errors import RequestError
-from quire.server.anthropic.turns import read_turn
 from quire.server.preparation.bodies import MessageBody
 from quire.server.preparation.conversation import text_parts
+from quire.text.message_stream import MessageForm
 from quire.text.tool_calls.declared import ToolUse, flat_tools
 
 TEXT_BLOCKS = ("text",)
@@ -65,7 +65,7 @@ class CountBody(MessageBody):
         """Whether the reply goes on from the last message instead of following it."""
         return bool(self.messages) and self.messages[-1].get("role") == "assistant"
 
-    def conversation(self) -> list[dict[str, Any]]:
+    def chat_messages(self) -> list[dict[str, Any]]:
         """The messages as chat templates read them: turns of the same role become one."""
         if not self.messages:
             raise RequestError("messages is an empty list; give at least one message.")
@@ -76,7 +76,7 @@ class CountBody(MessageBody):
             role, where = message.get("role"), f"messages[{index}]"
             if role not in ROLES:
                 raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}, got {role!r}.")
-            for turn in read_turn(role, message.get("content"), f"{where}.content"):
+            for turn in _read_turn(role, message.get("content"), f"{where}.content"):
                 last: dict[str, Any] = turns[-1] if turns else {"role": None}
                 if last["role"] == turn["role"] != "tool":
                     if calls := turn.pop("tool_calls", None):
@@ -86,6 +86,13 @@ class CountBody(MessageBody):
                 else:
                     turns.append(turn)
         return turns
+
+    def template_settings(self) -> dict[str, Any]:
+        return {
+            "template_kwargs": {} if self.thinks is None else {"enable_thinking": self.thinks},
+            "add_generation_prompt": not self.continues,
+            "continue_final_message": self.continues,
+        }
 
     @property
     def tool_use(self) -> ToolUse:
@@ -110,6 +117,62 @@ class MessagesBody(CountBody):
         if self.stop is not None and self.stop_sequences is not None:
             raise RequestError("stop is another name of stop_sequences here; give one of them.")
 
+    def own_params(self) -> dict[str, Any]:
+        return {} if self.stop_sequences is None else {"stop": self.stop_sequences}
+
+    def check_reply(self, form: MessageForm, model: str) -> None:
+        if self.thinks and form.tags is None:
+            raise RequestError(
+                f"thinking={self.thinking!r:.200} is refused: the chat template of model {model!r} "
+                "shows no reasoning; leave it out, or set the server's --reasoning-parser."
+            )
+
 
 def _text_blocks(content: Any, where: str) -> list[dict[str, Any]]:
     return text_parts(content, TEXT_BLOCKS, where)
+
+
+def _read_turn(role: str, content: Any, where: str) -> list[dict[str, Any]]:
+    """The messages of one turn. The results of calls come before what the user says."""
+    if not isinstance(content, list):
+        return [{"role": role, "content": text_parts(content, TEXT_BLOCKS, where)}]
+    turn: dict[str, Any] = {"role": role, "content": []}
+    results: list[dict[str, Any]] = []
+    for index, block in enumerate(content):
+        kind = block.get("type") if isinstance(block, dict) else None
+        place = f"{where}[{index}]"
+        if kind == "tool_use" and role == "assistant":
+            turn.setdefault("tool_calls", []).append(_call(block, place))
+        elif kind == "tool_result" and role == "user":
+            results.append(_result(block, place))
+        elif kind == "thinking" and role == "assistant":
+            turn["reasoning"] = turn.get("reasoning", "") + str(block.get("thinking", ""))
+        elif kind == "redacted_thinking" and role == "assistant":
+            continue
+        else:
+            try:
+                turn["content"] += text_parts([block], TEXT_BLOCKS, where)
+            except RequestError as error:
+                raise RequestError(str(error).replace(f"{where}[0]", place)) from None
+    return results + ([turn] if turn["content"] or not results else [])
+
+
+def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
+    for name in ("id", "name"):
+        if not isinstance(block.get(name), str):
+            raise RequestError(f"{where}.{name} must be a string, got {block.get(name)!r:.80}.")
+    if not isinstance(block.get("input"), dict):
+        raise RequestError(f"{where}.input must be an object, got {block.get('input')!r:.80}.")
+    function = {"name": block["name"], "arguments": block["input"]}
+    return {"id": block["id"], "type": "function", "function": function}
+
+
+def _result(block: dict[str, Any], where: str) -> dict[str, Any]:
+    if not isinstance(block.get("tool_use_id"), str):
+        raise RequestError(
+            f"{where}.tool_use_id must be a string, got {block.get('tool_use_id')!r:.80}."
+        )
+    content = text_parts(block.get("content") or "", TEXT_BLOCKS, f"{where}.content")
+    if block.get("is_error"):
+        content = [{"type": "text", "text": "Error:"}, *content]
+    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}

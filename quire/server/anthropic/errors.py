@@ -19,14 +19,14 @@ TYPES = {
 }
 
 
-class ErrorDetail(BaseModel):
+class MessageErrorDetail(BaseModel):
     type: str
     message: str
 
 
 class MessageError(BaseModel):
     type: Literal["error"]
-    error: ErrorDetail
+    error: MessageErrorDetail
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {

@@ -10,21 +10,16 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from quire.frontend.inputs import Prompt
 from quire.frontend.outputs import CompletionOutput, RequestOutput
-from quire.protocol.errors import QuireError, RequestError
-from quire.protocol.sampling import RequestOutputKind, SamplingParams
-from quire.server.answering import answer
+from quire.protocol.errors import QuireError
 from quire.server.anthropic.blocks import TextBlock, ThinkingBlock, ToolBlock, event
 from quire.server.anthropic.bodies import CountBody, MessagesBody
 from quire.server.anthropic.errors import ERRORS
-from quire.server.dialect import ANTHROPIC
-from quire.server.generation import Generation, check_max_tokens
-from quire.server.http.errors import error_body, status_of
+from quire.server.generation import Generation
+from quire.server.http.errors import ANTHROPIC, error_body, status_of
 from quire.server.preparation.context import Preparation, Prepared
-from quire.server.preparation.conversation import conversation_prompt
+from quire.server.preparation.conversation import conversation_prompt, prepare_messages
 from quire.server.preparation.routes import answered_already, prepared_route
-from quire.server.tool_use import message_form, with_form
 from quire.text.deltas import CallDelta, Delta, Message, ReasoningDelta, TextDelta
 from quire.text.message_stream import MessageForm
 
@@ -34,59 +29,24 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "repetition": "max_t
 """The protocol has no name for a deadline or an abort: null stands for these."""
 
 
-def prepare_message(state: Preparation, body: MessagesBody) -> Prepared:
-    model = body.check(state)
-    use = body.tool_use
-    prompt = _render(state, body)
-    form = message_form(state, body.chat_template, prompt, use)
-    if body.thinks and form.tags is None:
-        raise RequestError(
-            f"thinking={body.thinking!r:.200} is refused: the chat template of model {model!r} "
-            "shows no reasoning; leave it out, or set the server's --reasoning-parser."
-        )
-    params, fields = with_form(state, body, _params(state, body, prompt), form, use)
-    return Prepared(body, model, [prompt], params, form, form_fields=fields)
-
-
-@prepared_route(router, "/v1/messages", MessagesBody, prepare_message)
+@prepared_route(router, "/v1/messages", MessagesBody, prepare_messages)
 async def create_message(made: Prepared, request: Request) -> Response:
     body: MessagesBody = made.body
     message_id = f"msg_{body.request_id or request.state.request_id}"
     reply = MessageReply(message_id, made.model, made.form)
     terms = body.terms(request.state.tenant)
-    generation = await Generation.start(request, made.prompts, made.params, reply.id, terms)
-    return await answer(generation, reply, body.stream, last=b"", write_error=_error_event)
+    generation = await Generation.start(request, made, reply.id, terms)
+    return await generation.answer(reply, body.stream, last=b"", write_error=_error_event)
 
 
 def count_tokens(state: Preparation, body: CountBody) -> bytes:
-    body.check(state)
-    prompt = _render(state, body)
+    state.check(body)
+    prompt = conversation_prompt(state, body, body.tool_use)
     assert prompt.token_ids is not None
     return msgspec.json.encode({"input_tokens": len(prompt.token_ids)})
 
 
 prepared_route(router, "/v1/messages/count_tokens", CountBody, count_tokens)(answered_already)
-
-
-def _render(state: Preparation, body: CountBody) -> Prompt:
-    return conversation_prompt(
-        state,
-        body,
-        body.conversation(),
-        template_kwargs={} if body.thinks is None else {"enable_thinking": body.thinks},
-        add_generation_prompt=not body.continues,
-        continue_final_message=body.continues,
-        tools=body.tool_use.declarations,
-    )
-
-
-def _params(state: Preparation, body: MessagesBody, prompt: Prompt) -> SamplingParams:
-    check_max_tokens(state, [prompt], body.max_tokens, "max_tokens")
-    own: dict[str, Any] = {"max_tokens": body.max_tokens}
-    if body.stop_sequences is not None:
-        own["stop"] = body.stop_sequences
-    kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
-    return body.sampling_params(state.chat_params, output_kind=kind, **own)
 
 
 def _error_event(error: QuireError) -> bytes:

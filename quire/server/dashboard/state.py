@@ -16,9 +16,8 @@ from quire import __version__
 from quire.metrics.instruments import Metric, Readings
 from quire.protocol.messages import ID_SEPARATOR
 from quire.protocol.snapshot import BlockState, EngineSnapshot, SequenceSnapshot
-from quire.server.generation import state_of
 from quire.server.http.auth import Tenant
-from quire.server.state import ServerState
+from quire.server.state import ServerState, state_of
 
 MAX_SHOWN = 128
 """Sequences listed of those that run, and of those that wait."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match
@@ -23,32 +24,69 @@ from quire.protocol.errors import (
     RequestError,
     RequestTimeoutError,
 )
-from quire.server.dialect import OPENAI, Dialect
-from quire.server.form_fields import FormFields
+from quire.server.anthropic import errors as anthropic
+from quire.server.openai import errors as openai
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 5.0
 """When to come back after the engine died: about what a small model takes to start."""
 MAX_MESSAGE = 2000
+ANTHROPIC_VERSION = b"anthropic-version"
+"""A header that all requests of Anthropic's clients have."""
 
 
-class ErrorDetail(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: int | str
+@dataclass(frozen=True)
+class Dialect:
+    """What protocols say differently where no route of theirs has run yet."""
+
+    error_body: Callable[[int, str, str | None, str | None], dict[str, Any]]
+    """From status, message, the field it is about, and a code if the error has one."""
+    message_of: Callable[[QuireError], str]
+    """What an error says to this protocol's clients."""
+    id_headers: tuple[bytes, ...]
+    """Headers of a reply that hold the request's id."""
 
 
-class ErrorReply(BaseModel):
-    error: ErrorDetail
+OPENAI = Dialect(openai.error_body, str, (b"x-request-id",))
+ANTHROPIC = Dialect(anthropic.error_body, anthropic.message_of, (b"x-request-id", b"request-id"))
 
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorReply, "description": "The request cannot be answered as it is."},
-    "503": {"model": ErrorReply, "description": "Overloaded, or the engine is down."},
-}
-"""Of every route, as the description of the API has them."""
+def dialect_of(path: str, headers: Mapping[bytes, bytes]) -> Dialect:
+    """What the client of a route speaks: OpenAI's, unless the route is another protocol's, or both
+    have it and the client says so."""
+    if _is_under("/v1/messages", path):
+        return ANTHROPIC
+    says_so = ANTHROPIC_VERSION in headers
+    return ANTHROPIC if says_so and _is_under("/v1/models", path) else OPENAI
+
+
+def _is_under(route: str, path: str) -> bool:
+    return path == route or path.startswith(route + "/")
+
+
+_LINE = re.compile(r"structured_outputs\.grammar is refused: line (\d+): ")
+_WHOLE = re.compile(r"structured_outputs(\.[a-z_]+)?")
+
+
+@dataclass(frozen=True)
+class FormFields:
+    """Where a client wrote what the engine calls `structured_outputs`: names for errors."""
+
+    whole: str | None = None
+    """Of the form; None: that of the engine."""
+    lines: Mapping[int, str] = field(default_factory=dict)
+    """Of the schemas in a grammar that was made here, by its lines."""
+
+    def named(self, message: str) -> str:
+        """An error of the engine with the client's name for what it is about."""
+        line = _LINE.match(message)
+        if line is not None and int(line[1]) in self.lines:
+            return f"{self.lines[int(line[1])]} is refused: {message[line.end() :]}"
+        whole = _WHOLE.match(message)
+        if whole is None or self.whole is None:
+            return message
+        return self.whole + message[whole.end() :]
 
 
 class UnknownModelError(RequestError):

@@ -10,11 +10,8 @@ import msgspec
 from starlette.responses import Response
 
 from quire.protocol.errors import QuireError
-from quire.server.generation import unless_disconnected
+from quire.server.http.disconnect import unless_disconnected
 from quire.server.http.errors import code_of, error_body, status_of
-
-CLIENT_LEFT = 499
-"""The status of a reply whose client has left."""
 
 DONE = b"data: [DONE]\n\n"
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+from collections.abc import Iterator
 from pathlib import Path
-
-from quire.server.http.middleware import Application, Receive, Scope, Send
 
 COUNT_BYTES = 8
 
@@ -36,23 +36,11 @@ class Load:
     def num_requests(self) -> int:
         return sum(self._counts)
 
-    def change(self, number: int) -> None:
-        self._counts[self._place] += number
-
-
-class CountedRequests:
-    """Counts POST requests between their arrival and the end of their replies."""
-
-    def __init__(self, app: Application, load: Load) -> None:
-        self._app = app
-        self._load = load
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST":
-            await self._app(scope, receive, send)
-            return
-        self._load.change(1)
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts a request between its arrival and the end of its reply."""
+        self._counts[self._place] += 1
         try:
-            await self._app(scope, receive, send)
+            yield
         finally:
-            self._load.change(-1)
+            self._counts[self._place] -= 1

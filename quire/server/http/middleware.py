@@ -1,76 +1,112 @@
-"""`Gate`: what every HTTP request passes first: its id, host, key, and the size of its body."""
+"""`Middleware`: what every HTTP request passes on its way to a route and back: its path behind a
+proxy, id, host, key, the size of its body, the count of open requests, logs and traces."""
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 
-from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server.dialect import dialect_of
+from quire.config.server import NetworkOptions
 from quire.server.http.auth import Access, AccessDenied
-from quire.server.http.errors import error_response
+from quire.server.http.errors import dialect_of, error_response
 from quire.server.http.hosts import Hosts
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+from quire.server.http.limits import BodyLimit
+from quire.server.http.load import Load
+from quire.server.request_log import FinishedRequest, Observer
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
-class Gate:
-    def __init__(self, app: Application, hosts: Hosts, access: Access, max_body_bytes: int) -> None:
+class Middleware:
+    """POST requests are counted while they are open, and told to `observers` once answered."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        network: NetworkOptions,
+        access: Access,
+        load: Load,
+        observers: Sequence[Observer] = (),
+    ) -> None:
         self._app = app
-        self._hosts = hosts
+        self._root_path = network.root_path
+        self._hosts = Hosts.of(network)
         self._access = access
-        self._max_body_bytes = max_body_bytes
-        self._too_large = f"the body is larger than max_body_bytes={max_body_bytes}; send less."
+        self._body_limit = BodyLimit(network.max_body_bytes)
+        self._load = load
+        self._observers = observers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if self._root_path:
+            self._find_under_root(scope)
+        started, status = time.monotonic(), None
         headers, path = dict(scope["headers"]), _route(scope)
         request_id, dialect = _request_id(headers), dialect_of(path, headers)
         state = scope.setdefault("state", {})
         state |= {"request_id": request_id, "dialect": dialect}
         ids = [(name, request_id.encode()) for name in dialect.id_headers]
 
-        async def answer(message: MutableMapping[str, Any]) -> None:
+        async def answer(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 message["headers"] = [*message["headers"], *ids]
             await send(message)
 
+        is_post = scope["method"] == "POST"
+        try:
+            refusal = self._refusal(scope, path, headers)
+            if refusal is not None:
+                await refusal(scope, receive, answer)
+            else:
+                with self._load.counted() if is_post else nullcontext():
+                    await self._app(scope, self._body_limit.bounded(receive), answer)
+        finally:
+            if is_post:
+                self._tell_observers(scope, status, started)
+
+    def _find_under_root(self, scope: Scope) -> None:
+        """Some proxies take the prefix off and some leave it on: both find their routes."""
+        path, prefix = scope["path"], self._root_path
+        has_prefix = path == prefix or path.startswith(prefix + "/")
+        scope["root_path"] = prefix
+        scope["path"] = path if has_prefix else prefix + path
+
+    def _refusal(self, scope: Scope, path: str, headers: dict[bytes, bytes]) -> Response | None:
+        """The answer to a request that no route is to see; notes the tenant of others."""
+        state = scope["state"]
         try:
             self._hosts.check(scope["headers"])
             state["tenant"] = self._access.admit(path, scope["headers"])
         except AccessDenied as denied:
-            refused = error_response(denied.status, str(denied), dialect=dialect)
-            await refused(scope, receive, answer)
+            return error_response(denied.status, str(denied), dialect=state["dialect"])
+        if self._body_limit.refuses(headers):
+            return error_response(413, self._body_limit.message, dialect=state["dialect"])
+        return None
+
+    def _tell_observers(self, scope: Scope, status: int | None, started: float) -> None:
+        if not self._observers:
             return
-        if _content_length(headers) > self._max_body_bytes:
-            too_large = error_response(413, self._too_large, dialect=dialect)
-            await too_large(scope, receive, answer)
-            return
-        await self._app(scope, self._bounded(receive), answer)
-
-    def _bounded(self, receive: Receive) -> Receive:
-        size = 0
-
-        async def bounded() -> MutableMapping[str, Any]:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > self._max_body_bytes:
-                # FastAPI makes a 400 of other exceptions while it reads a body.
-                raise HTTPException(413, self._too_large)
-            return message
-
-        return bounded
+        state = scope["state"]
+        finished = FinishedRequest(
+            request_id=state["request_id"],
+            path=scope["path"],
+            headers={k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]},
+            status=status,
+            started=started,
+            made=state.get("made", ()),
+        )
+        for observer in self._observers:
+            observer(finished)
 
 
 def _route(scope: Scope) -> str:
@@ -84,8 +120,3 @@ def _request_id(headers: dict[bytes, bytes]) -> str:
     if _REQUEST_ID.fullmatch(given):
         return given.decode("ascii")
     return secrets.token_hex(16)
-
-
-def _content_length(headers: dict[bytes, bytes]) -> int:
-    text = headers.get(b"content-length", b"")
-    return int(text) if text.isdigit() else 0

@@ -133,12 +133,15 @@ class ApiProcess:
         )
         tokenizer = session_tokenizer(model, options)
         session = Session(model, options, tokenizer, self._start.client_index)
-        llm = AsyncLLM.connected(session, self._client)
-        self._attach(llm, ready)
-        state = ServerState.of(llm, self._options, self._fork_server)
-        state.load = Load.shared(self._start.load_file, self._start.place)
-        state.report = self._report
-        return state
+        self._llm = AsyncLLM.connected(session, self._client)
+        self._attach(ready)
+        return ServerState(
+            self._llm,
+            self._options,
+            fork_server=self._fork_server,
+            load=Load.shared(self._start.load_file, self._start.place),
+            report=self._report,
+        )
 
     async def _log_parsers(self, state: ServerState) -> None:
         try:
@@ -149,17 +152,16 @@ class ApiProcess:
     def _report(self, message: msgspec.Struct) -> None:
         self._reports.write(line(message))
 
-    def _attach(self, llm: AsyncLLM, ready: EngineReady) -> None:
+    def _attach(self, ready: EngineReady) -> None:
         """Connect to an engine that has just started, and tell it the vocabulary first of all."""
         self._client.connect(ready.address)
-        if llm.session.has_tokenizer:
-            told = llm.tell_vocabulary()
-            self._telling = asyncio.create_task(told)
+        if self._llm.session.has_tokenizer:
+            self._telling = asyncio.create_task(self._llm.tell_vocabulary())
 
     async def _follow(self, server: uvicorn.Server, state: ServerState) -> None:
         while (order := await self._orders.next()) is not None:
             if isinstance(order, EngineReady):
-                self._attach(state.llm, order)
+                self._attach(order)
             elif isinstance(order, EngineDown):
                 state.restarting = order.restarts
                 self._client.disconnect(order.cause)

@@ -9,6 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from quire.protocol.errors import RequestError
 from quire.server.preparation.bodies import ConversationBody, GenerationBody, RequestBody
+from quire.text.tool_calls.declared import ToolUse, chat_tools
 
 
 def _prompt_input(value: Any) -> Any:
@@ -134,6 +135,29 @@ class ChatBody(ChoicesBody, ConversationBody):
         """How many of the likeliest tokens are asked for; given ids take their place."""
         needs_number = self.wants_logprobs and self.logprob_token_ids is None
         return self.top_logprobs or 0 if needs_number else self.top_logprobs
+
+    @property
+    def max_tokens_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def tool_use(self) -> ToolUse:
+        return ToolUse.read(chat_tools(self.tools), self.tool_choice, self.parallel_tool_calls)
+
+    def chat_messages(self) -> list[dict[str, Any]]:
+        return self.messages
+
+    def own_params(self) -> dict[str, Any]:
+        return {"logprobs": self.num_logprobs}
+
+    def template_settings(self) -> dict[str, Any]:
+        kwargs = {"documents": self.documents, "reasoning_effort": self.reasoning_effort}
+        continues, generates = bool(self.continue_final_message), self.add_generation_prompt
+        return {
+            "template_kwargs": {name: value for name, value in kwargs.items() if value is not None},
+            "add_generation_prompt": not continues if generates is None else generates,
+            "continue_final_message": continues,
+        }
 
     def kept_for_reply(self) -> dict[str, Any]:
         """With the role of the last message, which a reply that continues it has too."""

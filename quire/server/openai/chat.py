@@ -11,13 +11,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from quire.frontend.inputs import Prompt
 from quire.frontend.outputs import CompletionOutput, RequestOutput
 from quire.protocol.output import RequestProgress
-from quire.protocol.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
-from quire.server.answering import answer
-from quire.server.form_fields import FormFields
-from quire.server.generation import Generation, check_max_tokens
+from quire.server.generation import Generation
 from quire.server.http.reply_json import num_values, off_loop
 from quire.server.openai.beam_search import beam_search_params
 from quire.server.openai.bodies import ChatBody
@@ -31,23 +27,19 @@ from quire.server.openai.logprobs import Candidates, chat_logprobs
 from quire.server.openai.stream import ChunkWriter, printable
 from quire.server.openai.usage import Usage
 from quire.server.preparation.context import Preparation, Prepared
-from quire.server.preparation.conversation import conversation_prompt
+from quire.server.preparation.conversation import prepare_messages
 from quire.server.preparation.routes import prepared_route
-from quire.server.tool_use import message_form, with_form
 from quire.text.deltas import ReasoningDelta
 from quire.text.message_stream import MessageForm, MessageStream
-from quire.text.tool_calls.declared import ToolUse, chat_tools
 
 router = APIRouter()
 
 
 def prepare_chat(state: Preparation, body: ChatBody) -> Prepared:
-    model = body.check(state)
-    use = ToolUse.read(chat_tools(body.tools), body.tool_choice, body.parallel_tool_calls)
-    prompt = _render(state, body, use)
-    form = message_form(state, body.chat_template, prompt, use)
-    params, fields = _params(state, body, prompt, form, use)
-    return Prepared(body, model, [prompt], params, form, form_fields=fields)
+    made = prepare_messages(state, body)
+    if body.use_beam_search:
+        made.params = beam_search_params(state, body, made.sampling, made.prompts)
+    return made
 
 
 @prepared_route(router, "/v1/chat/completions", ChatBody, prepare_chat)
@@ -56,47 +48,8 @@ async def create_chat_completion(made: Prepared, request: Request) -> Response:
     response_id = f"chatcmpl-{body.request_id or request.state.request_id}"
     reply = ChatReply(body, response_id, made.model, made.form)
     terms = body.terms(request.state.tenant, body.wants_progress)
-    generation = await Generation.start(request, made.prompts, made.params, reply.id, terms)
-    return await answer(generation, reply, body.stream, begins_first=not body.wants_progress)
-
-
-def _render(state: Preparation, body: ChatBody, use: ToolUse) -> Prompt:
-    """The conversation as a tokenised prompt."""
-    kwargs: dict[str, Any] = {}
-    if body.documents is not None:
-        kwargs["documents"] = body.documents
-    if body.reasoning_effort is not None:
-        kwargs["reasoning_effort"] = body.reasoning_effort
-    continues = bool(body.continue_final_message)
-    generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-    return conversation_prompt(
-        state,
-        body,
-        body.messages,
-        template_kwargs=kwargs,
-        add_generation_prompt=generates,
-        continue_final_message=continues,
-        tools=use.declarations,
-    )
-
-
-def _params(
-    state: Preparation, body: ChatBody, prompt: Prompt, form: MessageForm, use: ToolUse
-) -> tuple[SamplingParams | BeamSearchParams, FormFields]:
-    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    max_tokens = getattr(body, name)
-    check_max_tokens(state, [prompt], max_tokens, name)
-    defaults = state.chat_params
-    params = body.sampling_params(
-        defaults,
-        max_tokens=defaults.max_tokens if max_tokens is None else max_tokens,
-        logprobs=body.num_logprobs,
-        output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
-    )
-    params, fields = with_form(state, body, params, form, use)
-    if body.use_beam_search:
-        return beam_search_params(state, body, params, [prompt]), fields
-    return params, fields
+    generation = await Generation.start(request, made, reply.id, terms)
+    return await generation.answer(reply, body.stream, begins_first=not body.wants_progress)
 
 
 class ChatReply:

@@ -15,31 +15,30 @@ from quire.frontend.inputs import Prompt, number_of_prompts, parse_prompts
 from quire.frontend.outputs import CompletionOutput, RequestOutput
 from quire.protocol.errors import RequestError
 from quire.protocol.output import RequestProgress
-from quire.protocol.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
-from quire.server.answering import answer
-from quire.server.form_fields import FormFields
-from quire.server.generation import Generation, check_max_tokens, state_of, tokenize
+from quire.protocol.sampling import BeamSearchParams, SamplingParams
+from quire.server.generation import Generation
+from quire.server.http.errors import FormFields
 from quire.server.http.reply_json import num_values, off_loop
 from quire.server.openai.beam_search import beam_search_params
 from quire.server.openai.bodies import CompletionBody
 from quire.server.openai.chat_messages import finish_reason, stop_reason
 from quire.server.openai.logprobs import Candidates, CompletionLogprobs
-from quire.server.openai.response_format import form_field
 from quire.server.openai.stream import ChunkWriter
 from quire.server.openai.usage import Usage
 from quire.server.preparation.context import Preparation, Prepared
 from quire.server.preparation.routes import prepared_route
+from quire.server.state import state_of
 from quire.text.tokenizer import Tokenizer
 
 router = APIRouter()
 
 
 def prepare_completion(state: Preparation, body: CompletionBody) -> Prepared:
-    model = body.check(state)
+    model = state.check(body)
     prompts = _prompts(state, body)
     params = _params(state, body, prompts)
     echoes = [_text_of(state, prompt) for prompt in prompts] if body.echo else None
-    fields = FormFields(form_field(body))
+    fields = FormFields(body.form_field)
     return Prepared(body, model, prompts, params, echoes=echoes, form_fields=fields)
 
 
@@ -47,11 +46,11 @@ def prepare_completion(state: Preparation, body: CompletionBody) -> Prepared:
 async def create_completion(made: Prepared, request: Request) -> Response:
     body: CompletionBody = made.body
     response_id = f"cmpl-{body.request_id or request.state.request_id}"
-    terms = body.terms(request.state.tenant, body.wants_progress)
-    generation = await Generation.start(request, made.prompts, made.params, response_id, terms)
-    tokenizer = state_of(request).llm.session.tokenizer
+    tokenizer = state_of(request).preparation.tokenizer
     reply = CompletionReply(body, response_id, made.model, tokenizer, made.echoes)
-    return await answer(generation, reply, body.stream, begins_first=not body.wants_progress)
+    terms = body.terms(request.state.tenant, body.wants_progress)
+    generation = await Generation.start(request, made, response_id, terms)
+    return await generation.answer(reply, body.stream, begins_first=not body.wants_progress)
 
 
 def _prompts(state: Preparation, body: CompletionBody) -> list[Prompt]:
@@ -63,7 +62,7 @@ def _prompts(state: Preparation, body: CompletionBody) -> list[Prompt]:
         raise RequestError("prompt is an empty list; give at least one prompt.")
     for prompt in prompts:
         prompt.cache_salt = body.cache_salt
-    tokenize(state, prompts, body.tokenization(body.add_special_tokens))
+    state.tokenize(prompts, body.tokenization(body.add_special_tokens))
     return prompts
 
 
@@ -75,14 +74,13 @@ def _params(
     if body.max_tokens is not None:
         # The engine generates at least one token; the reply leaves it out.
         max_tokens = 1 if body.max_tokens == 0 and body.echo else body.max_tokens
-        check_max_tokens(state, prompts, max_tokens, "max_tokens")
+        state.check_max_tokens(prompts, max_tokens)
     own: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": body.logprobs}
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         own["prompt_logprobs"] = body.logprobs
     if body.echo and body.logprobs is None and not body.asks_about_prompt:
         own["prompt_logprob_token_ids"] = body.logprob_token_ids
-    kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
-    params = body.sampling_params(defaults, output_kind=kind, **own)
+    params = body.sampling_params(defaults, output_kind=body.output_kind, **own)
     if body.use_beam_search:
         return beam_search_params(state, body, params, prompts)
     return params

@@ -13,8 +13,8 @@ from quire.frontend.inputs import Prompt, number_of_prompts, parse_prompts
 from quire.frontend.outputs import EmbeddingRequestOutput
 from quire.frontend.pooling import PoolingParams, checked_params
 from quire.protocol.errors import RequestError
-from quire.server.generation import Generation, tokenize
-from quire.server.http.event_stream import CLIENT_LEFT
+from quire.server.generation import Generation
+from quire.server.http.disconnect import CLIENT_LEFT
 from quire.server.http.reply_json import encoded, off_loop
 from quire.server.openai.bodies import EmbeddingBody
 from quire.server.preparation.context import Preparation, Prepared
@@ -24,7 +24,7 @@ router = APIRouter()
 
 
 def prepare_embedding(state: Preparation, body: EmbeddingBody) -> Prepared:
-    model = body.check(state)
+    model = state.check(body)
     params = _params(state, body)
     return Prepared(body, model, _prompts(state, body), params)
 
@@ -36,7 +36,7 @@ async def create_embedding(made: Prepared, request: Request) -> Response:
     assert isinstance(params, PoolingParams)
     name = f"embd-{body.request_id or request.state.request_id}"
     terms = body.terms(request.state.tenant)
-    generation = await Generation.start(request, made.prompts, params, name, terms)
+    generation = await Generation.start(request, made, name, terms)
     outputs = await generation.embeddings(params)
     if outputs is None:
         return Response(status_code=CLIENT_LEFT)
@@ -63,7 +63,7 @@ def _prompts(state: Preparation, body: EmbeddingBody) -> list[Prompt]:
             raise RequestError("it is an empty list; give at least one text.")
         for prompt in prompts:
             prompt.cache_salt = body.cache_salt
-        tokenize(state, prompts, body.tokenization(body.add_special_tokens), "input")
+        state.tokenize(prompts, body.tokenization(body.add_special_tokens), "input")
     except RequestError as error:  # names fields of completions
         error.args = (f"input is refused: {error}",)
         raise

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import BaseModel
+
 TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -16,6 +18,24 @@ TYPES = {
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
 }
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: int | str
+
+
+class ErrorReply(BaseModel):
+    error: ErrorDetail
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorReply, "description": "The request cannot be answered as it is."},
+    "503": {"model": ErrorReply, "description": "Overloaded, or the engine is down."},
+}
+"""Of every route, as the description of the API has them."""
 
 
 def error_body(

@@ -97,10 +97,21 @@ class ResponseBody(MessageBody):
         return "input"
 
     @property
+    def max_tokens_field(self) -> str:
+        return "max_output_tokens"
+
+    def own_params(self) -> dict[str, Any]:
+        return {"logprobs": self.num_logprobs}
+
+    def template_settings(self) -> dict[str, Any]:
+        effort = (self.reasoning or {}).get("effort")
+        return {"template_kwargs": {} if effort is None else {"reasoning_effort": effort}}
+
+    @property
     def text_format(self) -> Any:
         return (self.text or {}).get("format") or {"type": "text"}
 
-    def messages(self) -> list[dict[str, Any]]:
+    def chat_messages(self) -> list[dict[str, Any]]:
         """The conversation as chat templates read it."""
         told = [] if self.instructions is None else [_message("system", self.instructions)]
         if isinstance(self.input, str):

@@ -10,12 +10,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from quire.frontend.inputs import Prompt
 from quire.frontend.outputs import CompletionOutput, RequestOutput
 from quire.protocol.errors import QuireError
-from quire.protocol.sampling import RequestOutputKind, SamplingParams
-from quire.server.answering import answer
-from quire.server.generation import Generation, check_max_tokens
+from quire.protocol.sampling import SamplingParams
+from quire.server.generation import Generation
 from quire.server.openai.logprobs import Candidates, chat_logprobs
 from quire.server.openai.response_input import ResponseBody
 from quire.server.openai.response_items import (
@@ -27,53 +25,23 @@ from quire.server.openai.response_items import (
 )
 from quire.server.openai.stream import printable, printable_data
 from quire.server.openai.usage import Usage
-from quire.server.preparation.context import Preparation, Prepared
-from quire.server.preparation.conversation import conversation_prompt
+from quire.server.preparation.context import Prepared
+from quire.server.preparation.conversation import prepare_messages
 from quire.server.preparation.routes import prepared_route
-from quire.server.tool_use import message_form, with_form
 from quire.text.deltas import CallDelta, Delta, ReasoningDelta, TextDelta
 from quire.text.message_stream import MessageForm
-from quire.text.tool_calls.declared import ToolUse
 
 router = APIRouter()
 
 
-def prepare_response(state: Preparation, body: ResponseBody) -> Prepared:
-    model = body.check(state)
-    use = body.tool_use
-    prompt = _render(state, body, use)
-    form = message_form(state, body.chat_template, prompt, use)
-    params, fields = with_form(state, body, _params(state, body, prompt), form, use)
-    return Prepared(body, model, [prompt], params, form, form_fields=fields)
-
-
-@prepared_route(router, "/v1/responses", ResponseBody, prepare_response)
+@prepared_route(router, "/v1/responses", ResponseBody, prepare_messages)
 async def create_response(made: Prepared, request: Request) -> Response:
     body: ResponseBody = made.body
     request_id = body.request_id or request.state.request_id
     reply = ResponseReply(body, request_id, made.model, made.sampling, made.form)
     terms = body.terms(request.state.tenant)
-    generation = await Generation.start(request, made.prompts, made.params, reply.id, terms)
-    return await answer(generation, reply, body.stream, last=b"", write_error=reply.failure)
-
-
-def _render(state: Preparation, body: ResponseBody, use: ToolUse) -> Prompt:
-    effort = (body.reasoning or {}).get("effort")
-    kwargs = {} if effort is None else {"reasoning_effort": effort}
-    return conversation_prompt(
-        state, body, body.messages(), template_kwargs=kwargs, tools=use.declarations
-    )
-
-
-def _params(state: Preparation, body: ResponseBody, prompt: Prompt) -> SamplingParams:
-    check_max_tokens(state, [prompt], body.max_output_tokens, "max_output_tokens")
-    defaults = state.chat_params
-    return body.sampling_params(
-        defaults,
-        max_tokens=body.max_output_tokens or defaults.max_tokens,
-        logprobs=body.num_logprobs,
-        output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
-    )
+    generation = await Generation.start(request, made, reply.id, terms)
+    return await generation.answer(reply, body.stream, last=b"", write_error=reply.failure)
 
 
 class ResponseReply:

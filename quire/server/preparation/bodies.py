@@ -7,18 +7,21 @@ import dataclasses
 import itertools
 import json
 import logging
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from quire.frontend.async_llm import RequestTerms
 from quire.protocol.errors import RequestError
-from quire.protocol.sampling import RepetitionDetectionParams, SamplingParams
+from quire.protocol.sampling import (
+    RepetitionDetectionParams,
+    RequestOutputKind,
+    SamplingParams,
+)
+from quire.protocol.structured import JsonSettings, StructuredOutputs, as_structured_outputs
 from quire.server.http.auth import Tenant
-from quire.server.openai.response_format import requested_form
-
-if TYPE_CHECKING:
-    from quire.server.preparation.context import Preparation
+from quire.text.message_stream import MessageForm
+from quire.text.tool_calls.declared import ToolUse
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +38,20 @@ NOT_IN_BODIES = {
     "routed_experts_prompt_start": "is not supported",
 }
 
+GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""vLLM's older names, and the fields of `structured_outputs` that they are now."""
+JSON_SETTINGS = tuple(item.name for item in dataclasses.fields(JsonSettings))
+
 MAX_EXTRA_BYTES = 64 << 10
 NOTED_FIELDS = 20
 """Of one body."""
 _unknown_fields: set[str] = set()
+_warned_of: set[str] = set()
 
 
 class RepetitionDetection(BaseModel):
@@ -73,12 +86,6 @@ class RequestBody(BaseModel):
     @classmethod
     def from_kept(cls, values: dict[str, Any]) -> Self:
         return cls.model_validate({**cls.stubs, **values})
-
-    def check(self, preparation: Preparation) -> str:
-        """The name of the model to answer with, if the body can be answered."""
-        model = preparation.check_model(self.model)
-        self.note_unknown_fields()
-        return model
 
     def refuse_unsupported(self) -> None:
         """Raise for what the body asks and cannot get, as far as that is known from it alone."""
@@ -171,6 +178,55 @@ class GenerationBody(RequestBody):
         """Where this protocol's clients write it."""
         return "response_format"
 
+    @property
+    def output_kind(self) -> RequestOutputKind:
+        return RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+
+    @property
+    def json_settings(self) -> JsonSettings:
+        """What the body says about JSON, whatever asks for it: a form, or a tool's schema."""
+        # They are checked beside a form.
+        return StructuredOutputs(json_object=True, **self._json_settings()).json_settings
+
+    @property
+    def form_field(self) -> str | None:
+        """Where the body has the form of its answer, if that is not `structured_outputs`."""
+        own = None if self._has_settings_only else self.structured_outputs
+        has_other = own is not None or any(getattr(self, name) is not None for name in GUIDED)
+        has_form = self.output_format().get("type", "text") != "text"
+        return self.output_format_field if has_form and not has_other else None
+
+    def requested_form(self) -> StructuredOutputs | None:
+        """The form of the answer, under any of the names there are for that."""
+        forms = {"response_format": _from_response_format(self.output_format())}
+        for name, field in GUIDED.items():
+            value = getattr(self, name)
+            if value is not None:
+                _warn_of(name, field)
+                forms[name] = StructuredOutputs(**{field: value})
+        given = {name: form for name, form in forms.items() if form is not None}
+        if not self._has_settings_only or not (given or self.declares_tools):
+            own = as_structured_outputs(self.structured_outputs)
+            given |= {} if own is None else {"structured_outputs": own}
+        if len(given) > 1:
+            raise RequestError(f"{' and '.join(given)} exclude each other; use one of them.")
+        form, settings = next(iter(given.values()), None), self._json_settings()
+        return dataclasses.replace(form, **settings) if form is not None and settings else form
+
+    def _json_settings(self) -> dict[str, Any]:
+        given = self.structured_outputs or {}
+        found = {name: given[name] for name in JSON_SETTINGS if given.get(name) is not None}
+        if self.guided_whitespace_pattern is not None:
+            found.setdefault("whitespace_pattern", self.guided_whitespace_pattern)
+        return found
+
+    @property
+    def _has_settings_only(self) -> bool:
+        """Whether `structured_outputs` has no form of its own, but speaks of one elsewhere."""
+        given = self.structured_outputs or {}
+        has_form = {name for name, value in given.items() if value is not None}
+        return bool(given) and has_form <= set(JSON_SETTINGS)
+
     def without_default_repetition(self) -> dict[str, Any]:
         """What a grammar asks for comes again and again, such as quotes: defaults of the model that
         penalise repetition, or end the text at it, would spoil it."""
@@ -192,7 +248,7 @@ class GenerationBody(RequestBody):
             given["repetition_detection"] = RepetitionDetectionParams(**values)
         elif "repetition_detection" in self.model_fields_set or self.ignore_eos or self.min_tokens:
             given["repetition_detection"] = None  # the client decides when the text ends
-        given["structured_outputs"] = requested_form(self)
+        given["structured_outputs"] = self.requested_form()
         if given["structured_outputs"] is not None:
             given |= self.without_default_repetition()
         if self.vllm_xargs is not None:
@@ -226,6 +282,30 @@ class ConversationBody(GenerationBody):
         """Where this protocol has the conversation."""
         return "messages"
 
+    @property
+    def max_tokens_field(self) -> str:
+        """Where it has the limit of the reply."""
+        return "max_tokens"
+
+    @property
+    def tool_use(self) -> ToolUse:
+        raise NotImplementedError
+
+    def chat_messages(self) -> list[dict[str, Any]]:
+        """The conversation as chat templates read it."""
+        raise NotImplementedError
+
+    def template_settings(self) -> dict[str, Any]:
+        """What this protocol's fields ask of the chat template, as arguments of `render_chat`."""
+        return {}
+
+    def own_params(self) -> dict[str, Any]:
+        """Sampling parameters that this protocol has under other names."""
+        return {}
+
+    def check_reply(self, form: MessageForm, model: str) -> None:
+        """Raise for what the body asks of replies that the model's template cannot do."""
+
 
 class MessageBody(ConversationBody):
     """What every request can say whose reply is one message."""
@@ -250,3 +330,32 @@ class MessageBody(ConversationBody):
                     f"{name} is not supported here: replies have no place for its results. Use "
                     "/v1/chat/completions."
                 )
+
+
+def _from_response_format(form: dict[str, Any]) -> StructuredOutputs | None:
+    kind = form.get("type", "text")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputs(json_object=True)
+    if kind == "json_schema":
+        wrapper = form.get("json_schema")
+        schema = wrapper.get("schema") if isinstance(wrapper, dict) else None
+        if schema is None:
+            raise RequestError(
+                "response_format.json_schema.schema is missing; give the schema there, or use "
+                "type 'json_object' for any JSON object."
+            )
+        return StructuredOutputs(json=schema)
+    if kind == "structural_tag":
+        return StructuredOutputs(structural_tag=form)
+    raise RequestError(
+        f"response_format.type must be text, json_object, json_schema or structural_tag, got "
+        f"{kind!r}."
+    )
+
+
+def _warn_of(name: str, field: str) -> None:
+    if name not in _warned_of:
+        _warned_of.add(name)
+        logger.warning("bodies have %s, an old name; use structured_outputs.%s", name, field)

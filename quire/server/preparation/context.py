@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,13 +13,13 @@ from tokenizers import Tokenizer as Backend
 
 from quire.config.options import EngineOptions
 from quire.config.server import ServingOptions
-from quire.frontend.inputs import InputProcessor, Prompt
+from quire.frontend.inputs import InputProcessor, Prompt, TokenizationOptions
 from quire.frontend.pooling import PoolingParams
 from quire.frontend.session import Session
-from quire.protocol.errors import QuireError, RequestError
+from quire.protocol.errors import ContextLengthError, QuireError, RequestError
 from quire.protocol.sampling import BeamSearchParams, SamplingParams
-from quire.server.form_fields import FormFields
-from quire.server.http.errors import UnknownModelError
+from quire.server.http.errors import FormFields, UnknownModelError
+from quire.server.preparation.bodies import RequestBody
 from quire.text.message_stream import MessageForm
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_files import TokenizerParts
@@ -78,7 +79,7 @@ class PreparationSettings:
 
     @classmethod
     def of(
-        cls, session: Session, serving: dict[str, Any], names: tuple[str, ...]
+        cls, session: Session, serving: ServingOptions, names: tuple[str, ...]
     ) -> PreparationSettings:
         tokenizer = TokenizerRecord.of(session.tokenizer) if session.has_tokenizer else None
         model = session.model_config
@@ -88,7 +89,7 @@ class PreparationSettings:
             tuple(model.eos_token_ids),
             model.hidden_size,
             {**session.options.flat(), "hf_token": None},
-            serving,
+            dataclasses.asdict(serving),
             session.default_params,
             session.chat_params,
             names,
@@ -97,46 +98,27 @@ class PreparationSettings:
     def preparation(self) -> Preparation:
         tokenizer = None if self.tokenizer is None else self.tokenizer.tokenizer()
         options = EngineOptions().replace(**self.engine_options)
-        return Preparation(
-            tokenizer,
-            InputProcessor(tokenizer, self.vocab_size, self.eos_token_ids, options),
-            options,
-            ServingOptions(**self.serving_options),
-            self.default_params,
-            self.chat_params,
-            self.hidden_size,
-            self.model_names,
-        )
+        inputs = InputProcessor(tokenizer, self.vocab_size, self.eos_token_ids, options)
+        return Preparation(self, tokenizer, inputs)
 
 
-@dataclass
 class Preparation:
     """The same in an API process and in those that prepare requests for it."""
 
-    given_tokenizer: Tokenizer | None
-    inputs: InputProcessor
-    options: EngineOptions
-    serving: ServingOptions
-    default_params: SamplingParams
-    chat_params: SamplingParams
-    """Defaults of chats."""
-    hidden_size: int
-    model_names: tuple[str, ...]
-    limited: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
-    """Bounds the time of what runs inside; `what` names it in the error."""
-
-    @classmethod
-    def of(cls, session: Session, serving: ServingOptions, names: tuple[str, ...]) -> Preparation:
-        return cls(
-            session.tokenizer if session.has_tokenizer else None,
-            session.inputs,
-            session.options,
-            serving,
-            session.default_params,
-            session.chat_params,
-            session.model_config.hidden_size,
-            names,
-        )
+    def __init__(
+        self, settings: PreparationSettings, tokenizer: Tokenizer | None, inputs: InputProcessor
+    ) -> None:
+        self.given_tokenizer = tokenizer
+        self.inputs = inputs
+        self.options = EngineOptions().replace(**settings.engine_options)
+        self.serving = ServingOptions(**settings.serving_options)
+        self.default_params = settings.default_params
+        self.chat_params = settings.chat_params
+        """Defaults of chats."""
+        self.hidden_size = settings.hidden_size
+        self.model_names = settings.model_names
+        self.limited: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
+        """Bounds the time of what runs inside; `what` names it in the error."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -145,6 +127,12 @@ class Preparation:
                 "the engine has no tokenizer: it was started with skip_tokenizer_init=True."
             )
         return self.given_tokenizer
+
+    def check(self, body: RequestBody) -> str:
+        """The name of the model to answer with, if the body can be answered."""
+        model = self.check_model(body.model)
+        body.note_unknown_fields()
+        return model
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with, if requests for `name` are for this model."""
@@ -156,6 +144,33 @@ class Preparation:
                 f"{', '.join(map(repr, self.model_names))}."
             )
         return name
+
+    def check_max_tokens(
+        self, prompts: list[Prompt], max_tokens: int | None, field: str = "max_tokens"
+    ) -> None:
+        """Refuse a limit that allows no token, or that the context cannot hold."""
+        if max_tokens is None:
+            return
+        if max_tokens < 1:
+            raise RequestError(f"{field} must be at least 1, got {max_tokens}.")
+        limit = self.inputs.max_model_len
+        for prompt in prompts:
+            assert prompt.token_ids is not None
+            if max_tokens > limit - len(prompt.token_ids):
+                raise ContextLengthError(limit, len(prompt.token_ids), max_tokens, field)
+
+    def tokenize(
+        self, prompts: list[Prompt], options: Mapping[str, Any], field: str = "prompt"
+    ) -> None:
+        """Fill in the token ids of prompts; `field` is where the body has them."""
+        given = {name: value for name, value in options.items() if value is not None}
+        try:
+            self.inputs.tokenize(prompts, TokenizationOptions.from_kwargs(given))
+        except ContextLengthError as error:
+            error.field = field
+            if len(prompts) == 1:  # the client knows of no list
+                error.args = (str(error).removeprefix("prompts[0]: "),)
+            raise
 
     def check_count(self, field: str, count: int, num_each: int = 1) -> None:
         """Refuse more prompts than may wait at once; before any work is done for them."""

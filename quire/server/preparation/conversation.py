@@ -1,19 +1,30 @@
-"""Conversations as prompts; shared by all protocols that have messages."""
+"""Conversations as requests for the engine; shared by all protocols that have messages."""
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import Any
 
+from quire.config.structured import GrammarSettings
 from quire.frontend.chat_inputs import parse_conversations, render_conversations
 from quire.frontend.inputs import Prompt
 from quire.protocol.errors import RequestError
-from quire.server.generation import tokenize
+from quire.protocol.sampling import SamplingParams
+from quire.protocol.structured import StructuredOutputs
+from quire.server.http.errors import FormFields
 from quire.server.preparation.bodies import ConversationBody
-from quire.server.preparation.context import Preparation
-from quire.server.tool_use import tool_format
+from quire.server.preparation.context import Preparation, Prepared
 from quire.text.chat_template import select_template
+from quire.text.message_stream import MessageForm
+from quire.text.reasoning import find_tags
+from quire.text.tool_calls.declared import ToolUse
+from quire.text.tool_calls.enforcement import reply_grammar
+from quire.text.tool_calls.formats import JSON, find_format
 from quire.text.tool_calls.prompting import prepare_conversation
+
+logger = logging.getLogger(__name__)
 
 RESERVED_TEMPLATE_KWARGS = (
     "messages",
@@ -24,6 +35,44 @@ RESERVED_TEMPLATE_KWARGS = (
     "chat_template_content_format",
     "return_dict",
 )
+
+
+def prepare_messages(state: Preparation, body: ConversationBody) -> Prepared:
+    """What a conversation of any protocol asks of the engine."""
+    model = state.check(body)
+    use = body.tool_use
+    prompt = conversation_prompt(state, body, use)
+    form = _message_form(state, body.chat_template, prompt, use)
+    body.check_reply(form, model)
+    field = body.max_tokens_field
+    max_tokens, defaults = getattr(body, field), state.chat_params
+    state.check_max_tokens([prompt], max_tokens, field)
+    params = body.sampling_params(
+        defaults,
+        max_tokens=defaults.max_tokens if max_tokens is None else max_tokens,
+        output_kind=body.output_kind,
+        **body.own_params(),
+    )
+    params, fields = _with_form(state, body, params, form, use)
+    return Prepared(body, model, [prompt], params, form, form_fields=fields)
+
+
+def conversation_prompt(state: Preparation, body: ConversationBody, use: ToolUse) -> Prompt:
+    """A conversation as a tokenised prompt. The body's own template arguments win."""
+    messages, settings = body.chat_messages(), body.template_settings()
+    kwargs = {**settings.pop("template_kwargs", {}), **(body.chat_template_kwargs or {})}
+    prompt = render_chat(
+        state,
+        messages,
+        chat_template=body.chat_template,
+        template_kwargs=kwargs,
+        tools=use.declarations,
+        **settings,
+    )
+    prompt.cache_salt = body.cache_salt
+    options = body.tokenization(bool(body.add_special_tokens))
+    state.tokenize([prompt], options, body.conversation_field)
+    return prompt
 
 
 def render_chat(
@@ -57,7 +106,7 @@ def render_chat(
     template = select_template(tokenizer.chat_template, chat_template, tools is not None)
     of = "the request" if chat_template is not None else f"model {state.model_names[0]!r}"
     with state.limited(f"chat_template is refused: that of {of}"):
-        format = tool_format(state, template)
+        format = find_format(template, state.serving.tool_call_parser)
         told, declared = prepare_conversation(messages, tools, template, format)
         (text,) = render_conversations(
             tokenizer,
@@ -70,26 +119,71 @@ def render_chat(
     return Prompt(text, None)
 
 
-def conversation_prompt(
+def _message_form(
+    state: Preparation, chosen_template: str | None, prompt: Prompt, use: ToolUse
+) -> MessageForm:
+    """How to read the replies to a prompt."""
+    tokenizer, serving = state.tokenizer, state.serving
+    template = select_template(tokenizer.chat_template, chosen_template, use.mode != "none")
+    tags = find_tags(template, serving.reasoning_parser)
+    return MessageForm(
+        format=None if use.mode == "none" else find_format(template, serving.tool_call_parser),
+        tool_names=use.allowed,
+        max_calls=use.max_calls,
+        tags=tags,
+        starts_in_reasoning=tags is not None and (prompt.text or "").rstrip().endswith(tags.start),
+        hidden_ends=tuple(tokenizer.special_ids),
+    )
+
+
+def _with_form(
     state: Preparation,
     body: ConversationBody,
-    messages: list[dict[str, Any]],
-    *,
-    template_kwargs: Mapping[str, Any] | None = None,
-    **settings: Any,
-) -> Prompt:
-    """A conversation as a tokenised prompt. The body's own template arguments win."""
-    prompt = render_chat(
-        state,
-        messages,
-        chat_template=body.chat_template,
-        template_kwargs={**(template_kwargs or {}), **(body.chat_template_kwargs or {})},
-        **settings,
-    )
-    prompt.cache_salt = body.cache_salt
-    options = body.tokenization(bool(body.add_special_tokens))
-    tokenize(state, [prompt], options, body.conversation_field)
-    return prompt
+    params: SamplingParams,
+    form: MessageForm,
+    use: ToolUse,
+) -> tuple[SamplingParams, FormFields]:
+    """Parameters under which the replies have this form: calls that are required are enforced, a
+    form of the answer leaves calls possible, and markers that are special tokens are shown to the
+    parser. And where the client wrote the form."""
+    tokenizer, config = state.tokenizer, state.options.decoding.structured_outputs_config
+    settings = GrammarSettings.from_config(config).for_json(body.json_settings)
+    fields = FormFields(body.form_field)
+    changes: dict[str, object] = {}
+    wanted = params.structured_outputs
+    answer_field = fields.whole or f"structured_outputs.{wanted.kind if wanted else ''}"
+    grammar = reply_grammar(form, use, wanted, tokenizer.special_ids.get, settings, answer_field)
+    if grammar is not None:
+        changes["structured_outputs"] = StructuredOutputs(grammar=grammar.text)
+        changes |= body.without_default_repetition()
+        if use.mode == "required":
+            names = list(grammar.fields.values())
+            answer_field = names[0] if len(names) == 1 else "tools"
+        fields = FormFields(answer_field, grammar.fields)
+    if not tokenizer.special_ids.keys().isdisjoint(form.markers):
+        changes["skip_special_tokens"] = False
+    return dataclasses.replace(params, **changes), fields  # type: ignore[arg-type]
+
+
+def log_parsers(state: Preparation) -> None:
+    """Say what replies are searched for, once at start-up, at DEBUG."""
+    templates = None if state.given_tokenizer is None else state.given_tokenizer.chat_template
+    if not templates:
+        return
+    template = select_template(templates, None, has_tools=True)
+    serving = state.serving
+    with state.limited(f"chat_template is refused: that of model {state.model_names[0]!r}"):
+        found = find_format(template, serving.tool_call_parser)
+    if found is JSON and serving.tool_call_parser == "auto":
+        logger.debug(
+            "tool calls: the chat template shows no format that is known here, so they are read as "
+            'JSON {"name": ..., "arguments": ...}; --tool-call-parser sets another format'
+        )
+    else:
+        logger.debug("tool calls are read in the format %s", found.name)
+    tags = find_tags(template, serving.reasoning_parser)
+    if tags is not None:
+        logger.debug("reasoning is what stands between %s and %s", tags.start, tags.end)
 
 
 def text_parts(content: Any, kinds: tuple[str, ...], where: str) -> list[dict[str, Any]]:

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,29 +49,8 @@ LARGE_BYTES = 1 << 18
 MAX_LARGE = 2
 MAX_SMALL = 4
 """Forks at a time, by the size of bodies: the large ones must not keep the others waiting."""
-MAX_HELD_BODIES = 8
-"""Bodies of the largest size that an API process keeps in memory."""
 MAX_SAID = 1000
 MAX_END_S = 1.0
-
-
-class HeldBody:
-    """The bytes of one body, from its first on until it is prepared."""
-
-    def __init__(self, pool: PreparationPool) -> None:
-        self._pool = pool
-        self.num_bytes = 0
-
-    def add(self, count: int) -> None:
-        """Raises `OverloadedError` where bodies already hold all the memory that they may."""
-        held, most = self._pool.num_held_bytes, self._pool.max_held_bytes
-        if held and held + count > most:
-            raise OverloadedError(
-                f"{held} bytes of request bodies are being read, and at most {most} may be; try "
-                "again, or send smaller bodies."
-            )
-        self._pool.num_held_bytes += count
-        self.num_bytes += count
 
 
 class ForkEnded(Exception):
@@ -243,30 +221,14 @@ class ForkServer:
 class PreparationPool:
     """Starts processes when they are needed first."""
 
-    def __init__(
-        self,
-        settings: PreparationSettings,
-        server: ForkServer | None = None,
-        max_held_bytes: int = MAX_HELD_BODIES << 25,
-    ) -> None:
+    def __init__(self, settings: PreparationSettings, server: ForkServer | None = None) -> None:
         self._settings = encode(settings)
-        self.max_held_bytes = max_held_bytes
-        self.num_held_bytes = 0
-        """Of bodies that are being read, wait or are prepared."""
         self._server = server
         self._idle: list[Fork] = []
         self._small = asyncio.Semaphore(MAX_SMALL)
         self._large = asyncio.Semaphore(MAX_LARGE)
         self._ending: set[asyncio.Task[Any]] = set()
         self._said: set[str] = set()
-
-    @contextlib.contextmanager
-    def holding(self) -> Iterator[HeldBody]:
-        held = HeldBody(self)
-        try:
-            yield held
-        finally:
-            self.num_held_bytes -= held.num_bytes
 
     def start(self) -> ForkServer:
         """The process that forks; another one if it is gone."""

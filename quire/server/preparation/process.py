@@ -26,8 +26,7 @@ from quire.protocol.codec import Decoder, encode
 from quire.protocol.errors import QuireError, RequestError
 from quire.server import app  # its routes register what they prepare
 from quire.server.preparation.context import Preparation, PreparationSettings
-from quire.server.preparation.reading import prepare
-from quire.server.preparation.routes import PREPARED_KINDS
+from quire.server.preparation.routes import PREPARED_KINDS, prepare
 from quire.server.preparation.wire import (
     DONE,
     ENDED,

@@ -18,7 +18,7 @@ from quire.frontend.pooling import PoolingParams
 from quire.protocol.codec import Decoder, encode
 from quire.protocol.errors import QuireError, RequestError
 from quire.protocol.sampling import BeamSearchParams, SamplingParams
-from quire.server.form_fields import FormFields
+from quire.server.http.errors import FormFields
 from quire.server.preparation.context import Prepared
 from quire.text.message_stream import MessageForm
 

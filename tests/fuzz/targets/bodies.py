@@ -49,7 +49,7 @@ class Bodies(Target):
     def _start(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._llm = self._loop.run_until_complete(self._start_engine(self._folder.name))
-        self._app = build_app(ServerState.of(self._llm, ServerOptions()))
+        self._app = build_app(ServerState(self._llm, ServerOptions()))
 
     @staticmethod
     async def _start_engine(model: str) -> AsyncLLM:

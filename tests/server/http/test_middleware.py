@@ -11,7 +11,8 @@ from quire.config.server import NetworkOptions
 from quire.protocol.errors import OptionError
 from quire.server.http.auth import Access, AccessDenied, KeyRing, Tenant
 from quire.server.http.hosts import Hosts
-from quire.server.http.middleware import Gate
+from quire.server.http.load import Load
+from quire.server.http.middleware import Middleware
 
 
 @pytest.mark.parametrize("root", ["", "/llm"])
@@ -39,10 +40,16 @@ def test_keys_behind_a_proxy(root: str, path: str, key: str, status: int) -> Non
 
     seen: list[int] = []
     access = Access(KeyRing.of(["user"]), KeyRing.of(["admin"]))
-    gate = Gate(app, Hosts.of(NetworkOptions()), access, 1000)
+    guarded = Middleware(app, NetworkOptions(), access, Load.alone())
     headers = [(b"authorization", f"Bearer {key}".encode())]
-    scope = {"type": "http", "path": root + path, "root_path": root, "headers": headers}
-    asyncio.run(gate(scope, receive, send))
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": root + path,
+        "root_path": root,
+        "headers": headers,
+    }
+    asyncio.run(guarded(scope, receive, send))
     assert seen == [status]
 
 

@@ -14,7 +14,6 @@ import pytest
 
 from quire.config.options import EngineOptions
 from quire.config.server import ServingOptions
-from quire.protocol.errors import OverloadedError
 from quire.protocol.sampling import SamplingParams
 from quire.server import app  # its routes register what they prepare
 from quire.server.preparation.context import PreparationSettings, Prepared
@@ -108,16 +107,3 @@ async def test_closing_ends_forks_that_work(pool: PreparationPool) -> None:
                 assert file.read().rpartition(")")[2].split()[0] == "Z"
     working.cancel()
     await asyncio.gather(working, return_exceptions=True)
-
-
-def test_bodies_beyond_what_memory_they_may_hold_are_refused(pool: PreparationPool) -> None:
-    """The first may be as large as it likes: how large a body may be is checked elsewhere."""
-    pool.max_held_bytes = 100
-    with pool.holding() as first, pool.holding() as second:
-        first.add(120)
-        with pytest.raises(OverloadedError, match="120 bytes of request bodies"):
-            second.add(1)
-    with pool.holding() as third:
-        third.add(60)
-        third.add(40)
-    assert pool.num_held_bytes == 0

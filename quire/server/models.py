@@ -1,4 +1,4 @@
-"""Models as Anthropic's clients list them."""
+"""`/v1/models`, in the form of the client's protocol."""
 
 from __future__ import annotations
 
@@ -6,13 +6,53 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
 
+from fastapi import APIRouter, Request
+
 from quire.protocol.errors import RequestError
+from quire.server.http.errors import ANTHROPIC
+from quire.server.state import state_of
+
+router = APIRouter()
 
 DEFAULT_PAGE = 20
 MAX_PAGE = 1000
 
 
-def model_record(name: str, created: int, max_model_len: int) -> dict[str, Any]:
+@router.get("/v1/models")
+async def models(
+    request: Request,
+    limit: int = DEFAULT_PAGE,
+    after_id: str | None = None,
+    before_id: str | None = None,
+) -> dict[str, Any]:
+    """In the form of the client's protocol; the parameters are those of Anthropic's."""
+    records = [_record(request, name) for name in state_of(request).model_names]
+    if request.state.dialect is ANTHROPIC:
+        return _anthropic_page(records, limit, after_id, before_id)
+    return {"object": "list", "data": records}
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, request: Request) -> dict[str, Any]:
+    return _record(request, state_of(request).preparation.check_model(name))
+
+
+def _record(request: Request, name: str) -> dict[str, Any]:
+    state = state_of(request)
+    if request.state.dialect is ANTHROPIC:
+        return _anthropic_record(name, state.created, state.llm.session.inputs.max_model_len)
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "quire",
+        "root": state.llm.model_config.source.name,
+        "parent": None,
+        "max_model_len": state.llm.session.inputs.max_model_len,
+    }
+
+
+def _anthropic_record(name: str, created: int, max_model_len: int) -> dict[str, Any]:
     return {
         "type": "model",
         "id": name,
@@ -24,7 +64,7 @@ def model_record(name: str, created: int, max_model_len: int) -> dict[str, Any]:
     }
 
 
-def page(
+def _anthropic_page(
     records: Sequence[dict[str, Any]], limit: int, after_id: str | None, before_id: str | None
 ) -> dict[str, Any]:
     """The part of a list that is asked for: what follows, or what comes before, one of its ids."""
