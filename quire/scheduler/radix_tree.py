@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain, islice
 from typing import NamedTuple
@@ -27,6 +28,7 @@ Digests = Mapping[int, bytes]
 """Block index -> digest of the media whose placeholder tokens lie in it."""
 
 
+@lru_cache(maxsize=1024)  # most requests have the same
 def chain_root(*parts: str) -> bytes:
     """Root of a hash chain. Every part that changes the KV of equal tokens belongs here."""
     digest = blake2b(digest_size=HASH_BYTES)
@@ -154,8 +156,9 @@ class RadixTree:
         if not self.enabled or root not in self._roots:
             return self._nothing
         digests = digests or {}
-        path = self._walk(root, token_ids, digests)
-        found = sum(count for _, count in path)
+        path, found = self._walk(root, token_ids, digests)
+        if not path and not (len(token_ids) and int(token_ids[0]) in self._roots[root].by_token):
+            return self._nothing
         tables: list[list[int]] = [[] for _ in self.windows]
         for node, count in path:
             for table, blocks in zip(tables, node.blocks, strict=True):
@@ -198,9 +201,11 @@ class RadixTree:
                 return longest
             longest = shorter
 
-    def _walk(self, root: bytes, token_ids: Int32Array, digests: Digests) -> list[tuple[Node, int]]:
-        """Nodes that hold the beginning of `token_ids`, and how many blocks of each; all of every
-        node but the last."""
+    def _walk(
+        self, root: bytes, token_ids: Int32Array, digests: Digests
+    ) -> tuple[list[tuple[Node, int]], int]:
+        """Nodes that hold the beginning of `token_ids`, and how many blocks of each, all of every
+        node but the last; and how many blocks in all."""
         size, node, start = self.block_size, self._roots.get(root), 0
         path: list[tuple[Node, int]] = []
         while node is not None and (start + 1) * size <= len(token_ids):
@@ -212,7 +217,7 @@ class RadixTree:
             path.append((child, count))
             start += count
             node = child if count == child.num_blocks else None
-        return path
+        return path, start
 
     def _match_inside(
         self,
@@ -274,8 +279,7 @@ class RadixTree:
             return
         node, known = self._own_end(tables, start), start
         if node is None:
-            path = self._walk(root, token_ids, digests)
-            known = sum(count for _, count in path)
+            path, known = self._walk(root, token_ids, digests)
             if known < start:
                 return  # what comes before was forgotten
             if known > start:
