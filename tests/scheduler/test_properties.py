@@ -32,7 +32,8 @@ from tests.engine.toy import (
 )
 
 VOCAB = 23
-EOS = 0
+ENDS = (7, 20)
+"""End tokens: two, so that a beam may find no other continuation. Token 0 is like any other."""
 MAX_LEN = 40
 WINDOWS: tuple[Windows, ...] = ((None,), (None,), (None, 5), (3,), (9,), (None, 2, 9))
 
@@ -150,7 +151,7 @@ def new_request(index: int, job: Job) -> NewRequest:
         prompt_token_ids=np.array(job.prompt, np.int32),
         params=SamplingParams(n=job.n, max_tokens=job.max_tokens, seed=index),
         arrival_time=0.0,
-        eos_token_ids=(EOS,),
+        eos_token_ids=ENDS,
         priority=job.priority,
         streams=job.streams,
         interactive=job.streams,
@@ -280,13 +281,14 @@ def reference_tokens(
     while True:
         tokens.append(next_token(context_of(tokens, windows), seed, VOCAB))
         made = len(tokens) - len(prompt)
-        if tokens[-1] == EOS or made == max_tokens or len(tokens) == MAX_LEN:
+        if tokens[-1] in ENDS or made == max_tokens or len(tokens) == MAX_LEN:
             return tokens[len(prompt) :]
 
 
 def reference_beams(
     prompt: tuple[int, ...], width: int, max_tokens: int, windows: Windows
-) -> list[list[int]]:
+) -> list[tuple[list[int], bool]]:
+    """Tokens of the best hypotheses, and whether an end token ended each."""
     live, ended = [(0.0, list(prompt))], []
     for _ in range(min(max_tokens, MAX_LEN - len(prompt))):
         found = []
@@ -294,14 +296,14 @@ def reference_beams(
             ids, values = ranked_tokens(context_of(tokens, windows), VOCAB, 2 * width)
             for token, value in zip(ids, values, strict=True):
                 value = float(np.float32(value))
-                if token == EOS:
-                    ended.append(((logprob + value) / len(tokens), [*tokens, token]))
+                if token in ENDS:
+                    ended.append(((logprob + value) / len(tokens), [*tokens, token], True))
                 else:
                     found.append((logprob + value, [*tokens, token]))
         live = sorted(found, key=lambda beam: -beam[0])[:width]
-    ended += [(logprob / len(tokens), tokens) for logprob, tokens in live]
+    ended += [(logprob / len(tokens), tokens, False) for logprob, tokens in live]
     best = sorted(ended, key=lambda beam: -beam[0])[:width]
-    return [tokens[len(prompt) :] for _, tokens in best]
+    return [(tokens[len(prompt) :], by_end) for _, tokens, by_end in best]
 
 
 def check_outputs(setting: Setting, work: list[Job]) -> None:
@@ -314,7 +316,7 @@ def check_outputs(setting: Setting, work: list[Job]) -> None:
             if job.beam_width:
                 if sequence.finish_reason != "abort":
                     assert sequence.beams is not None
-                    found = [beam.token_ids for beam in sequence.beams]
+                    found = [(beam.token_ids, beam.finished_by_eos) for beam in sequence.beams]
                     assert found == reference_beams(
                         job.prompt, job.beam_width, job.max_tokens, setting.windows
                     )
@@ -325,7 +327,7 @@ def check_outputs(setting: Setting, work: list[Job]) -> None:
                 assert tokens == expected[: len(tokens)]
             else:
                 assert tokens == expected
-                stopped = expected[-1] == EOS
+                stopped = expected[-1] in ENDS
                 assert sequence.finish_reason == ("stop" if stopped else "length")
     assert not ended
 
