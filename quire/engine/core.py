@@ -6,25 +6,39 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.config.structured import GrammarSettings
-from quire.engine.advice import Advisor
 from quire.engine.executors.base import Executor, PendingResult
 from quire.engine.memory_pressure import MemoryPressure
-from quire.engine.snapshot import set_gauges, take_snapshot
+from quire.engine.monitor import Monitor
+from quire.engine.structured_output.build import Vocabulary
 from quire.engine.structured_output.compiler import Compilation
 from quire.engine.structured_output.grammars import POLL_S, Grammars
 from quire.metrics.engine import EngineMetrics, EngineStatistics
-from quire.metrics.instruments import Metric
-from quire.protocol.errors import EngineDeadError, OverloadedError, StepMemoryError
+from quire.metrics.instruments import Readings
+from quire.protocol.errors import EngineDeadError, RequestError, StepMemoryError
+from quire.protocol.messages import ID_SEPARATOR
 from quire.protocol.output import StepOutput
-from quire.protocol.plan import StepPlan, StepResult
-from quire.protocol.request import NewRequest
-from quire.protocol.snapshot import EngineSnapshot
+from quire.protocol.plan import StepPlan, empty_ints
+from quire.protocol.request import KEY_BITS, NewRequest
+from quire.protocol.snapshot import (
+    BlockState,
+    DeviceMemory,
+    EngineSnapshot,
+    MemorySplit,
+    SequenceSnapshot,
+)
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Pause, Scheduler
+from quire.scheduler.sequence import Sequence, Status
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +46,18 @@ MAX_CONSECUTIVE_FAILURES = 3
 BOOKS_INTERVAL_S = 10.0
 """An idle engine checks its books, but not so often that single requests wait for it: looking at
 all blocks takes milliseconds."""
-DRAIN_RETRY_S = 30.0
 LONGEST_SLEEP_S = 3600.0
 """A deadline may lie further off than the numbers of a system call reach."""
+COMMANDS = (
+    *("reset_prefix_cache", "read_metrics", "snapshot", "abort_named", "abort_client", "abort_all"),
+    *("pause", "resume", "set_log_level", "set_vocabulary", "answer", "check_books"),
+)
+"""Methods of `EngineCore` that a client may call by name, beside requests. Their arguments and
+values cross a socket as they are."""
+
+
+class StepFailed(Exception):
+    """The executor could not do its part of a step; the requests of the step start over."""
 
 
 class EngineCore:
@@ -52,6 +75,7 @@ class EngineCore:
         """`num_threads` make masks of grammars at most."""
         self.executor = executor
         self.metrics = EngineMetrics()
+        self.monitor = Monitor(self.metrics)
         self.scheduler = Scheduler(limits, self.metrics)
         self.grammars = Grammars(self.scheduler, grammar_settings or GrammarSettings(), num_threads)
         self.pressure = MemoryPressure(self.scheduler)
@@ -61,17 +85,9 @@ class EngineCore:
         """Why the engine stopped, once it has."""
         self.on_plan: Callable[[StepPlan], None] | None = None
         """Called with each plan before it runs: the moment to look at who holds which blocks."""
-        self.draining = False
-        """Whether no further request is taken, for the engine is to stop."""
-        self.advisor: Advisor | None = None
-        """Warns of settings that do not suit the load, if there is one."""
         self._in_flight: deque[tuple[StepPlan, PendingResult]] = deque()
         self._num_failures = 0
         self._books_due = -math.inf
-        self._host_s: float | None = None
-        """What the host did for the last step, until all of it is known."""
-        self._apply_s = 0.0
-        """What of it went into taking in a result."""
 
     @property
     def has_work(self) -> bool:
@@ -97,12 +113,6 @@ class EngineCore:
         """Raise if the request would be refused; `add` takes it if nothing comes between."""
         if self.death is not None:
             raise EngineDeadError(f"the engine has stopped: {self.death}")
-        if self.draining:
-            raise OverloadedError(
-                "the engine takes no more requests: it finishes those it has and then stops. "
-                "Try again once it has been restarted.",
-                retry_after_s=DRAIN_RETRY_S,
-            )
         self.scheduler.check(request)
 
     def add(
@@ -114,8 +124,7 @@ class EngineCore:
         self.check(request)
         compilation = compilation or self.grammars.compile(request)
         self.scheduler.add(request, is_ready=compilation is None, now=self.clock())
-        if self.advisor is not None:
-            self.advisor.arrived(request)
+        self.monitor.arrived(request)
         return None if compilation is None else self.grammars.add(request, compilation)
 
     def abort(self, request_id: str, reason: str = "abort", key: int | None = None) -> None:
@@ -124,37 +133,23 @@ class EngineCore:
 
     def abort_all(self, tenant: str | None = None) -> int:
         """End all requests, or those of a tenant; returns how many."""
-        found = [
-            request_id
-            for request_id, (first, *_) in self.scheduler.requests.items()
-            if tenant is None or first.new.tenant == tenant
-        ]
+        return self._abort_where(lambda first: tenant is None or first.new.tenant == tenant)
+
+    def abort_named(self, name: str) -> int:
+        """End the requests that a caller knows by this name, whichever client they came through."""
+        return self._abort_where(lambda first: first.request_id.rpartition(ID_SEPARATOR)[0] == name)
+
+    def abort_client(self, client_index: int) -> None:
+        """End all requests of a client that is gone."""
+        self._abort_where(lambda first: first.key >> KEY_BITS == client_index)
+
+    def _abort_where(self, chosen: Callable[[Sequence], bool]) -> int:
+        """End the requests whose first sequence is chosen."""
+        requests = self.scheduler.requests.items()
+        found = [request_id for request_id, (first, *_) in requests if chosen(first)]
         for request_id in found:
             self.abort(request_id)
         return len(found)
-
-    # --- operating --------------------------------------------------------------------------------
-
-    def pause(self, pause: Pause = Pause.DRAIN) -> None:
-        """Begin no further request; `Pause.HOLD` stops the running ones too, where they are.
-
-        Requests are still taken in, and wait. Deadlines and aborts count as ever.
-        """
-        self.scheduler.pause = pause
-        self.scheduler.pace.rested()
-
-    def resume(self) -> None:
-        """Undo `pause` and `drain`."""
-        self.scheduler.pause, self.draining = Pause.NONE, False
-
-    def drain(self) -> None:
-        """Take no further request; the queued and running ones go on to their end, also where
-        they were paused."""
-        self.scheduler.pause, self.draining = Pause.NONE, True
-
-    @property
-    def is_drained(self) -> bool:
-        return self.draining and not self.has_work and not self.scheduler.waiting.held_back
 
     # --- the loop ---------------------------------------------------------------------------------
 
@@ -165,26 +160,20 @@ class EngineCore:
         return output
 
     def step(self) -> StepOutput:
-        """Schedule, execute, apply. Results come `max_steps_in_flight - 1` steps later."""
-        self._keep_host_time()
+        """Schedule, execute, sample, apply. Results come `max_steps_in_flight - 1` steps later."""
+        self.monitor.step_begins()
         output = StepOutput()
         try:
-            started = time.perf_counter()
-            self.grammars.poll()
-            plan = self.scheduler.schedule(self.clock())
-            self._apply_s, host_s = 0.0, time.perf_counter() - started
-            if self.on_plan is not None and plan is not None:
-                self.on_plan(plan)
-            output = self._run(plan) or output
-            started = time.perf_counter()
-            output.progress = self.scheduler.progress.collect(self.clock())
-            if self.advisor is not None:
-                self.advisor.look(self.clock())
-            if plan is not None:
-                self._host_s = host_s + self._apply_s + time.perf_counter() - started
-            if not self.has_work and self.clock() >= self._books_due:
-                self.scheduler.check_books()
-                self._books_due = self.clock() + BOOKS_INTERVAL_S
+            plan = self._schedule()
+            with suppress(StepFailed):
+                if plan is not None:
+                    self._execute(plan)
+                    if self._in_flight and self.grammars.need_tokens_in_flight(plan):
+                        output = self._apply(plan)  # the device computes meanwhile
+                    self._sample(plan)
+                if self._is_result_due(plan):
+                    output = self._apply(plan)
+            self._end_step(plan, output)
         except Exception as error:
             # Planning or applying broke off half-way: the books can no longer be trusted.
             self.die(f"the engine's bookkeeping failed: {error!r}", error)
@@ -192,80 +181,73 @@ class EngineCore:
         self.grammars.forget(output.finished)
         return output
 
-    def add_host_time(self, seconds: float) -> None:
-        """Add the time that making outputs of the last step took."""
-        if self._host_s is not None:
-            self._host_s += seconds
+    def _schedule(self) -> StepPlan | None:
+        with self.monitor.host:
+            self.grammars.poll()
+            plan = self.scheduler.schedule(self.clock())
+        if self.on_plan is not None and plan is not None:
+            self.on_plan(plan)
+        return plan
 
-    def _keep_host_time(self) -> None:
-        if self._host_s is not None:
-            self.metrics.step_host.observe(self._host_s)
-            self._host_s = None
-
-    def _run(self, plan: StepPlan | None) -> StepOutput | None:
-        """Launch a step and, once enough are in flight, take in the oldest one. Where a mask waits
-        for that one's tokens, it is taken in between: the device computes meanwhile."""
-        if plan is None:
-            return self._take_in(None) if self._in_flight else None
-        started = time.perf_counter()
-        if not self._attempt(plan, lambda: self.executor.execute(plan)):
-            return None
-        launch_s = time.perf_counter() - started
-        output: StepOutput | None = None
-        if self._in_flight and self.grammars.need_tokens_in_flight(plan):
-            output = self._take_in(plan)
-            if output is None:
-                return None
-        started = time.perf_counter()
-        if not self._attempt(plan, lambda: self._sample(plan)):
-            return output
-        self.metrics.step_launch.observe(launch_s + time.perf_counter() - started)
-        return self._take_in(plan) if output is None and self._is_full else output
+    def _execute(self, plan: StepPlan) -> None:
+        with self._recovering(plan), self.monitor.launch:
+            self.executor.execute(plan)
 
     def _sample(self, plan: StepPlan) -> None:
-        masks = self.grammars.masks(plan, self.executor)
-        self._in_flight.append((plan, self.executor.sample(plan.step, masks)))
+        with self._recovering(plan), self.monitor.launch:
+            masks = self.grammars.masks(plan, self.executor)
+            self._in_flight.append((plan, self.executor.sample(plan.step, masks)))
+        self.monitor.launched()
 
-    def _take_in(self, plan: StepPlan | None) -> StepOutput | None:
-        """Wait for the oldest step in flight and apply its result; None if it failed."""
+    def _is_result_due(self, plan: StepPlan | None) -> bool:
+        """Whether so many steps are in flight that the oldest is waited for. A step begins with
+        fewer, so at most one result is applied in it."""
+        most = 1 if plan is None or self.pressure.is_on else self.max_steps_in_flight
+        return len(self._in_flight) >= most
+
+    def _apply(self, plan: StepPlan | None) -> StepOutput:
+        """Wait for the oldest step in flight and apply its result. `plan` was executed last."""
         oldest, pending = self._in_flight[0]
-        results: list[StepResult] = []
-        waiting = time.perf_counter()
-        if not self._attempt(plan or oldest, lambda: results.append(pending.result())):
-            return None
+        with self._recovering(plan or oldest), self.monitor.wait:
+            result = pending.result()
+        self.monitor.waited()
         self._in_flight.popleft()
-        applying = time.perf_counter()
-        self.metrics.step_wait.observe(applying - waiting)
-        complete = self.grammars.consume(oldest, results[0], self.clock())
-        output = self.scheduler.apply(oldest, results[0], self.clock(), complete)
-        self.grammars.advance(output, self.clock())
-        self._num_failures = 0
-        self.pressure.step_done(oldest)
-        self._apply_s = time.perf_counter() - applying
+        with self.monitor.host:
+            complete = self.grammars.consume(oldest, result, self.clock())
+            output = self.scheduler.apply(oldest, result, self.clock(), complete)
+            self.grammars.advance(output, self.clock())
+            self._num_failures = 0
+            self.pressure.step_done(oldest)
         return output
 
-    def _attempt(self, plan: StepPlan, action: Callable[[], None]) -> bool:
-        """Do what the executor may fail at. If it does, the steps in flight and that of `plan` are
-        started over."""
+    def _end_step(self, plan: StepPlan | None, output: StepOutput) -> None:
+        with self.monitor.host:
+            output.progress = self.scheduler.progress.collect(self.clock())
+        self.monitor.step_ends(self.clock(), has_plan=plan is not None)
+        if not self.has_work and self.clock() >= self._books_due:
+            self.scheduler.check_books()
+            self._books_due = self.clock() + BOOKS_INTERVAL_S
+
+    # --- failures ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def _recovering(self, plan: StepPlan) -> Iterator[None]:
+        """Around what the executor may fail at. If it does, the steps in flight and that of `plan`
+        are started over."""
         try:
-            action()
+            yield
         except BaseException as error:
-            first = self._in_flight[0][0] if self._in_flight else plan
-            self._recover(first.step, plan, error)
+            self._recover(plan, error)
             if not isinstance(error, Exception):
                 raise
-            return False
-        return True
+            raise StepFailed from error
 
-    @property
-    def _is_full(self) -> bool:
-        return len(self._in_flight) >= (1 if self.pressure.is_on else self.max_steps_in_flight)
-
-    def _recover(self, first_lost: int, plan: StepPlan, error: BaseException) -> None:
+    def _recover(self, plan: StepPlan, error: BaseException) -> None:
         """A step failed: start its requests over, or give up if steps keep failing."""
+        first_lost = self._in_flight[0][0] if self._in_flight else plan
         self._in_flight.clear()
         suspects = [r for r in map(self.scheduler.by_row.__getitem__, plan.rows) if r is not None]
-        self.scheduler.recover(first_lost)
+        self.scheduler.recover(first_lost.step)
         if isinstance(error, StepMemoryError):
             self.pressure.step_failed(plan.num_tokens, suspects, error)
             return
@@ -285,22 +267,6 @@ class EngineCore:
         self._in_flight.clear()
         self.scheduler.fail_all(self.death)
 
-    def read_metrics(self) -> list[Metric]:
-        self._keep_host_time()
-        set_gauges(self)
-        return self.metrics.read()
-
-    def snapshot(
-        self, max_waiting: int = 256, tables_of: Collection[int] | None = None
-    ) -> EngineSnapshot:
-        """The engine at this moment; of the waiting requests no more than `max_waiting`, and block
-        tables of all sequences or of those that `tables_of` names."""
-        return take_snapshot(self, max_waiting, tables_of)
-
-    def statistics(self) -> EngineStatistics:
-        limits = self.scheduler.limits
-        return self.metrics.statistics(limits.num_blocks, limits.block_size)
-
     def shutdown(self) -> None:
         """End what is left and free the workers; harmless if called again."""
         self.death = self.death or "it was shut down"
@@ -308,3 +274,134 @@ class EngineCore:
         self._in_flight.clear()
         self.grammars.shutdown()
         self.executor.shutdown()
+
+    # --- operating --------------------------------------------------------------------------------
+
+    def run_command(self, name: str, arguments: dict[str, Any]) -> Any:
+        """Call one of `COMMANDS` for a client."""
+        if name not in COMMANDS:
+            raise RequestError(f"command {name!r} is unknown; use one of {', '.join(COMMANDS)}.")
+        return getattr(self, name)(**arguments)
+
+    def pause(self, mode: Pause | str = Pause.DRAIN) -> None:
+        """Begin no further request; `Pause.HOLD` stops the running ones too, where they are.
+
+        Requests are still taken in, and wait. Deadlines and aborts count as ever.
+        """
+        self.scheduler.pause = Pause(mode)
+        self.scheduler.pace.rested()
+
+    def resume(self) -> None:
+        self.scheduler.pause = Pause.NONE
+
+    def reset_prefix_cache(self) -> bool:
+        self.scheduler.reset_prefix_cache()
+        return True
+
+    def check_books(self) -> int:
+        """Raise unless every block is accounted for; returns how many are in use."""
+        self.scheduler.check_books()
+        return self.scheduler.kv.pool.num_used
+
+    def set_vocabulary(
+        self, tokenizer_json: str, vocab_size: int, eos_token_ids: list[int]
+    ) -> None:
+        """What grammars must know of the tokenizer. Clients of one engine all say the same."""
+        compiler = self.grammars.compiler
+        if not compiler.has_vocabulary:
+            given = Vocabulary(tokenizer_json, vocab_size, tuple(eos_token_ids))
+            compiler.set_vocabulary(lambda: given)
+            compiler.prepare()
+
+    @staticmethod
+    def set_log_level(level: str) -> None:
+        logging.getLogger("quire").setLevel(level)
+
+    def answer(self) -> None:
+        """Say that the engine gets on: commands are run between two steps."""
+
+    # --- looking at it ----------------------------------------------------------------------------
+
+    def statistics(self) -> EngineStatistics:
+        limits = self.scheduler.limits
+        return self.metrics.statistics(limits.num_blocks, limits.block_size)
+
+    def read_metrics(self) -> Readings:
+        self.monitor.keep_host_time()
+        self._set_gauges()
+        return Readings.of(self.metrics.read())
+
+    def _set_gauges(self) -> None:
+        """What metrics say of this moment."""
+        scheduler, metrics, blocks = self.scheduler, self.metrics, self._block_states()
+        metrics.running.set(scheduler.num_running)
+        metrics.waiting.set(len(scheduler.waiting) + len(scheduler.waiting.held_back))
+        metrics.waiting_by_reason["capacity"].set(len(scheduler.waiting))
+        metrics.waiting_by_reason["deferred"].set(len(scheduler.waiting.held_back))
+        metrics.cache_usage.set(scheduler.kv.pool.num_used / len(blocks))
+        metrics.shared_blocks.set(int((blocks == BlockState.SHARED).sum()))
+        metrics.cached_blocks.set(int((blocks == BlockState.CACHED).sum()))
+        columns, rows = scheduler.columns, scheduler.ranked_rows()
+        slots = int(columns.held_blocks[rows].sum()) * scheduler.limits.block_size
+        metrics.waste.set(1.0 - int(columns.held_tokens[rows].sum()) / slots if slots else 0.0)
+        split = MemorySplit.of(self._device_memory(), blocks)
+        for kind, gauge in metrics.memory.items():
+            gauge.set(getattr(split, kind))
+
+    def snapshot(
+        self, max_waiting: int = 256, tables_of: Collection[int] | None = None
+    ) -> EngineSnapshot:
+        """The engine at this moment; of the waiting requests no more than `max_waiting`, and block
+        tables of all sequences or of those that `tables_of` names."""
+        scheduler, now, blocks = self.scheduler, self.clock(), self._block_states()
+        held = [scheduler.by_row[row] for row in scheduler.ranked_rows().tolist()]
+        held += [r for r in scheduler.by_row if r is not None and r.status is Status.DRAINING]
+        running = [_sequence_snapshot(r, blocks, tables_of) for r in held if r is not None]
+        first = islice(scheduler.waiting, max_waiting)
+        return EngineSnapshot(
+            time=now,
+            block_size=scheduler.limits.block_size,
+            blocks=blocks,
+            running=running,
+            waiting=[_sequence_snapshot(r, blocks, tables_of) for r in first],
+            num_waiting=len(scheduler.waiting),
+            prompt_tokens_per_s=self.metrics.recent_prompt_tokens.per_second(now),
+            generation_tokens_per_s=self.metrics.recent_generation_tokens.per_second(now),
+            memory=MemorySplit.of(self._device_memory(), blocks),
+            paused=scheduler.pause is not Pause.NONE,
+            advice=self.monitor.advice,
+        )
+
+    def _device_memory(self) -> DeviceMemory:
+        """All zeros once the engine has stopped: its executor may be gone."""
+        return self.executor.memory() if self.death is None else DeviceMemory(0, 0, 0, 0)
+
+    def _block_states(self) -> NDArray[np.uint8]:
+        pool = self.scheduler.kv.pool
+        counts = np.array(pool.ref_counts, copy=True)
+        cached = np.frombuffer(pool.cached, np.bool_)
+        states = np.where(cached, BlockState.CACHED, BlockState.FREE)
+        states[counts == 1] = BlockState.OWNED
+        states[counts > 1] = BlockState.SHARED
+        return states.astype(np.uint8)
+
+
+def _sequence_snapshot(
+    request: Sequence, blocks: NDArray[np.uint8], tables_of: Collection[int] | None
+) -> SequenceSnapshot:
+    row = request.row
+    held = np.concatenate(request.tables) if row >= 0 else empty_ints()
+    has_table = row >= 0 and (tables_of is None or request.key in tables_of)
+    return SequenceSnapshot(
+        key=request.key,
+        request_id=request.request_id,
+        tenant=request.new.tenant,
+        state=request.status.name.lower(),
+        num_prompt_tokens=request.num_prompt,
+        num_tokens=request.num_known,
+        num_computed_tokens=int(request.columns.num_computed[row]) if row >= 0 else 0,
+        arrival_time=request.new.arrival_time,
+        num_blocks=len(held),
+        num_owned_blocks=int((blocks[held] == BlockState.OWNED).sum()),
+        block_table=held.copy() if has_table else empty_ints(),
+    )

@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from concurrent.futures import Future
 from typing import BinaryIO
 
@@ -22,12 +21,9 @@ import zmq
 
 from quire.config.log import configure_logging
 from quire.config.options import EngineOptions
-from quire.engine.advice import Advisor
-from quire.engine.commands import run_command
 from quire.engine.core import EngineCore
-from quire.engine.routing import split_by_client
+from quire.engine.monitor import Advisor, StatusLog
 from quire.engine.startup import find_model, start_engine
-from quire.engine.status_log import StatusLog
 from quire.protocol.codec import Decoder, encode
 from quire.protocol.control import EngineReady, Failed, StartEngine, line, read_line
 from quire.protocol.errors import QuireError
@@ -50,11 +46,8 @@ class EngineLoop:
     """Steps the engine while there is work, looking at the socket in between; waits on the socket
     while there is none."""
 
-    def __init__(
-        self, core: EngineCore, socket: zmq.Socket[bytes], status: StatusLog | None
-    ) -> None:
+    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes]) -> None:
         self._core = core
-        self._status = status
         self._socket = socket
         self._decoder: Decoder[ToEngine] = Decoder(ToEngine)
 
@@ -64,11 +57,8 @@ class EngineLoop:
             self._take_in()
             output = self._core.step()
             if not output.empty:
-                started = time.perf_counter()
-                self._send(output)
-                self._core.add_host_time(time.perf_counter() - started)
-            if self._status is not None:
-                self._status.look(self._core.clock())
+                with self._core.monitor.host:
+                    self._send(output)
         return self._core.death
 
     def _take_in(self) -> None:
@@ -99,7 +89,7 @@ class EngineLoop:
                     accepted.add_done_callback(lambda done: self._reply(client, reply, done))
                     return
             else:
-                value = run_command(self._core, message.name, message.arguments)
+                value = self._core.run_command(message.name, message.arguments)
                 reply.value = NOTHING if value is None else msgspec.Raw(encode(value))
         except Exception as error:
             if not isinstance(error, QuireError):
@@ -115,7 +105,7 @@ class EngineLoop:
         self._socket.send_multipart([client, encode(reply)])
 
     def _send(self, output: StepOutput) -> None:
-        for client, part in split_by_client(output).items():
+        for client, part in output.split_by_client().items():
             self._socket.send_multipart([client_identity(client), encode(Outputs(part))])
 
 
@@ -135,7 +125,10 @@ def main() -> int:
         logger.log(level, "the engine failed to start", exc_info=error)
         reports.write(line(Failed(start_failure(error))))
         return 1
-    engine.core.advisor = Advisor(engine.core.scheduler)
+    monitor = engine.core.monitor
+    monitor.advisor = Advisor(engine.core.scheduler)
+    if not engine.options.observability.disable_log_stats:
+        monitor.status = StatusLog(engine.core.scheduler)
     # Whatever exists now lives as long as the engine: the collector need not look at it again.
     gc.collect()
     gc.freeze()
@@ -143,9 +136,7 @@ def main() -> int:
         start.address, engine.options.flat(), engine.core.scheduler.limits.num_blocks
     )
     reports.write(line(ready))
-    quiet = engine.options.observability.disable_log_stats
-    status = None if quiet else StatusLog(engine.core.scheduler)
-    death = EngineLoop(engine.core, socket, status).run()
+    death = EngineLoop(engine.core, socket).run()
     reports.write(line(Failed(death)))
     context.destroy(linger=1000)  # last outputs are on their way
     return 1

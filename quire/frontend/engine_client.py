@@ -10,9 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-from quire.engine.commands import abort_client, run_command
 from quire.engine.core import EngineCore
-from quire.engine.routing import split_by_client
 from quire.protocol.errors import EngineDeadError
 from quire.protocol.output import StepOutput
 from quire.protocol.request import NewRequest
@@ -50,7 +48,7 @@ class EngineClient(Protocol):
         """End a request, or one sequence of it; returns at once, unknown ones are ignored."""
 
     async def command(self, name: str, reply: type[T], /, **arguments: Any) -> T:
-        """Run one of `engine/commands.py`, whose value is of type `reply`."""
+        """Run one of `COMMANDS` in `engine/core.py`, whose value is of type `reply`."""
 
     def shutdown(self) -> None: ...
 
@@ -90,7 +88,7 @@ class ThreadEngineClient:
         self._call(lambda: self.core.abort(request_id, reason, key))
 
     async def command(self, name: str, reply: type[T], /, **arguments: Any) -> T:
-        call = self._call(lambda: run_command(self.core, name, arguments))
+        call = self._call(lambda: self.core.run_command(name, arguments))
         value: T = await asyncio.wrap_future(call)
         return value
 
@@ -151,12 +149,12 @@ class ThreadEngineClient:
 
     def _report(self, output: StepOutput) -> None:
         """To each loop what is about its sequences; those of a closed loop are ended."""
-        for index, part in split_by_client(output).items():
+        for index, part in output.split_by_client().items():
             listener, loop = self._listeners.get(index, (None, None))
             if listener is None or loop is None:
                 continue  # it was closed, and its requests are being ended
             if not _tell(loop, listener.receive, part):
-                abort_client(self.core, index)
+                self.core.abort_client(index)
                 with self._wake:
                     if self._listeners.get(index) == (listener, loop):
                         others = self._listeners.items()

@@ -242,7 +242,7 @@ class LLM:
 
     def get_metrics(self) -> list[Metric]:
         with self._loop.engine() as core:
-            return core.read_metrics()
+            return core.read_metrics().all
 
     def statistics(self) -> EngineStatistics:
         """A short summary of the engine's life so far."""

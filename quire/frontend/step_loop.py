@@ -11,7 +11,6 @@ import contextlib
 import os
 import signal
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from threading import Lock, RLock
@@ -153,9 +152,8 @@ class StepLoop:
         """A step for a thread that holds the engine."""
         try:
             output = self.core.step()
-            started = time.perf_counter()
-            self.take_in(output)
-            self.core.add_host_time(time.perf_counter() - started)
+            with self.core.monitor.host:
+                self.take_in(output)
         except Exception as error:
             # What the step brought may be lost for any call, so none may go on waiting for it.
             self.core.die(f"its outputs could not be passed on: {error!r}", error)

@@ -77,7 +77,6 @@ class Listening(msgspec.Struct, tag=True):
     """From an API process: it answers."""
 
 
-ToEngineProcess = StartEngine
 FromEngineProcess = EngineReady | Failed
 ToApi = StartApi | EngineReady | EngineDown | Drain | LogLevel | Ask
 FromApi = Listening | Failed | LogLevel | Answered

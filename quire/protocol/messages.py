@@ -71,7 +71,7 @@ class AbortRequest(msgspec.Struct, tag=True):
 
 
 class Command(msgspec.Struct, tag=True):
-    """One of the functions in `engine/commands.py`."""
+    """One of `COMMANDS` in `engine/core.py`."""
 
     call: int
     name: str

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.protocol.plan import Float32Array, Int32Array, Int64Array, LogprobArrays
+from quire.protocol.plan import BoolArray, Float32Array, Int32Array, Int64Array, LogprobArrays
+from quire.protocol.request import KEY_BITS
 
 
 @dataclass(slots=True)
@@ -75,3 +76,25 @@ class StepOutput:
     @property
     def empty(self) -> bool:
         return not (len(self.keys) or self.finished or self.prompt_logprobs or self.progress)
+
+    def split_by_client(self) -> dict[int, StepOutput]:
+        """Client index -> what is about its sequences."""
+        owners = self.keys >> KEY_BITS
+        clients = set(np.unique(owners).tolist())
+        clients.update(ended.key >> KEY_BITS for ended in self.finished)
+        clients.update(part.key >> KEY_BITS for part in self.prompt_logprobs)
+        clients.update(one.key >> KEY_BITS for one in self.progress)
+        if len(clients) == 1:
+            return {clients.pop(): self}
+        return {client: self._of_client(client, owners == client) for client in clients}
+
+    def _of_client(self, client: int, own: BoolArray) -> StepOutput:
+        logprobs = None if self.logprobs is None else self.logprobs.select(own)
+        return StepOutput(
+            keys=self.keys[own],
+            tokens=self.tokens[own],
+            logprobs=logprobs if logprobs is not None and len(logprobs.index) else None,
+            prompt_logprobs=[p for p in self.prompt_logprobs if p.key >> KEY_BITS == client],
+            finished=[e for e in self.finished if e.key >> KEY_BITS == client],
+            progress=[one for one in self.progress if one.key >> KEY_BITS == client],
+        )

@@ -157,6 +157,17 @@ class LogprobArrays:
     ranks: Int32Array
     """Rank of column 0 in the whole vocabulary, from 1."""
 
+    def select(self, kept: BoolArray) -> LogprobArrays:
+        """Those of the tokens that are kept, counted as these are."""
+        lines = kept[self.index]
+        number = np.cumsum(kept, dtype=np.int32) - 1
+        return LogprobArrays(
+            number[self.index[lines]].astype(np.int32),
+            self.token_ids[lines],
+            self.logprobs[lines],
+            self.ranks[lines],
+        )
+
 
 @dataclass(slots=True)
 class PromptLogprobs:

@@ -47,6 +47,22 @@ class MemorySplit:
     other: int
     """Activations, CUDA graphs, libraries, other programs; on a CPU, the rest of this process."""
 
+    @classmethod
+    def of(cls, memory: DeviceMemory, blocks: NDArray[np.uint8]) -> MemorySplit:
+        """`blocks` are the `BlockState` of each physical block."""
+        free, cached, owned, shared = np.bincount(blocks, minlength=len(BlockState)).tolist()
+        size, known = memory.kv_block, memory.weights
+        # A CPU gives pages to a block when it is first written, so free ones need not be counted.
+        known += (owned + shared + cached) * size if memory.is_host else len(blocks) * size
+        return cls(
+            total=memory.total,
+            weights=memory.weights,
+            kv_used=(owned + shared) * size,
+            kv_cached=cached * size,
+            kv_free=free * size,
+            other=max(memory.used - known, 0),
+        )
+
 
 @dataclass(slots=True)
 class SequenceSnapshot:

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from quire.decoding.logprobs import LogprobTensors
 from quire.protocol.plan import (
-    BoolArray,
     Int32Array,
-    LogprobArrays,
     PooledRows,
     PromptLogprobs,
     StepResult,
@@ -71,7 +69,7 @@ class PendingStep:
             counts = self._verified.counts.numpy()
             accepted = self._verified.offsets < np.repeat(counts, self._verified.num_lines)
             tokens = tokens[accepted]
-            logprobs = _select(logprobs, accepted) if logprobs is not None else None
+            logprobs = logprobs.select(accepted) if logprobs is not None else None
         return StepResult(
             self._step,
             tokens,
@@ -80,18 +78,6 @@ class PendingStep:
             [PromptLogprobs(row, scored.to_host()) for row, scored in self._prompt_logprobs],
             None if pooled is None else PooledRows(pooled.rows, pooled.vectors.numpy()),
         )
-
-
-def _select(logprobs: LogprobArrays, accepted: BoolArray) -> LogprobArrays:
-    """Those of accepted lines, counted as the accepted tokens are."""
-    keep = accepted[logprobs.index]
-    number = np.cumsum(accepted, dtype=np.int32) - 1
-    return LogprobArrays(
-        number[logprobs.index[keep]],
-        logprobs.token_ids[keep],
-        logprobs.logprobs[keep],
-        logprobs.ranks[keep],
-    )
 
 
 def _logprobs_to_host(logprobs: LogprobTensors) -> LogprobTensors:

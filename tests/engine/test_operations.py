@@ -1,4 +1,4 @@
-"""Pausing, draining, aborting everything, and advice, as an operator uses them."""
+"""Pausing, aborting everything, commands, and advice, as an operator uses them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import logging
 
 import pytest
 
-from quire.engine.advice import Advisor
-from quire.protocol.errors import OverloadedError
+from quire.engine.core import COMMANDS
+from quire.engine.monitor import Advisor
+from quire.protocol.errors import RequestError
 from quire.scheduler.scheduler import Pause
 from tests.engine.driver import Engine, numbers
 
@@ -94,22 +95,6 @@ def test_who_waits_in_a_pause_hears_of_it_without_a_busy_loop() -> None:
     assert engine.core.wait_s == pytest.approx(0.5)
 
 
-def test_draining_refuses_what_is_new_and_ends_what_is_there() -> None:
-    engine = Engine(max_num_seqs=1)
-    keys = [engine.add(numbers(5, start=i)) for i in range(3)]
-    engine.core.pause(Pause.HOLD)
-    engine.core.drain()
-    with pytest.raises(OverloadedError, match="takes no more requests"):
-        engine.add(numbers(5))
-    del engine.requests[300]
-    assert not engine.core.is_drained
-    engine.finish()
-    assert set(engine.ended) == set(keys) and engine.core.is_drained
-    engine.core.resume()
-    engine.add(numbers(5))
-    engine.finish()
-
-
 def test_all_requests_or_those_of_a_tenant_can_be_aborted() -> None:
     engine = Engine(max_num_seqs=2)
     mine = [engine.add(numbers(5, start=i), tenant="a") for i in range(3)]
@@ -123,6 +108,23 @@ def test_all_requests_or_those_of_a_tenant_can_be_aborted() -> None:
     assert {engine.ended[key].finish_reason for key in mine + others} == {"abort"}
 
 
+def test_commands_are_run_by_name() -> None:
+    engine = Engine(max_num_seqs=2)
+    engine.add(numbers(5), max_tokens=50)
+    engine.step()
+    assert engine.core.run_command("check_books", {}) == engine.core.scheduler.kv.pool.num_used > 0
+    engine.core.run_command("pause", {"mode": "hold"})
+    assert engine.core.scheduler.pause is Pause.HOLD
+    engine.core.run_command("resume", {})
+    assert engine.core.scheduler.pause is Pause.NONE
+    assert engine.core.run_command("snapshot", {"max_waiting": 0}).num_waiting == 0
+    assert engine.core.run_command("abort_all", {}) == 1
+    assert all(callable(getattr(engine.core, name)) for name in COMMANDS)
+    for name in ("shutdown", "die", "unknown"):
+        with pytest.raises(RequestError, match=f"command '{name}' is unknown; use one of"):
+            engine.core.run_command(name, {})
+
+
 # --- advice ---------------------------------------------------------------------------------------
 
 
@@ -132,7 +134,7 @@ class Advised:
     def __init__(self, **limits: object) -> None:
         self.engine = Engine(**limits)  # type: ignore[arg-type]
         self.advisor = Advisor(self.engine.core.scheduler, interval_s=10.0, repeat_s=100.0)
-        self.engine.core.advisor = self.advisor
+        self.engine.core.monitor.advisor = self.advisor
 
     def run(self, seconds: float, step_s: float = 0.1) -> set[str]:
         """Let time pass; returns the kinds of advice at the last look."""
@@ -204,7 +206,7 @@ def test_preemption_storms(num_blocks: int, storm: bool) -> None:
 def test_the_same_advice_is_given_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
     advised = Advised(enable_prefix_caching=False)
     times = []
-    with caplog.at_level(logging.WARNING, logger="quire.engine.advice"):
+    with caplog.at_level(logging.WARNING, logger="quire.engine.monitor"):
         for _ in range(25):
             send_similar(advised)
             before = len(caplog.records)

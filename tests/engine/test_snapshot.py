@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -13,9 +15,24 @@ from tests.engine.driver import Engine, numbers
 def gauges(engine: Engine) -> dict[tuple[str, ...], float]:
     return {
         (reading.name.removeprefix("quire:"), *reading.labels.values()): reading.value
-        for reading in engine.core.read_metrics()
+        for reading in engine.core.read_metrics().all
         if isinstance(reading, GaugeReading)
     }
+
+
+def test_waiting_requests_count_by_what_they_wait_for() -> None:
+    engine = Engine(32, max_num_seqs=1)
+    for start in range(3):
+        engine.add(numbers(5, start=start), max_tokens=20)
+    engine.step()
+    new = replace(engine.requests[0], key=5000, request_id="r5000")
+    engine.core.scheduler.add(new, is_ready=False)
+    values = gauges(engine)
+    assert values["num_requests_running",] == 1 and values["num_requests_waiting",] == 3
+    assert values["num_requests_waiting_by_reason", "capacity"] == 2
+    assert values["num_requests_waiting_by_reason", "deferred"] == 1
+    engine.core.scheduler.make_ready("r5000")
+    assert gauges(engine)["num_requests_waiting_by_reason", "deferred"] == 0
 
 
 def test_blocks_requests_and_memory() -> None:

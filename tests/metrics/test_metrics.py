@@ -47,7 +47,7 @@ def test_a_recent_rate_is_the_mean_of_the_last_five_seconds(moves: list[tuple[in
 def histograms(engine: Engine) -> dict[str, HistogramReading]:
     return {
         reading.name.removeprefix("quire:"): reading
-        for reading in engine.core.read_metrics()
+        for reading in engine.core.read_metrics().all
         if isinstance(reading, HistogramReading)
     }
 
@@ -162,7 +162,7 @@ def test_prometheus_text(prefix: str) -> None:
         engine.add(numbers(8, start=i), max_tokens=4)
     engine.finish()
     labels = {"model_name": 'a "model"', "engine": "0"}
-    text = render(engine.core.read_metrics(), prefix, labels).decode()
+    text = render(engine.core.read_metrics().all, prefix, labels).decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert not {f"{prefix}:{name}" for name in VLLM_NAMES} - set(families)
     assert all(name.startswith(f"{prefix}:") for name in families)

@@ -8,7 +8,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from quire.engine.routing import split_by_client
 from quire.protocol.codec import Decoder, encode
 from quire.protocol.errors import OverloadedError, RequestError
 from quire.protocol.messages import AddRequest, ErrorRecord, FromEngine, Outputs, ToEngine
@@ -75,7 +74,7 @@ def test_each_client_gets_its_part_of_a_step() -> None:
         finished=[FinishedSequence(owners[1], np.array([20], np.int32), "stop")],
         progress=[RequestProgress(keys((4, 0))[0], 9, 3, 0, None)],
     )
-    parts = split_by_client(output)
+    parts = output.split_by_client()
     assert sorted(parts) == [1, 2, 3, 4]
     lines = {0: 0, 1: 1, 4: 2}
     for client, part in parts.items():

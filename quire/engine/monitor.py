@@ -1,12 +1,15 @@
-"""`Advisor`: says when the engine is set up badly for the load it sees, and what to change."""
+"""`Monitor`: what a running engine says about itself: where the time of its steps goes, a line of
+status while it is busy, and advice about settings that do not suit the load."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from quire.metrics.engine import EngineMetrics
 from quire.protocol.request import NewRequest
 from quire.scheduler.scheduler import Scheduler
 
@@ -23,6 +26,121 @@ MIN_STEPS = 50
 MAX_PREEMPTION_SHARE = 0.1
 
 
+class Stopwatch:
+    """Adds up the time that is spent inside its `with` blocks."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._started = 0.0
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds += time.perf_counter() - self._started
+
+
+class Monitor:
+    """Told by the engine's loop when a step begins, when its parts are done and when it ends."""
+
+    def __init__(self, metrics: EngineMetrics) -> None:
+        self.host, self.launch, self.wait = Stopwatch(), Stopwatch(), Stopwatch()
+        """What the last step took: planning it, applying results and making outputs of them, which
+        may go on after the step; launching it; waiting for a result."""
+        self.advisor: Advisor | None = None
+        self.status: StatusLog | None = None
+        self._metrics = metrics
+        self._has_host_time = False
+
+    @property
+    def advice(self) -> list[str]:
+        return [] if self.advisor is None else [one.message for one in self.advisor.current]
+
+    def arrived(self, new: NewRequest) -> None:
+        if self.advisor is not None:
+            self.advisor.arrived(new)
+
+    def step_begins(self) -> None:
+        self.keep_host_time()
+        self.host.seconds = self.launch.seconds = self.wait.seconds = 0.0
+
+    def launched(self) -> None:
+        self._metrics.step_launch.observe(self.launch.seconds)
+
+    def waited(self) -> None:
+        self._metrics.step_wait.observe(self.wait.seconds)
+
+    def step_ends(self, now: float, has_plan: bool) -> None:
+        with self.host:
+            if self.advisor is not None:
+                self.advisor.look(now)
+        if self.status is not None:
+            self.status.look(now)
+        self._has_host_time = has_plan
+
+    def keep_host_time(self) -> None:
+        """All that the host did for the last step is known."""
+        if self._has_host_time:
+            self._metrics.step_host.observe(self.host.seconds)
+            self._has_host_time = False
+
+
+@dataclass(frozen=True)
+class _StatusCounts:
+    time: float
+    prompt: int
+    generated: int
+    queries: int
+    hits: int
+    preemptions: int
+
+
+class StatusLog:
+    """One line every few seconds while the engine is busy, and none while it is not. `look` belongs
+    after every step. Work that ends sooner than `interval_s` says nothing."""
+
+    def __init__(self, scheduler: Scheduler, interval_s: float = 10.0) -> None:
+        self._scheduler = scheduler
+        self._interval_s = interval_s
+        self._before: _StatusCounts | None = None
+        self._last_look = 0.0
+
+    def look(self, now: float) -> None:
+        # Time without work is no part of a rate: after a pause a new interval begins.
+        was_idle = now - self._last_look >= self._interval_s
+        self._last_look = now
+        if self._before is None or was_idle:
+            self._before = self._counts(now)
+        elif now - self._before.time >= self._interval_s:
+            counts = self._counts(now)
+            logger.info("%s", self._line(self._before, counts))
+            self._before = counts
+
+    def _counts(self, now: float) -> _StatusCounts:
+        metrics = self._scheduler.metrics
+        return _StatusCounts(
+            now,
+            metrics.prompt_tokens.value,
+            metrics.generation_tokens.value,
+            metrics.queries.value,
+            metrics.hits.value,
+            metrics.preemptions.value,
+        )
+
+    def _line(self, before: _StatusCounts, now: _StatusCounts) -> str:
+        scheduler, pool = self._scheduler, self._scheduler.kv.pool
+        passed = now.time - before.time
+        queries = now.queries - before.queries
+        hits = f"{(now.hits - before.hits) / queries:.1%}" if queries else "none asked for"
+        return (
+            f"{(now.prompt - before.prompt) / passed:.1f} prompt tokens/s, "
+            f"{(now.generated - before.generated) / passed:.1f} generated tokens/s, "
+            f"{scheduler.num_running} running, {len(scheduler.waiting)} waiting, "
+            f"KV cache {pool.num_used / scheduler.limits.num_blocks:.1%} used, "
+            f"prefix hits {hits}, {now.preemptions - before.preemptions} preemptions"
+        )
+
+
 @dataclass(frozen=True)
 class Advice:
     kind: str
@@ -30,7 +148,7 @@ class Advice:
 
 
 @dataclass
-class _Counts:
+class _LoadCounts:
     """Counters at one time, or what was added between two."""
 
     queries: int
@@ -44,15 +162,16 @@ class _Counts:
     """Prompt tokens, and those of them that repeat the head of an earlier prompt."""
     repeated: int
 
-    def __sub__(self, other: _Counts) -> _Counts:
-        return _Counts(
+    def __sub__(self, other: _LoadCounts) -> _LoadCounts:
+        return _LoadCounts(
             *(a - b for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
         )
 
 
 class Advisor:
-    """Looks at what happened since it looked last, every `interval_s`; says the same thing again
-    only after `repeat_s`."""
+    """Says when the engine is set up badly for the load it sees, and what to change. Looks at what
+    happened since it looked last, every `interval_s`; says the same thing again only after
+    `repeat_s`."""
 
     def __init__(
         self, scheduler: Scheduler, interval_s: float = 30.0, repeat_s: float = 600.0
@@ -99,9 +218,9 @@ class Advisor:
                 self._said[advice.kind] = now
                 logger.warning("advice: %s", advice.message)
 
-    def _counts(self) -> _Counts:
+    def _counts(self) -> _LoadCounts:
         metrics = self._scheduler.metrics
-        return _Counts(
+        return _LoadCounts(
             queries=metrics.queries.value,
             hits=metrics.hits.value,
             admitted=self._scheduler.num_admissions,
@@ -113,7 +232,7 @@ class Advisor:
             repeated=self._num_repeated,
         )
 
-    def _judge(self, new: _Counts) -> Iterator[Advice]:
+    def _judge(self, new: _LoadCounts) -> Iterator[Advice]:
         limits = self._scheduler.limits
         # Shares, not counts: those who arrived and those who were admitted are not the same.
         repeated = new.repeated / new.arrived if new.arrived else 0.0

@@ -7,31 +7,30 @@ import re
 
 import pytest
 
-from quire.engine.status_log import StatusLog
+from quire.engine.monitor import StatusLog
 from tests.engine.driver import Engine, numbers
 
 
-def run(engine: Engine, status: StatusLog, seconds: float, step_s: float = 0.5) -> None:
+def run(engine: Engine, seconds: float, step_s: float = 0.5) -> None:
     """Step as the engine's process does: only while there is work."""
     end = engine.now + seconds
     while engine.now < end:
         engine.now += step_s
         if engine.core.has_work:
             engine.step()
-            status.look(engine.now)
 
 
 def test_a_line_every_ten_seconds_of_work(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="quire")
     engine = Engine(100, max_num_seqs=2)
-    status = StatusLog(engine.core.scheduler)
-    run(engine, status, 30)
+    engine.core.monitor.status = StatusLog(engine.core.scheduler)
+    run(engine, 30)
     assert not caplog.messages
     engine.add(numbers(8), max_tokens=100)
-    run(engine, status, 2)
+    run(engine, 2)
     for _ in range(2):
         engine.add(numbers(8), max_tokens=100)
-    run(engine, status, 8.5)
+    run(engine, 8.5)
     (line,) = caplog.messages
     # Two steps a second, one sequence at first and two for the most part; one cannot begin.
     found = re.fullmatch(
@@ -43,18 +42,18 @@ def test_a_line_every_ten_seconds_of_work(caplog: pytest.LogCaptureFixture) -> N
     assert 3 < float(found[1]) <= 4
     assert float(found[2]) == 100 * engine.core.scheduler.kv.pool.num_used / 100
     assert 0 < float(found[3]) < 100
-    run(engine, status, 10)
+    run(engine, 10)
     assert len(caplog.messages) == 2
 
 
 def test_idle_time_is_no_part_of_a_rate(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="quire")
     engine = Engine(100)
-    status = StatusLog(engine.core.scheduler)
+    engine.core.monitor.status = StatusLog(engine.core.scheduler)
     engine.add(numbers(8), max_tokens=10)
-    run(engine, status, 100)
+    run(engine, 100)
     assert not caplog.messages
     engine.add(numbers(8), max_tokens=100)
-    run(engine, status, 11)
+    run(engine, 11)
     (line,) = caplog.messages
     assert " 2.0 generated tokens/s" in line
