@@ -1,4 +1,8 @@
-"""`BoundedConnection`: a connection whose client can neither fill memory nor hold it for ever."""
+"""`BoundedConnection`: a connection whose client can neither fill memory nor hold it for ever.
+
+uvicorn's options bound none of this for the parser that is used here, and it has no public class
+to build on: of its protocol's own state this reads `cycle`, `pipeline`, `loop` and `transport`.
+"""
 
 from __future__ import annotations
 
