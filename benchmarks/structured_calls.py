@@ -7,7 +7,7 @@ from typing import Any
 
 from quire import LLM, SamplingParams, StructuredOutputs
 from quire.protocol.structured import JsonSettings
-from quire.text.chat_template import select_template
+from quire.text.chat_template import select_template, template_variables
 from quire.text.message_stream import MessageForm
 from quire.text.tool_calls.declared import ToolUse, chat_tools
 from quire.text.tool_calls.enforcement import reply_grammar
@@ -69,7 +69,12 @@ def forced_call(llm: LLM, seed: int, settings: JsonSettings) -> tuple[Any, Sampl
     grammar = reply_grammar(form, use, None, tokenizer.special_ids.get, settings)
     assert grammar is not None
     asked = {"role": "user", "content": f"{tool['function']['description']} Fill in what you like."}
-    messages, _ = prepare_conversation([asked], use.declarations, template, format)
+    messages, _ = prepare_conversation(
+        [asked],
+        use.declarations,
+        takes_tools="tools" in template_variables(template),
+        short_ids=format.has_short_ids,
+    )
     wanted = StructuredOutputs(grammar=grammar.text)
     return messages, SamplingParams(
         temperature=1.0, seed=seed, max_tokens=CALL_TOKENS, structured_outputs=wanted

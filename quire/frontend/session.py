@@ -16,13 +16,13 @@ from quire.config.options import EngineOptions
 from quire.engine.core import EngineCore
 from quire.engine.startup import find_model, start_engine
 from quire.engine.structured_output.build import Vocabulary
-from quire.frontend.chat_inputs import parse_conversations, render_conversations
 from quire.frontend.garbage import no_full_collections
 from quire.frontend.generation_defaults import chat_defaults, generation_defaults
-from quire.frontend.inputs import InputProcessor, Prompt
+from quire.frontend.inputs import InputProcessor, Prompt, naming_index
 from quire.protocol.errors import QuireError
 from quire.protocol.request import KEY_BITS
 from quire.protocol.sampling import SamplingParams
+from quire.text.chat_template import is_batch
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -81,8 +81,13 @@ class Session:
 
     def render(self, messages: Any, **options: Any) -> list[Prompt]:
         """Prompts of one or several conversations."""
-        texts = render_conversations(self.tokenizer, parse_conversations(messages), **options)
-        return [Prompt(text, None) for text in texts]
+        if not is_batch(messages):
+            return [Prompt(self.tokenizer.render_chat(messages, **options), None)]
+        prompts = []
+        for i, conversation in enumerate(messages):
+            with naming_index(i):
+                prompts.append(Prompt(self.tokenizer.render_chat(conversation, **options), None))
+        return prompts
 
 
 def start_session(arguments: dict[str, Any]) -> tuple[Session, EngineCore]:

@@ -16,6 +16,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quire.protocol.errors import RequestError
+from quire.text.tool_calls.prompting import prepare_conversation
 
 ContentFormat = Literal["string", "openai"]
 CONTENT_FORMATS = ("auto", "string", "openai")
@@ -36,8 +37,12 @@ def render_chat(
     continue_final_message: bool | str = False,
     content_format: str = "auto",
     variables: Mapping[str, Any] | None = None,
+    tells_tools: bool = False,
+    short_ids: bool = False,
 ) -> str:
-    """The prompt of one conversation. `variables` are passed to the template as they are."""
+    """The prompt of one conversation, which is checked here. `variables` are passed to the template
+    as they are. `tells_tools`: a template that has no place for tools and their calls gets them as
+    text, and one that wants `short_ids` of calls gets such."""
     if content_format not in CONTENT_FORMATS:
         raise RequestError(
             f"chat_template_content_format must be one of {', '.join(CONTENT_FORMATS)}, "
@@ -50,7 +55,14 @@ def render_chat(
         )
     compiled = _compile(template)
     wanted = detect_content_format(template) if content_format == "auto" else content_format
-    conversation = _prepare(messages, wanted, template)
+    conversation, declared = _checked(messages), _plain(tools, "tools")
+    if tells_tools:
+        takes_tools = "tools" in template_variables(template)
+        conversation, declared = prepare_conversation(
+            conversation, declared, takes_tools=takes_tools, short_ids=short_ids
+        )
+    for index, message in enumerate(conversation):
+        _adapt(message, f"messages[{index}]", wanted, template)
     final_text = ""
     if continue_final_message:
         key = continue_final_message if isinstance(continue_final_message, str) else "content"
@@ -59,7 +71,7 @@ def render_chat(
     try:
         prompt = compiled.render(
             messages=conversation,
-            tools=_plain(tools, "tools"),
+            tools=declared,
             add_generation_prompt=add_generation_prompt,
             **{key: _plain(value, key) for key, value in values.items()},
         )
@@ -162,14 +174,17 @@ def _accepts_strings(template: str) -> bool:
     )
 
 
-def _prepare(
-    messages: Sequence[Mapping[str, Any]], content_format: str, template: str
-) -> list[dict[str, Any]]:
-    """Plain copies of the messages, with `content` in the form that the template reads."""
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-        raise RequestError(f"messages must be a list of messages, got {str(messages)[:80]!r}.")
-    if not messages:
-        raise RequestError("messages must hold at least one message, got none.")
+def is_batch(messages: Any) -> bool:
+    """Whether these are several conversations, and not the messages of one."""
+    lists = (list, tuple)
+    return isinstance(messages, lists) and bool(messages) and isinstance(messages[0], lists)
+
+
+def _checked(messages: Any) -> list[dict[str, Any]]:
+    """Plain copies of the messages of one conversation, each with a role."""
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
+        given = str(messages)[:80]
+        raise RequestError(f"messages must be a non-empty list of messages, got {given!r}.")
     conversation = []
     for index, original in enumerate(messages):
         where = f"messages[{index}]"
@@ -178,22 +193,26 @@ def _prepare(
             raise RequestError(
                 f"{where} must be an object with a string 'role', got {str(original)[:80]!r}."
             )
-        content = message.get("content")
-        if isinstance(content, list):
-            parts = [_text_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
-            joined = "\n".join(part["text"] for part in parts)
-            message["content"] = joined if content_format == "string" else parts
-        elif content_format == "openai" and isinstance(content, str):
-            if not _accepts_strings(template):
-                message["content"] = [{"type": "text", "text": content}]
-        elif content is not None and not isinstance(content, str):
-            raise RequestError(
-                f"{where}.content must be a string or a list of parts, got {str(content)[:80]!r}."
-            )
-        _parse_arguments(message, where)
-        _spread_reasoning(message)
         conversation.append(message)
     return conversation
+
+
+def _adapt(message: dict[str, Any], where: str, content_format: str, template: str) -> None:
+    """Put the content of a message into the form that the template reads."""
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [_text_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+        joined = "\n".join(part["text"] for part in parts)
+        message["content"] = joined if content_format == "string" else parts
+    elif content_format == "openai" and isinstance(content, str):
+        if not _accepts_strings(template):
+            message["content"] = [{"type": "text", "text": content}]
+    elif content is not None and not isinstance(content, str):
+        raise RequestError(
+            f"{where}.content must be a string or a list of parts, got {str(content)[:80]!r}."
+        )
+    _parse_arguments(message, where)
+    _spread_reasoning(message)
 
 
 def _text_part(part: Any, where: str) -> dict[str, Any]:

@@ -10,11 +10,17 @@ from tokenizers import Tokenizer as Backend
 
 from quire.files.gguf import GGUFFile
 from quire.protocol.errors import RequestError
-from quire.text.chat_template import read_chat_template, render_chat, select_template
+from quire.text.chat_template import (
+    is_batch,
+    read_chat_template,
+    render_chat,
+    select_template,
+)
 from quire.text.detokenizer import TextStreams
 from quire.text.tokenizer_check import is_panic
 from quire.text.tokenizer_files import TokenizerParts, read_folder
 from quire.text.tokenizer_gguf import read_gguf
+from quire.text.tool_calls.formats import find_format
 
 if TYPE_CHECKING:
     from quire.config.locate import ModelSource
@@ -30,6 +36,16 @@ SPACE_CLEAN_UPS = (
     (" 's", "'s"),
     (" 've", "'ve"),
     (" 're", "'re"),
+)
+RESERVED_TEMPLATE_KWARGS = (
+    "chat_template",
+    "messages",
+    "tokenize",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tools",
+    "chat_template_content_format",
+    "return_dict",
 )
 
 
@@ -224,6 +240,39 @@ class Tokenizer:
         """For turning tokens into text as they come."""
         return TextStreams(self.backend, self.decode, self.cleans_up_spaces)
 
+    def render_chat(
+        self,
+        messages: Sequence[Any],
+        *,
+        chat_template: str | None = None,
+        content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        tool_call_parser: str = "auto",
+    ) -> str:
+        """The prompt of one conversation. Unlike `apply_chat_template`, which does what
+        transformers does, it tells of tools also where the template knows nothing of them."""
+        variables = template_kwargs or {}
+        for name in RESERVED_TEMPLATE_KWARGS:
+            if name in variables:
+                raise RequestError(
+                    f"chat_template_kwargs[{name!r}] has a field of its own; set it there."
+                )
+        template = select_template(self.chat_template, chat_template, tools is not None)
+        return render_chat(
+            template,
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            content_format=content_format,
+            variables={**self.special_tokens_map, **variables},
+            tells_tools=True,
+            short_ids=find_format(template, tool_call_parser).has_short_ids,
+        )
+
     def apply_chat_template(
         self,
         /,
@@ -243,7 +292,7 @@ class Tokenizer:
         template as variables.
         """
         template = select_template(self.chat_template, chat_template, tools is not None)
-        several = bool(messages) and isinstance(messages[0], (list, tuple))
+        several = is_batch(messages)
         prompts = [
             render_chat(
                 template,

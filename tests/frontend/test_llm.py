@@ -158,6 +158,22 @@ def test_chat_is_the_rendered_prompt(llm: LLM, tiny: Tiny) -> None:
     assert streamed == outputs[0].outputs[0].text
 
 
+def test_tools_reach_a_template_that_has_no_place_for_them(llm: LLM) -> None:
+    """As over HTTP: both render with the same function."""
+    told: list[str] = []
+    tokenizer, template = llm.get_tokenizer(), "{% for m in messages %}{{ m.content }} {% endfor %}"
+    messages = [{"role": "user", "content": "1 + 2?"}, {"role": "assistant"}]
+    tool = {"type": "function", "function": {"name": "add"}}
+    for tools in (None, [tool], [{"name": "add"}], ["add"]):
+        (output,) = llm.chat(
+            messages, SamplingParams(max_tokens=1), False, chat_template=template, tools=tools
+        )
+        assert output.prompt == tokenizer.render_chat(messages, chat_template=template, tools=tools)
+        told.append(output.prompt)
+    assert told[0] == "1 + 2?  "
+    assert all("You may call functions." in text and "add" in text for text in told[1:])
+
+
 def _with_kind(kind: RequestOutputKind) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, output_kind=kind)
 

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from quire.config.locate import locate_model
 from quire.protocol.errors import QuireError, RequestError
-from quire.text.chat_template import detect_content_format, read_chat_template
+from quire.text.chat_template import detect_content_format, is_batch, read_chat_template
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 from tests.text.tokenizer_samples import load, make_folder, train_byte_level
 
@@ -315,8 +315,8 @@ def test_what_goes_wrong_in_a_template_is_a_request_error(
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ([], "at least one message"),
-        ("hello", "messages must be a list"),
+        ([], "messages must be a non-empty list"),
+        ("hello", "messages must be a non-empty list"),
         (["hello"], r"messages\[0\] must be an object with a string 'role'"),
         ([{"content": "x"}], r"messages\[0\] must be an object with a string 'role'"),
         ([CHAT[0], {"role": "user", "content": 5}], r"messages\[1\]\.content must be a string"),
@@ -358,3 +358,14 @@ def test_users_template_is_a_text_or_a_file(tmp_path: Path, folder: Path) -> Non
         read_chat_template("{% for %}")
     source = locate_model(None)
     assert load_tokenizer(source, chat_template=str(file)).chat_template == SIMPLE
+
+
+@pytest.mark.parametrize("name", ["tools", "messages", "chat_template", "tokenize"])
+def test_variables_cannot_take_the_place_of_arguments(ours: Tokenizer, name: str) -> None:
+    with pytest.raises(RequestError, match=rf"chat_template_kwargs\['{name}'\]"):
+        ours.render_chat(CHAT, chat_template=SIMPLE, template_kwargs={name: []})
+
+
+def test_one_conversation_or_several() -> None:
+    assert is_batch([CHAT, CHAT]) and is_batch([[]])
+    assert not any(map(is_batch, (CHAT, [], "hello", ["hello"], {0: []}, None)))

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 from quire.config.structured import GrammarSettings
-from quire.frontend.chat_inputs import parse_conversations, render_conversations
 from quire.frontend.inputs import Prompt
 from quire.protocol.errors import RequestError
 from quire.protocol.sampling import SamplingParams
@@ -22,19 +20,8 @@ from quire.text.reasoning import find_tags
 from quire.text.tool_calls.declared import ToolUse
 from quire.text.tool_calls.enforcement import reply_grammar
 from quire.text.tool_calls.formats import JSON, find_format
-from quire.text.tool_calls.prompting import prepare_conversation
 
 logger = logging.getLogger(__name__)
-
-RESERVED_TEMPLATE_KWARGS = (
-    "messages",
-    "tokenize",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tools",
-    "chat_template_content_format",
-    "return_dict",
-)
 
 
 def prepare_messages(state: Preparation, body: ConversationBody) -> Prepared:
@@ -80,17 +67,9 @@ def render_chat(
     messages: list[dict[str, Any]],
     *,
     chat_template: str | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
-    tools: list[dict[str, Any]] | None = None,
     **settings: Any,
 ) -> Prompt:
-    """A conversation as a prompt, not tokenised yet."""
-    kwargs = template_kwargs or {}
-    for name in ("chat_template", *RESERVED_TEMPLATE_KWARGS):
-        if name in kwargs:
-            raise RequestError(
-                f"chat_template_kwargs[{name!r}] is a field of the body; set it there."
-            )
+    """A conversation as a prompt, not tokenised yet; `settings` are those of the tokenizer."""
     if chat_template is not None and not state.serving.trust_request_chat_template:
         raise RequestError(
             "chat_template is refused in requests; start the server with "
@@ -101,19 +80,12 @@ def render_chat(
             f"messages cannot be rendered: model {state.model_names[0]!r} has no chat template; "
             "start the server with --chat-template, or use /v1/completions."
         )
-
-    tokenizer = state.tokenizer
-    template = select_template(tokenizer.chat_template, chat_template, tools is not None)
     of = "the request" if chat_template is not None else f"model {state.model_names[0]!r}"
     with state.limited(f"chat_template is refused: that of {of}"):
-        format = find_format(template, state.serving.tool_call_parser)
-        told, declared = prepare_conversation(messages, tools, template, format)
-        (text,) = render_conversations(
-            tokenizer,
-            parse_conversations(told),
-            chat_template=template,
-            template_kwargs=kwargs,
-            tools=declared,
+        text = state.tokenizer.render_chat(
+            messages,
+            chat_template=chat_template,
+            tool_call_parser=state.serving.tool_call_parser,
             **settings,
         )
     return Prompt(text, None)

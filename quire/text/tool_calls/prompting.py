@@ -6,9 +6,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from quire.text.chat_template import template_variables
-from quire.text.tool_calls.formats import ToolFormat
-
 INSTRUCTIONS = """\
 You may call functions. These are there, with the JSON schema of their arguments:
 {tools}
@@ -20,14 +17,15 @@ SHORT_ID = 9
 def prepare_conversation(
     messages: Sequence[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
-    template: str,
-    format: ToolFormat,
+    *,
+    takes_tools: bool,
+    short_ids: bool,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """Messages and tools to render. A template that has no place for tools gets them as text."""
+    """Messages and tools to render. A template that takes no tools gets them as text."""
     prepared = [_with_content(message) for message in messages]
-    if format.has_short_ids:
+    if short_ids:
         prepared = [_with_short_ids(message) for message in prepared]
-    if "tools" in template_variables(template):
+    if takes_tools:
         return prepared, tools
     names = _names_by_id(prepared)
     prepared = [_as_text(message, names) for message in prepared]
@@ -106,7 +104,12 @@ def _written(function: Any) -> str:
 def _with_instructions(
     messages: list[dict[str, Any]], tools: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    listed = "\n".join(
+        json.dumps(
+            tool.get("function", tool) if isinstance(tool, dict) else tool, ensure_ascii=False
+        )
+        for tool in tools
+    )
     text = INSTRUCTIONS.format(tools=listed)
     if not messages or messages[0].get("role") not in ("system", "developer"):
         return [{"role": "system", "content": text}, *messages]

@@ -17,7 +17,6 @@ from quire.text.chat_template import (
 from quire.text.reasoning import find_tags
 from quire.text.tool_calls.declared import ToolUse, chat_tools
 from quire.text.tool_calls.formats import find_format
-from quire.text.tool_calls.prompting import prepare_conversation
 from tests.fuzz.mutations import Mutator
 from tests.fuzz.target import Target
 from tests.text.tool_calls import templates
@@ -57,12 +56,12 @@ class ChatTemplate(Target):
             return  # the types of bodies are checked before
         for template in TEMPLATES:
             with contextlib.suppress(RequestError):
-                form = find_format(template)
-                prepared, shown = prepare_conversation(messages, tools, template, form)
                 prompt = render_chat(
                     template,
-                    prepared,
-                    tools=shown,
+                    messages,
+                    tools=tools,
+                    tells_tools=True,
+                    short_ids=find_format(template).has_short_ids,
                     add_generation_prompt=given.get("add_generation_prompt") is True,
                     continue_final_message=given.get("continue_final_message") is True,
                     variables=variables if isinstance(variables, dict) else None,

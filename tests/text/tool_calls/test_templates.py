@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -63,8 +64,8 @@ def test_flags_name_all_parsers() -> None:
 
 
 def rendered(template: str, tools: list[dict[str, Any]] | None = None) -> str:
-    told, declared = prepare_conversation(CONVERSATION, tools, template, find_format(template))
-    return render_chat(template, told, tools=declared)
+    short_ids = find_format(template).has_short_ids
+    return render_chat(template, CONVERSATION, tools=tools, tells_tools=True, short_ids=short_ids)
 
 
 def test_calls_and_results_reach_templates_with_arguments_as_objects() -> None:
@@ -91,8 +92,8 @@ def test_a_template_without_tools_gets_them_as_text() -> None:
 
 def test_tools_join_a_system_message_that_is_there() -> None:
     told: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}, CONVERSATION[0]]
-    format = find_format(templates.NO_TOOLS)
-    (system, _), tools = prepare_conversation(told, [TOOL], templates.NO_TOOLS, format)
+    tell = partial(prepare_conversation, takes_tools=False, short_ids=False)
+    (system, _), tools = tell(told, [TOOL])
     assert tools is None and system["role"] == "system"
     assert system["content"].startswith("Be brief.\n\nYou may call functions.")
-    assert prepare_conversation(told, None, templates.NO_TOOLS, format) == (told, None)
+    assert tell(told, None) == (told, None)
