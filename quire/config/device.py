@@ -20,7 +20,6 @@ class DeviceInfo:
     """cpu or cuda."""
     name: str
     total_memory_bytes: int
-    available_memory_bytes: int
     num_threads: int
     """CPU threads this process should keep busy."""
     why_num_threads: str = ""
@@ -36,13 +35,11 @@ class DeviceInfo:
 
 def cpu_device(root: Path = ROOT) -> DeviceInfo:
     """The CPU. `root` is where /proc and /sys are looked for."""
-    total, available = cpu_memory(root)
     threads = choose_num_threads(root)
     return DeviceInfo(
         "cpu",
         _cpu_name(root),
-        total,
-        available,
+        cpu_memory(root)[0],
         threads.count,
         threads.reason,
         is_num_threads_wanted=threads.is_wanted,

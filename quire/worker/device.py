@@ -39,13 +39,11 @@ def detect_device(wanted: str) -> DeviceInfo:
     check_triton(name, has_triton=find_spec("triton") is not None)
     if torch.version.hip is None:
         check_capability(name, torch.cuda.get_device_capability(), torch.cuda.get_arch_list())
-    free, total = torch.cuda.mem_get_info(index)
     threads = choose_num_threads()
     return DeviceInfo(
         "cuda",
         name,
-        total,
-        free,
+        torch.cuda.mem_get_info(index)[1],
         threads.count,
         threads.reason,
         torch.cuda.is_bf16_supported(including_emulation=False),

@@ -19,8 +19,8 @@ from quire.config.resolve import GIB, cpu_cache_bytes, resolve
 from quire.config.server import ServingOptions
 from quire.protocol.errors import OptionError, QuireError
 
-CPU = DeviceInfo("cpu", "a CPU", 16 * GIB, 12 * GIB, num_threads=8)
-GPU = DeviceInfo("cuda", "NVIDIA H200", 140 * GIB, 139 * GIB, num_threads=16)
+CPU = DeviceInfo("cpu", "a CPU", 16 * GIB, num_threads=8)
+GPU = DeviceInfo("cuda", "NVIDIA H200", 140 * GIB, num_threads=16)
 
 MODEL = ModelConfig(
     source=ModelSource("some/model", "folder", Path("model")),
@@ -473,4 +473,4 @@ def test_this_machine() -> None:
     """The real /proc and /sys can be read."""
     device = cpu_device()
     assert device.type == "cpu" and device.num_threads >= 1
-    assert 0 < device.available_memory_bytes <= device.total_memory_bytes
+    assert device.total_memory_bytes > 0

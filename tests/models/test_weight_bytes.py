@@ -138,7 +138,7 @@ def test_four_bits_that_fit_are_not_refused_as_floats(tmp_path: Path) -> None:
     _, free = cpu_memory()
     num_layers = max(1, int(0.5 * free / (LAYER * 144 / 256)))
     config = load_model_config(str(save_header(tmp_path / "large.gguf", num_layers)))
-    device = DeviceInfo("cpu", "this machine", *cpu_memory(), 1)
+    device = DeviceInfo("cpu", "this machine", cpu_memory()[0], 1)
 
     def check(quantization: str | None) -> int:
         options = EngineOptions().replace(dtype="float32", quantization=quantization)

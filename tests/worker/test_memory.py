@@ -28,7 +28,7 @@ from tests.tiny import save_tiny, tiny_llm
 GIB = 1 << 30
 LAYOUT = KVLayout.of([KVSpec(num_kv_heads=3, head_dim=8, dtype="float32")] * 2, block_size=16)
 STEP = 8192
-GPU = DeviceInfo("cuda", "a GPU", 100 * GIB, 90 * GIB, 4)
+GPU = DeviceInfo("cuda", "a GPU", 100 * GIB, 4)
 TRIAL = TrialBytes(total=100 * GIB, used=30 * GIB, step=5 * GIB, graphs=2 * GIB)
 
 
@@ -128,7 +128,7 @@ def test_running_out_of_memory_is_recognised_and_explained() -> None:
     assert not is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), here)
     assert not is_out_of_memory(RuntimeError("out of resource: shared memory"), here)
     assert not is_out_of_memory(ValueError("out of memory"), here)
-    cpu = DeviceInfo("cpu", "a CPU", GIB, GIB, 1)
+    cpu = DeviceInfo("cpu", "a CPU", GIB, 1)
     with (
         pytest.raises(OptionError, match=r"while reading .*GiB are free on a CPU\. Read less\."),
         explaining("reading", "Read less.", cpu),
