@@ -1,24 +1,199 @@
-"""`WaitingQueue`: sequences without a row, in the order in which they get one, and its bounds."""
+"""`WaitingQueue`: sequences without a row, in the order in which they get one.
+
+Beside it `Tenants` says whose turn it is, `Pace` how quickly the queue moves, and `ProgressReports`
+how far prompts have come and how long they will take.
+"""
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from itertools import chain, count
+from typing import Any, Generic, TypeVar
+
+import numpy as np
 
 from quire.protocol.errors import OverloadedError
+from quire.protocol.output import RequestProgress
+from quire.protocol.plan import Int32Array, Int64Array
 from quire.protocol.request import NewRequest
-from quire.scheduler.lazy_heap import LazyHeap
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.sequence import Sequence
-from quire.scheduler.tenants import Tenants
 
 RETURNING = -1
 FULLEST = 2
 MIN_RETRY_S, MAX_RETRY_S = 1, 600
 MEMORY_S = 30.0
 """What lies this far back counts for a third of the pace."""
+MAX_IDLE_TENANTS = 1024
+MAX_KNOWN_TENANTS = 1024
+PROGRESS_INTERVAL_S = 0.5
+"""Between two reports to those who wait; a prompt in work reports after each of its steps."""
+
+T = TypeVar("T", bound=Hashable)
+
+
+class LazyHeap(Generic[T]):
+    """Smallest key first; among equal keys the first to come. An entry that was removed is skipped
+    when it comes up, and all such entries are dropped once they outnumber the others."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Any, int, T]] = []
+        self._tickets: dict[T, int] = {}
+        self._next_ticket = count()
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def __contains__(self, item: T) -> bool:
+        return item in self._tickets
+
+    def __iter__(self) -> Iterator[T]:
+        """Everything in it, in the order in which it came."""
+        return iter(self._tickets)
+
+    def push(self, key: Any, item: T) -> None:
+        ticket = next(self._next_ticket)
+        self._tickets[item] = ticket
+        heapq.heappush(self._entries, (key, ticket, item))
+
+    def first(self) -> tuple[Any, T]:
+        """The smallest key and its item."""
+        entries, tickets = self._entries, self._tickets
+        while tickets.get(entries[0][2]) != entries[0][1]:
+            heapq.heappop(entries)
+        return entries[0][0], entries[0][2]
+
+    def pop(self) -> T:
+        item = self.first()[1]
+        heapq.heappop(self._entries)
+        del self._tickets[item]
+        return item
+
+    def remove(self, item: T) -> bool:
+        """Forget an item; returns whether it was there."""
+        if self._tickets.pop(item, None) is None:
+            return False
+        if len(self._entries) > 2 * len(self._tickets) + 16:
+            self._entries = [e for e in self._entries if self._tickets.get(e[2]) == e[1]]
+            heapq.heapify(self._entries)
+        return True
+
+
+class Tenants:
+    """How many tokens have been computed for each tenant, so that rows go to the least served.
+
+    Tenants are numbered while they have requests in the engine.
+
+    Service counts only in comparison: a newcomer starts level with the least served of those
+    who are there (or above, where it had more before it paused), so that no thread can save up.
+
+    Tenants are ordered by age, since the queue protects older ones from newer ones: names cost
+    nothing, and a flood of new ones must not take the places of those who were there before. A
+    tenant that has been admitted once keeps its age when it pauses. Where more names come than can
+    be kept, the newest are forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[str, int] = {}
+        self._free_slots: list[int] = []
+        self._num_requests: list[int] = []
+        self._service: Int64Array = np.zeros(0, np.int64)
+        self._turns: list[int] = []
+        self._num_turns = 0
+        self._idle: dict[str, int] = {}
+        """Service of tenants without requests, while others have some."""
+        self._ages: dict[str, int] = {}
+        """The number of each tenant's arrival, oldest first."""
+        self._num_arrivals = 0
+        self._unproven: set[str] = set()
+        """Those of them that were never admitted."""
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._slots
+
+    def slot(self, name: str) -> int:
+        """The number of a tenant that has requests."""
+        return self._slots[name]
+
+    def standing(self, slot: int) -> tuple[int, int]:
+        """Smallest goes first: tokens of service, then the turn at which it last got a row."""
+        return int(self._service[slot]), self._turns[slot]
+
+    def join(self, name: str) -> int:
+        """A tenant's request has come; returns the tenant's number."""
+        slot = self._slots.get(name)
+        if slot is None:
+            level = self._least_service()
+            slot = self._free_slots.pop() if self._free_slots else self._grow()
+            self._slots[name] = slot
+            self._service[slot] = max(level, self._idle.pop(name, 0))
+            self._turns[slot] = 0
+            if name not in self._ages:
+                self._num_arrivals += 1
+                self._ages[name] = self._num_arrivals
+                self._unproven.add(name)
+        self._num_requests[slot] += 1
+        return slot
+
+    def age(self, name: str) -> int:
+        """Smaller is older; of a tenant that is not known, the age that it would get."""
+        return self._ages.get(name, self._num_arrivals + 1)
+
+    def leave(self, name: str) -> None:
+        """A request of the tenant has ended."""
+        slot = self._slots[name]
+        self._num_requests[slot] -= 1
+        if self._num_requests[slot]:
+            return
+        del self._slots[name]
+        self._free_slots.append(slot)
+        self._forget_newest(name)
+        if not self._slots:
+            self._idle.clear()  # there is no other left to be compared with
+            return
+        self._idle[name] = int(self._service[slot])
+        if len(self._idle) > MAX_IDLE_TENANTS:
+            del self._idle[next(iter(self._idle))]
+
+    def _forget_newest(self, left: str) -> None:
+        """Keep the ages of old tenants, not of all that ever sent something."""
+        if left in self._unproven:
+            self._unproven.remove(left)
+            del self._ages[left]
+        elif len(self._ages) > MAX_KNOWN_TENANTS:
+            newest = next(name for name in reversed(self._ages) if name not in self._slots)
+            del self._ages[newest]
+
+    def admitted(self, name: str, num_tokens: int) -> int:
+        """A request of the tenant got a row and computes its first tokens; returns the tenant's
+        number."""
+        slot = self._slots[name]
+        self._unproven.discard(name)
+        self._num_turns += 1
+        self._turns[slot] = self._num_turns
+        if len(self._slots) > 1:  # a tenant alone is compared with none
+            self._service[slot] += num_tokens
+        return slot
+
+    def charge(self, slots: Int32Array, num_tokens: Int32Array) -> None:
+        """Rows of these tenants compute tokens."""
+        np.add.at(self._service, slots, num_tokens)
+
+    def _least_service(self) -> int:
+        active = list(self._slots.values())
+        return int(self._service[active].min()) if active else 0
+
+    def _grow(self) -> int:
+        self._service = np.append(self._service, np.int64(0))
+        self._turns.append(0)
+        self._num_requests.append(0)
+        return len(self._num_requests) - 1
 
 
 class Pace:
@@ -302,3 +477,80 @@ class WaitingQueue:
         rate = self.pace.admitted_per_s
         seconds = self.num_new_tokens / 2 / rate if rate else MIN_RETRY_S
         return math.ceil(min(max(seconds, MIN_RETRY_S), MAX_RETRY_S))
+
+
+class ProgressReports:
+    """For requests that ask for them."""
+
+    def __init__(self, queue: WaitingQueue) -> None:
+        self._queue = queue
+        self._waiting: dict[Sequence, int] = {}
+        """With the tokens that had come into its lane before it."""
+        self._computing: dict[Sequence, int] = {}
+        """With the tokens last reported."""
+        self._next_time = 0.0
+
+    @property
+    def next_time(self) -> float | None:
+        """When those who wait hear the next time."""
+        return self._next_time if self._waiting else None
+
+    def add(self, sequence: Sequence) -> None:
+        """A request has joined the queue."""
+        lane = self._queue.lane_of(sequence)
+        self._waiting[sequence] = lane.num_tokens_in - sequence.num_prompt
+
+    def begin(self, sequence: Sequence) -> None:
+        """A request got a row."""
+        if self._waiting.pop(sequence, None) is not None:
+            self._computing[sequence] = -1
+
+    def remove(self, sequence: Sequence) -> None:
+        """It has its first token, or has ended."""
+        self._waiting.pop(sequence, None)
+        self._computing.pop(sequence, None)
+
+    def collect(self, now: float) -> list[RequestProgress]:
+        """What has changed since the last time."""
+        reports = []
+        for sequence, reported in self._computing.items():
+            processed = _num_processed(sequence)
+            if processed > reported:
+                self._computing[sequence] = processed
+                left = sequence.num_prompt - processed
+                reports.append(_report(sequence, processed, self._seconds(left)))
+        if self._waiting and now >= self._next_time:
+            self._next_time = now + PROGRESS_INTERVAL_S
+            for sequence, before in self._waiting.items():
+                reports.append(_report(sequence, 0, self._eta_s(sequence, before)))
+        return reports
+
+    def _seconds(self, num_tokens: int) -> float | None:
+        rate = self._queue.pace.computed_per_s
+        return num_tokens / rate if rate else None
+
+    def _eta_s(self, sequence: Sequence, before: int) -> float | None:
+        """Until the first token: lanes take turns, so what is ahead in the own one counts once for
+        each, up to all that waits."""
+        queue = self._queue
+        lane, rate = queue.lane_of(sequence), queue.pace.admitted_per_s
+        ahead = max(before - lane.num_tokens_out, 0) * queue.num_lanes
+        ahead = min(ahead, queue.num_new_tokens - sequence.num_prompt)
+        own = self._seconds(sequence.num_prompt)
+        if own is None or not ahead:
+            return own
+        return own + ahead / rate if rate else None
+
+
+def _num_processed(sequence: Sequence) -> int:
+    """Prompt tokens whose results have come, as far as the host can tell."""
+    columns, row = sequence.columns, sequence.row
+    if row < 0:
+        return 0
+    computed = columns.computed_before if columns.in_flight[row] else columns.num_computed
+    return min(int(computed[row]), sequence.num_prompt)
+
+
+def _report(sequence: Sequence, processed: int, eta_s: float | None) -> RequestProgress:
+    cached = max(sequence.num_cached, 0)
+    return RequestProgress(sequence.key, sequence.num_prompt, processed, cached, eta_s)

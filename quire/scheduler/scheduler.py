@@ -21,13 +21,11 @@ from quire.protocol.request import NewRequest
 from quire.protocol.seeds import random_seed
 from quire.scheduler.beam_search import BeamGroup
 from quire.scheduler.kv_cache import KVCache
-from quire.scheduler.lazy_heap import LazyHeap
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.prefill_budget import PrefillBudget
 from quire.scheduler.prefix_groups import PrefixGroups
-from quire.scheduler.progress import ProgressReports
-from quire.scheduler.queue import WaitingQueue
+from quire.scheduler.queue import LazyHeap, ProgressReports, WaitingQueue
 from quire.scheduler.radix_tree import PrefixMatch, chain_root
 from quire.scheduler.results import AcceptedTokens, accept, collect_output
 from quire.scheduler.sequence import Columns, Sequence, Status, make_sequences

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.scheduler.lazy_heap import LazyHeap
-from quire.scheduler.tenants import MAX_IDLE_TENANTS, MAX_KNOWN_TENANTS, Tenants
+from quire.scheduler.queue import MAX_IDLE_TENANTS, MAX_KNOWN_TENANTS, LazyHeap, Tenants
 from tests.engine.driver import Engine, numbers
 
 
