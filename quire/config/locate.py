@@ -9,7 +9,8 @@ from typing import Literal
 
 from quire.config import embedded
 from quire.config.foreign_names import remedy_for
-from quire.files.hub import FOREIGN_WEIGHTS, HUB_NAME, fetch_from_hub
+from quire.files.hub import HUB_NAME, fetch_from_hub
+from quire.files.shards import weight_files
 from quire.protocol.errors import ModelError, OptionError
 
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
@@ -116,13 +117,3 @@ def _in_folder(name: str, folder: Path, load_format: str) -> ModelSource:
 
 def _has_weights(folder: Path, load_format: str) -> bool:
     return load_format == "dummy" or bool(weight_files(folder))
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Files of a folder that may hold weights, in any of its formats."""
-    return [
-        file
-        for pattern in ("*.safetensors", "*.bin")
-        for file in folder.glob(pattern)
-        if file.is_file() and not FOREIGN_WEIGHTS.match(file.name)
-    ]

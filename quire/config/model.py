@@ -11,9 +11,10 @@ from typing import Any
 from quire.config import embedded
 from quire.config.architectures import SUPPORTED_ARCHITECTURES
 from quire.config.gguf_model import translate_gguf
-from quire.config.locate import ModelSource, locate_model, weight_files
+from quire.config.locate import ModelSource, locate_model
 from quire.files.gguf import GGUFFile
 from quire.files.json_file import REPAIR, REQUIRED, CheckedValues, read_json_object
+from quire.files.shards import weight_files
 from quire.protocol.errors import ModelError, OptionError
 
 __all__ = ["ModelConfig", "ModelSource", "load_model_config"]

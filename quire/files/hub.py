@@ -8,16 +8,13 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from quire.files.shards import FOREIGN_WEIGHTS
 from quire.protocol.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 SMALL_FILES = (".json", ".model", ".txt", ".jinja", ".tiktoken")
-FOREIGN_WEIGHTS = re.compile(
-    r"(consolidated|adapter_model|training_args|optimizer|scheduler|rng_state).*"
-)
-"""Names of weight-like files that are not this model's weights in the layout Quire reads."""
 
 
 def files_to_fetch(listing: Iterable[str], load_format: str = "auto") -> list[str]:
