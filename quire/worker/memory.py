@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -14,7 +15,6 @@ from quire.config.options import EngineOptions
 from quire.config.resolve import cpu_cache_bytes
 from quire.protocol.errors import OptionError
 from quire.protocol.kv_spec import KVLayout
-from quire.worker.trial import TrialBytes
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -23,6 +23,28 @@ LEAST_FREE_BYTES = 128 * MIB
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|can(no|')t allocate memory|STATUS_ALLOC_FAILED|std::bad_alloc", re.IGNORECASE
 )
+
+
+@dataclass(frozen=True)
+class TrialBytes:
+    """Memory of a GPU, weights loaded, and what will be needed beside weights and KV cache."""
+
+    total: int
+    used: int
+    """By everybody, before the trial."""
+    step: int
+    """Rows and the largest step: activations, logits, sampling, libraries, kernels; inputs and
+    logits of CUDA graphs."""
+    graphs: int
+    """What capturing all CUDA graphs adds."""
+
+
+def used_bytes() -> int:
+    """Memory of the GPU that is in use by any program; cached blocks are given back first."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def is_out_of_memory(error: BaseException, device: torch.device) -> bool:

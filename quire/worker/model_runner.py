@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,13 +19,12 @@ from quire.layers.step import StepContext
 from quire.models.registry import CausalLM
 from quire.protocol.plan import AddedRow, Int32Array, StepPlan, TokenMasks
 from quire.worker.batch import gather_batch
+from quire.worker.graphs import StepGraphs
 from quire.worker.kv_tensors import KVTensors
 from quire.worker.pending import PendingStep, Verified
 from quire.worker.pooling import Pooler
 from quire.worker.request_table import RequestTable, StagedLines, StagedRows
-
-if TYPE_CHECKING:
-    from quire.worker.graphs import StepGraphs
+from quire.worker.warm_up import COMPILE_SIZES, batch_sizes, warm_up_plans
 
 
 @dataclass(slots=True)
@@ -77,7 +76,7 @@ class ModelRunner:
             self.kv.copy_blocks(staged.copy_sources, staged.copy_targets)
         prefixes = self._shared_prefixes(plan)
         if self.graphs is not None and not self._prompt_logprob_rows and not self.pooler:
-            replayed = self.graphs.run(plan, staged, prefixes)
+            replayed = self.graphs.replay(plan, staged, prefixes)
             if replayed is not None:
                 self._executed = _Executed(plan, staged, replayed, None)
                 return
@@ -207,3 +206,53 @@ class ModelRunner:
             for cut in cuts
         ]
         return LogprobTensors(positions, *map(torch.cat, zip(*parts, strict=True)))
+
+    # --- before the engine is ready ---------------------------------------------------------------
+
+    def build_graphs(
+        self, max_tokens: int, shares_prefixes: bool, max_queries: int = 1
+    ) -> StepGraphs:
+        """Graphs for steps of up to so many tokens, not captured yet."""
+        rows = len(self.table.num_tokens)
+        parts = self.model, self.attention, self.table
+        return StepGraphs(*parts, rows, max_tokens, shares_prefixes, max_queries)
+
+    def compile_kernels(
+        self,
+        graphs: StepGraphs | None,
+        shares_prefixes: bool,
+        num_threads: int,
+        max_queries: int = 1,
+    ) -> None:
+        """Compile most kernels side by side, which a cold start would otherwise do one by one.
+
+        Forward passes of each kind are gone through and compute nothing. Nothing is sampled from
+        them: tokens that were not chosen must not be looked up.
+        """
+        from quire.kernels.triton.compile import CompilingTogether
+
+        max_rows = len(self.table.num_tokens)
+        sizes = sorted({min(size, max_rows) for size in COMPILE_SIZES})
+        with CompilingTogether(num_threads):
+            self.sampler.warm_up(self.kv.data.dtype)
+            for plan in self._warm_up_plans(sizes, shares_prefixes, max_queries):
+                self.execute(plan)
+                self.update_rows(StepPlan(step=0, freed_rows=plan.rows))
+            if graphs is not None:
+                graphs.compile()
+
+    def warm_up(self, shares_prefixes: bool, max_queries: int = 1) -> None:
+        """Run steps of each kind. Their rows have no blocks of their own: all write to the first
+        block of the cache, which holds nothing yet."""
+        self.sampler.warm_up(self.kv.data.dtype)
+        sizes = batch_sizes(len(self.table.num_tokens), self.graphs is not None)
+        for plan in self._warm_up_plans(sizes, shares_prefixes, max_queries):
+            self.execute(plan)
+            self.sample().result()
+            self.update_rows(StepPlan(step=0, freed_rows=plan.rows))
+
+    def _warm_up_plans(
+        self, sizes: list[int], shares_prefixes: bool, max_queries: int
+    ) -> Iterator[StepPlan]:
+        block_size, max_len = self.table.block_size, self.table.token_ids.shape[1]
+        return warm_up_plans(block_size, max_len, sizes, shares_prefixes, max_queries)

@@ -1,19 +1,14 @@
-"""Steps on made-up requests before the engine is ready: nothing compiles while real ones wait."""
+"""Steps on made-up requests before the engine is ready: they show how much memory is needed, and
+nothing compiles while real ones wait."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from quire.protocol.plan import MIN_PREFIX_GROUP, AddedRow, Int32Array, StepPlan
 from quire.protocol.sampling import SamplingParams
-from quire.worker.model_runner import ModelRunner
-
-if TYPE_CHECKING:
-    from quire.worker.graphs import StepGraphs
 
 COMPILE_SIZES = (1, 2, 64, 256)
 PARAMS = (
@@ -22,43 +17,6 @@ PARAMS = (
     SamplingParams(seed=0, top_k=4, top_p=0.9, min_p=0.01, repetition_penalty=1.1),
     SamplingParams(temperature=0.0, logit_bias={0: 1.0}, logprobs=1, min_tokens=1),
 )
-
-
-def compile_kernels(
-    runner: ModelRunner,
-    graphs: StepGraphs | None,
-    shares_prefixes: bool,
-    num_threads: int,
-    max_queries: int = 1,
-) -> None:
-    """Compile most kernels side by side, which a cold start would otherwise do one by one.
-
-    Forward passes of each kind are gone through and compute nothing. Nothing is sampled from them:
-    tokens that were not chosen must not be looked up.
-    """
-    from quire.kernels.triton.compile import CompilingTogether
-
-    max_rows = len(runner.table.num_tokens)
-    sizes = sorted({min(size, max_rows) for size in COMPILE_SIZES})
-    with CompilingTogether(num_threads):
-        runner.sampler.warm_up(runner.kv.data.dtype)
-        for plan in warm_up_plans(runner, sizes, shares_prefixes, max_queries):
-            runner.execute(plan)
-            runner.update_rows(StepPlan(step=0, freed_rows=plan.rows))
-        if graphs is not None:
-            with torch.inference_mode():
-                graphs.compile()
-
-
-def warm_up(runner: ModelRunner, shares_prefixes: bool, max_queries: int = 1) -> None:
-    """Run steps of each kind. Their rows have no blocks of their own: all write to the first block
-    of the cache, which holds nothing yet."""
-    runner.sampler.warm_up(runner.kv.data.dtype)
-    sizes = batch_sizes(len(runner.table.num_tokens), runner.graphs is not None)
-    for plan in warm_up_plans(runner, sizes, shares_prefixes, max_queries):
-        runner.execute(plan)
-        runner.sample().result()
-        runner.update_rows(StepPlan(step=0, freed_rows=plan.rows))
 
 
 def batch_sizes(max_rows: int, has_graphs: bool) -> list[int]:
@@ -76,10 +34,13 @@ def drafted_counts(max_queries: int) -> list[int]:
 
 
 def warm_up_plans(
-    runner: ModelRunner, sizes: list[int], shares_prefixes: bool, max_queries: int = 1
+    block_size: int,
+    max_len: int,
+    sizes: list[int],
+    shares_prefixes: bool,
+    max_queries: int = 1,
 ) -> Iterator[StepPlan]:
     """Single tokens alone and next to prompts, and with drafts, for each number of rows."""
-    block_size, max_len = runner.table.block_size, runner.table.token_ids.shape[1]
     length = min(block_size + 4, max_len - 1)
     if length < 2:
         return
@@ -119,4 +80,33 @@ def _plan(computed: Int32Array, length: int, num_drafts: int = 0) -> StepPlan:
         rows=np.arange(len(computed), dtype=np.int32),
         num_new_tokens=length - computed + num_drafts,
         num_samples=np.full(len(computed), 1 + num_drafts, np.int32),
+    )
+
+
+def largest_step(num_rows: int, num_tokens: int, max_len: int, max_queries: int = 1) -> StepPlan:
+    """As many tokens and rows as a step may have; all rows sample with edited, filtered scores, and
+    from as many lines as drafts allow."""
+    counts = np.full(num_rows, num_tokens // num_rows, np.int32)
+    counts[: num_tokens % num_rows] += 1
+    counts = counts.clip(1, max_len)
+    params = SamplingParams(seed=0, top_p=0.9, logit_bias={0: 1.0}, logprobs=1)
+    added = [
+        AddedRow(
+            row=row,
+            token_ids=np.zeros(count, np.int32),
+            num_prompt_tokens=count,
+            num_computed_tokens=0,
+            params=params,
+            seed=row,
+            num_logprobs=1,
+            appends_sampled=False,  # a row of the longest length has no room for more
+        )
+        for row, count in enumerate(counts.tolist())
+    ]
+    return StepPlan(
+        step=0,
+        added_rows=added,
+        rows=np.arange(num_rows, dtype=np.int32),
+        num_new_tokens=counts,
+        num_samples=np.minimum(counts, max_queries),
     )

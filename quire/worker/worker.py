@@ -29,6 +29,7 @@ from quire.protocol.snapshot import DeviceMemory
 from quire.worker.kv_tensors import KVTensors
 from quire.worker.memory import (
     MIB,
+    TrialBytes,
     available_cache_bytes,
     check_weights_fit,
     count_blocks,
@@ -37,12 +38,12 @@ from quire.worker.memory import (
     explaining,
     longest_that_fits,
     return_free_memory,
+    used_bytes,
 )
 from quire.worker.model_runner import ModelRunner
 from quire.worker.request_table import RequestTable
 from quire.worker.threads import ComputingThreads
-from quire.worker.trial import TrialBytes, run_trial, used_bytes
-from quire.worker.warm_up import warm_up
+from quire.worker.warm_up import largest_step
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +180,7 @@ class Worker:
         if self.device.type == "cuda":
             remedy = f"Lower {LOWER_CACHE} or max_num_seqs."
             with explaining("warming up", remedy, self._device_info):
-                warm_up(self.runner, self.groups_prefixes, self._max_queries)
+                self.runner.warm_up(self.groups_prefixes, self._max_queries)
 
     # ----------------------------------------------------------------------------------------------
 
@@ -236,32 +237,22 @@ class Worker:
         return captured and not self._options.device.enforce_eager
 
     def _capture_graphs(self) -> None:
-        from quire.worker.graphs import StepGraphs
-
-        runner, limits = self.runner, self._options.scheduler
-        assert limits.max_num_seqs is not None and limits.max_num_batched_tokens is not None
-        graphs = StepGraphs(
-            runner.model,
-            runner.attention,
-            runner.table,
-            limits.max_num_seqs,
-            limits.max_num_batched_tokens,
-            self.groups_prefixes,
-            self._max_queries,
-        )
+        shape = self._max_tokens, self.groups_prefixes, self._max_queries
+        graphs = self.runner.build_graphs(*shape)
         started, before = time.perf_counter(), used_bytes()
-        with torch.inference_mode():
-            graphs.capture(graphs.keys)
+        graphs.capture(graphs.keys)
         logger.debug(
             "captured %d graphs in %.1f s, %.0f MiB",
             len(graphs.keys),
             time.perf_counter() - started,
             (used_bytes() - before) / MIB,
         )
-        runner.graphs = graphs
+        self.runner.graphs = graphs
         self.graph_tokens = graphs.max_mixed_tokens
 
     def _try(self) -> TrialBytes:
+        """Measure with a runner that has all it will have, but a cache of one block, which all rows
+        share: what they compute is of no use."""
         num_rows, num_tokens = self._options.scheduler.max_num_seqs, self._max_tokens
         max_len = self._max_len
         assert num_rows is not None
@@ -270,15 +261,23 @@ class Worker:
             f"max_model_len ({max_len}), or use a smaller model."
         )
         with explaining("trying the largest step", remedy, self._device_info):
-            return run_trial(
-                lambda: self._build_runner(KVTensors(self.layout, 1, self.device), max_len),
-                num_rows,
-                num_tokens,
-                with_graphs=self._has_graphs,
-                shares_prefixes=self.groups_prefixes,
-                num_threads=self._options.device.num_threads or 1,
-                max_queries=self._max_queries,
-            )
+            used = used_bytes()
+            runner = self._build_runner(KVTensors(self.layout, 1, self.device), max_len)
+            runner.kv.data.zero_()
+            shape = num_tokens, self.groups_prefixes, self._max_queries
+            graphs = runner.build_graphs(*shape) if self._has_graphs else None
+            num_threads = self._options.device.num_threads or 1
+            runner.compile_kernels(graphs, self.groups_prefixes, num_threads, self._max_queries)
+            runner.execute(largest_step(num_rows, num_tokens, max_len, self._max_queries))
+            runner.sample().result()
+            torch.cuda.synchronize()
+            # What torch has cached shows how far the memory was filled.
+            free, total = torch.cuda.mem_get_info()
+            step = total - free - used
+            for_graphs = graphs.measure() if graphs is not None else 0
+            del runner, graphs
+            used_bytes()
+            return TrialBytes(total, used, step, for_graphs)
 
     def _build_runner(self, kv: KVTensors, max_len: int) -> ModelRunner:
         max_rows, layout = self._options.scheduler.max_num_seqs, self.layout

@@ -329,8 +329,7 @@ def test_graphs_cover_steps_that_verify_drafts(folder: Path) -> None:
         with_drafts = StepGraphs(
             runner.model, runner.attention, runner.table, 64, 1024, max_queries=8
         )
-        with torch.inference_mode():
-            with_drafts.capture(with_drafts.keys)
+        with_drafts.capture(with_drafts.keys)
         for name, (counts, prompts) in DRAFTED_STEPS.items():
             rows = drafted_rows(runner, counts, prompts)
             num_samples = [*counts, *(1 for _ in prompts)]
@@ -407,7 +406,7 @@ def test_drafts_do_not_change_tokens(
     with LLM(str(folder), skip_tokenizer_init=True, **limits, **options) as llm:
         graphs, replayed = llm._core.executor.runner.graphs, []
         if graphs is not None:
-            replay = graphs.run
+            replay = graphs.replay
 
             def run(plan: StepPlan, *others: Any) -> torch.Tensor | None:
                 logits = replay(plan, *others)
@@ -415,7 +414,7 @@ def test_drafts_do_not_change_tokens(
                     replayed.append(logits is not None)
                 return logits
 
-            monkeypatch.setattr(graphs, "run", run)
+            monkeypatch.setattr(graphs, "replay", run)
         found, num_accepted = generate_with_drafts(llm, work, texts, 4)
     assert found == plain
     assert num_accepted > 1000

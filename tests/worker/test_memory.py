@@ -17,12 +17,13 @@ from quire.protocol.errors import OptionError
 from quire.protocol.kv_spec import KVLayout, KVSpec
 from quire.worker.kv_tensors import KVTensors
 from quire.worker.memory import (
+    TrialBytes,
     available_cache_bytes,
     count_blocks,
     explaining,
     is_out_of_memory,
 )
-from quire.worker.trial import TrialBytes, largest_step
+from quire.worker.warm_up import largest_step
 from tests.tiny import save_tiny, tiny_llm
 
 GIB = 1 << 30

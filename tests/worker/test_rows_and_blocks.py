@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from quire.layers.attention.shared_prefix import prefix_tiles
 from quire.protocol.kv_spec import KVLayout, KVSpec
 from quire.protocol.plan import AddedRow, StepPlan
 from quire.protocol.sampling import SamplingParams
 from quire.worker import kv_tensors
-from quire.worker.graph_inputs import GraphInputs
 from quire.worker.kv_tensors import KVTensors
 from quire.worker.request_table import RequestTable
 
@@ -112,27 +110,3 @@ def test_blocks_are_copied_in_all_layers_in_pieces(monkeypatch: pytest.MonkeyPat
         expected[:, :, target] = expected[:, :, source]
     kv.copy_blocks(sources.int(), targets.int())
     assert torch.equal(kv.data, expected)
-
-
-@pytest.mark.parametrize("width", [1, 4, 32])
-@pytest.mark.parametrize("size", [1, 4, 5, 30, 64])
-def test_a_graph_reads_what_was_sent_and_nothing_older(size: int, width: int) -> None:
-    """Batches of all sizes one after the other; every part begins at a multiple of 16 bytes, for
-    else a kernel would be compiled once more."""
-    inputs = GraphInputs(64, width, True, CPU)
-    dice = np.random.default_rng(size)
-    for used in (size, size // 2, size - 1, 0):
-        rows = dice.permutation(64)[:used].astype(np.int32)
-        sent = prefix_tiles(
-            dice.integers(-1, 3, used, np.int32), np.array([16, 32, 48], np.int32), width
-        )
-        inputs.send(size, rows, True, sent)
-        found = inputs.prefixes(size)
-        assert inputs.rows(size).tolist() == [*rows.tolist(), *[-1] * (size - used)]
-        assert found.starts.tolist() == [*sent.starts.tolist(), *[0] * (size - used)]
-        count = len(sent.lens)
-        assert found.lens[:count].tolist() == sent.lens.tolist()
-        assert not found.lens[count:].any()
-        assert found.members[:count].tolist() == sent.members.tolist()
-        for part in (found.starts, found.lens, found.members):
-            assert part.storage_offset() % 4 == 0

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from quire.protocol.plan import StepPlan
-from quire.worker.trial import largest_step
-from quire.worker.warm_up import batch_sizes, drafted_counts, warm_up_plans
+from quire.worker.warm_up import batch_sizes, drafted_counts, largest_step, warm_up_plans
 from tests.tiny import save_tiny, tiny_llm
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -60,7 +59,7 @@ def test_steps_with_drafts_run(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     with tiny_llm(tmp_path, max_model_len=64, max_num_seqs=9) as llm:
         runner = llm._core.executor.runner
-        plans = [*warm_up_plans(runner, [1, 9], False, 5), largest_step(9, 40, 64, 8)]
+        plans = [*warm_up_plans(16, 64, [1, 9], False, 5), largest_step(9, 40, 64, 8)]
         for plan in plans:
             runner.execute(plan)
             assert runner.sample().result().counts.tolist() == [1] * len(plan.rows)

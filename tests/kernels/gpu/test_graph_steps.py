@@ -19,13 +19,14 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 from quire.layers.attention import triton as triton_backend  # noqa: E402
 from quire.layers.attention.groups import GroupedAttention  # noqa: E402
 from quire.layers.attention.heads import Heads  # noqa: E402
+from quire.layers.attention.shared_prefix import HostPrefixTiles, prefix_tiles  # noqa: E402
 from quire.layers.attention.torch import TorchBackend  # noqa: E402
 from quire.layers.attention.triton import TritonBackend  # noqa: E402
 from quire.layers.step import StepContext  # noqa: E402
 from quire.protocol.plan import AddedRow, StepPlan  # noqa: E402
 from quire.protocol.sampling import SamplingParams  # noqa: E402
 from quire.worker.batch import gather_batch  # noqa: E402
-from quire.worker.mixed_graphs import MixedGraphs, MixedKey, mixed_keys  # noqa: E402
+from quire.worker.graphs import DecodeKey, MixedKey, StepGraphs, mixed_keys  # noqa: E402
 from quire.worker.request_table import RequestTable  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
@@ -68,6 +69,9 @@ class LayerPerGroup:
         ]
         return sum(attended[1:], attended[0])
 
+    def new_logits(self, count: int) -> Tensor:
+        return torch.empty(count, VOCAB, device=DEVICE)
+
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.mm(hidden, self.head, out=out)
 
@@ -101,42 +105,37 @@ class Side:
 class _Replay:
     """In place of a captured graph where there is no GPU."""
 
-    def __init__(self, graphs: MixedGraphs, key: MixedKey) -> None:
+    def __init__(self, graphs: StepGraphs, key: Any) -> None:
         self._graphs, self._key = graphs, key
 
     def replay(self) -> None:
-        self._graphs.forward(self._key)
+        self._graphs._forward(self._key)
 
 
 class Graphs:
-    """`MixedGraphs` over a side; a shape is captured when a step first needs it."""
+    """`StepGraphs` over a side; a shape is captured when a step first needs it."""
 
-    def __init__(self, side: Side, max_queries: int) -> None:
-        keys = mixed_keys(len(side.table.num_tokens), 1024, max_queries)
-        logits = torch.empty(max(key.num_lines for key in keys), VOCAB, device=DEVICE)
-        arguments: tuple[Any, ...] = (side.model, side.attention, side.table)
-        self.side, self.graphs = side, MixedGraphs(*arguments, keys, logits)
-        self.captured: dict[MixedKey, Any] = {}
+    def __init__(self, side: Side, max_queries: int = 1, shares_prefixes: bool = False) -> None:
+        self.side = side
+        self.graphs = graphs_of(side, 1024, shares_prefixes, max_queries)
 
-    def run(self, plan: StepPlan) -> tuple[MixedKey, Tensor]:
-        self.side.table.update(plan)
-        key = self.graphs.find(plan)
+    def run(self, plan: StepPlan, prefixes: HostPrefixTiles | None = None) -> tuple[Any, Tensor]:
+        staged = self.side.table.update(plan)
+        key = self.graphs.find(plan, prefixes)
         assert key is not None
-        if key not in self.captured:
-            self.captured[key] = self._capture(key)
-            self.graphs.add(key, self.captured[key])
-        return key, self.graphs.run(key, plan).clone()
+        if key not in self.graphs._graphs:
+            if ON_GPU:
+                self.graphs.capture([key])
+            else:
+                self.graphs._graphs[key] = _Replay(self.graphs, key)  # type: ignore[assignment]
+        logits = self.graphs.replay(plan, staged, prefixes)
+        assert logits is not None
+        return key, logits.clone()
 
-    def _capture(self, key: MixedKey) -> Any:
-        if not ON_GPU:
-            return _Replay(self.graphs, key)
-        self.graphs.prepare(key)
-        self.graphs.forward(key)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.graphs.forward(key)
-        return graph
+
+def graphs_of(side: Side, max_tokens: int, *others: Any) -> StepGraphs:
+    parts = side.model, side.attention, side.table
+    return StepGraphs(*parts, len(side.table.num_tokens), max_tokens, *others)
 
 
 def first_plan(lengths: list[int], max_rows: int, seed: int) -> StepPlan:
@@ -223,6 +222,38 @@ def test_steps_with_drafts(case: tuple, monkeypatch: pytest.MonkeyPatch) -> None
     torch.testing.assert_close(ours.kv[written], reference.kv[written])
 
 
+@pytest.mark.parametrize(("windows", "shares"), [((None, WINDOW), False), ((None,), True)], ids=str)
+def test_steps_of_single_tokens(
+    windows: Windows, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that decode, some of which sample; they share their first block, which is read once
+    where the graph is for that."""
+    if not ON_GPU:  # each program takes the interpreter a while
+        monkeypatch.setattr(triton_backend, "PROGRAMS_WANTED", 16)
+        monkeypatch.setattr(triton_backend, "MIN_SPLITS", 2)
+    sides = [Side(16, 7, windows, kind) for kind in (TritonBackend, TorchBackend)]
+    ours, reference = sides
+    graphs = Graphs(ours, shares_prefixes=shares)
+    plan = first_plan([17, 30, 18, 24], 7, seed=5)
+    for added in plan.added_rows:
+        added.token_ids[:16] = plan.added_rows[0].token_ids[:16]
+    for side in sides:
+        side.table.block_tables[:, :, 0] = side.table.block_tables[:, :1, 0].clone()
+        side.run_eagerly(plan)
+    tiles = None
+    if shares:
+        groups, lens = np.zeros(4, np.int32), np.array([16], np.int32)
+        tiles = prefix_tiles(groups, lens, ours.attention.prefix_members)
+    for step in range(2):  # the second replays what the first captured
+        single = drafted_plan(sides, plan.rows, [1] * 4)
+        single.num_samples[step] = 0
+        key, found = graphs.run(single, tiles)
+        assert key == DecodeKey(7 if shares else 4, shares)
+        check(found, reference.run_eagerly(single))
+        assert torch.equal(ours.table.num_computed, reference.table.num_computed)
+        assert torch.equal(ours.kv.isnan(), reference.kv.isnan())
+
+
 def test_eager_steps_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no graph fits, rows with drafts take the same kernel, and others tiles."""
     if not ON_GPU:
@@ -254,7 +285,8 @@ def test_shapes_without_speculation() -> None:
 def test_which_graph_a_step_takes() -> None:
     """Only rows with more tokens than decode attention takes count as prompts, and steps without
     drafts take the same graphs whether or not speculation is configured."""
-    plain, five, drafting = (MixedGraphs(*_parts(queries)) for queries in (1, 5, 8))
+    side = Side(16, 300, (None,), TritonBackend)
+    plain, five, drafting = (graphs_of(side, 4096, False, queries) for queries in (1, 5, 8))
 
     def plan(counts: list[int], samples: list[int] | None = None) -> StepPlan:
         lines = np.array(samples or [1] * len(counts), np.int32)
@@ -263,7 +295,7 @@ def test_which_graph_a_step_takes() -> None:
 
     for counts in ([1] * 30 + [90], [20] * 16, [64], [1, 2], [200] * 5):
         key = plain.find(plan(counts))
-        assert key is not None and key.queries == 1
+        assert isinstance(key, MixedKey) and key.queries == 1
         assert five.find(plan(counts)) == drafting.find(plan(counts)) == key
     assert plain.find(plan([4] * 17)) is None
     assert drafting.find(plan([4] * 17, [4] * 17)) == MixedKey(96, 24, 4, 0)
@@ -276,9 +308,3 @@ def test_which_graph_a_step_takes() -> None:
     assert drafting.find(plan([4] * 17)) is not None, "tokens that a grammar forces, say"
     assert drafting.find(plan([4] * 8 + [9] * 17, [4] * 8 + [0] * 17)) is None
     assert drafting.find(plan([8] * 257, [8] * 257)) is None
-
-
-def _parts(max_queries: int) -> tuple[Any, ...]:
-    side = Side(16, 300, (None,), TritonBackend)
-    keys = mixed_keys(300, 4096, max_queries)
-    return side.model, side.attention, side.table, keys, torch.empty(0, VOCAB)
