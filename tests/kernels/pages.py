@@ -9,9 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from quire.layers.attention.backend import AttentionBackend, AttentionInputs
+from quire.layers.attention.heads import Heads
+from quire.worker.staging import Staging
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,56 @@ class Pages:
 
     def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         return self.q, self.kv_layer, self.query_start, self.context_lens, self.block_tables
+
+    def new_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values of the step's tokens, in the type of queries, and their slots."""
+        counts = self.query_start.diff().tolist()
+        keys = [k[len(k) - n :] for k, n in zip(self.keys, counts, strict=True)]
+        values = [v[len(v) - n :] for v, n in zip(self.values, counts, strict=True)]
+        block_size = self.kv_layer.shape[3]
+        places = [
+            (table.long()[p // block_size] * block_size + p % block_size)
+            for table, k, n in zip(self.block_tables, self.keys, counts, strict=True)
+            for p in [torch.arange(len(k) - n, len(k))]
+        ]
+        none = self.q.new_empty(0, *self.kv_layer.shape[2:5:2])
+        k, v = (torch.cat([none, *(x.to(self.q.dtype) for x in xs)]) for xs in (keys, values))
+        return k, v, torch.cat([torch.empty(0, dtype=torch.int64), *places])
+
+
+@dataclass
+class Step:
+    """A step of one layer, as the engine has a backend carry it out."""
+
+    backend: type[AttentionBackend]
+    kv_layer: Tensor
+    query_start: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+    slots: Tensor
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        _, _, num_kv_heads, block_size, head_dim = self.kv_layer.shape
+        layers = self.kv_layer.unsqueeze(0)
+        backend = self.backend(layers, q.shape[1], num_kv_heads, head_dim, block_size)
+        inputs = AttentionInputs(
+            query_start=self.query_start,
+            context_lens=self.context_lens,
+            block_tables=self.block_tables,
+            slots=self.slots,
+            query_lens=np.diff(self.query_start.numpy()),
+            send=Staging(torch.device("cpu")).send,
+        )
+        return backend.plan(inputs).attend(0, Heads(q, k, v), scale, window)
+
+
+def attend(backend: type[AttentionBackend], case: Case, pages: Pages) -> Tensor:
+    """Attention of a case by a backend, which also has to store the step's keys and values."""
+    q, kv_layer, *where = pages.arguments()
+    k, v, slots = pages.new_tokens()
+    block_size = case.block_size
+    kv_layer[:, slots // block_size, :, slots % block_size] = torch.nan
+    return Step(backend, kv_layer, *where, slots).attend(q, k, v, case.scale, case.window)
 
 
 def slot(pages: Pages, request: int, position: int) -> tuple[int, int]:

@@ -1,14 +1,14 @@
-"""The native kernel, its twin and dense attention agree, and nobody reads what is not theirs.
+"""The backends of a CPU and dense attention agree, and no request reads what is not its own.
 
-A change that reads a slot outside a request's tokens or window, leaves an output element unwritten,
-loses a mask, a tail or a part of a split, or lets one request's neighbours touch its rounding turns
-these red.
+They are driven as the engine does it: a planned step stores its keys and values, then attends. A
+change that reads a slot outside a request's tokens or window, leaves an output element or a new
+token unwritten, loses a mask, a tail or a part of a split, or lets one request's neighbours touch
+its rounding turns these red.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -18,10 +18,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.kernels import cpu
-from quire.kernels.torch import attention as twin
-from tests.kernels.pages import Case, dense_attention, make_pages
+from quire.kernels.torch import attention as reference
+from quire.layers.attention.backend import AttentionBackend
+from quire.layers.attention.cpu import CpuBackend
+from quire.layers.attention.torch import TorchBackend
+from tests.kernels.pages import Case, Step, attend, dense_attention, make_pages
 
-Kernel = Callable[..., Tensor]
+Backend = type[AttentionBackend]
 
 HEADS = ((1, 1), (3, 1), (4, 4), (9, 3), (8, 2), (7, 1), (16, 2), (20, 1))
 
@@ -49,9 +52,9 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-def check(kernel: Kernel, case: Case, dtype: torch.dtype = torch.float32) -> None:
+def check(backend: Backend, case: Case, dtype: torch.dtype = torch.float32) -> None:
     pages = make_pages(case, dtype)
-    out = kernel(*pages.arguments(), case.scale, case.window)
+    out = attend(backend, case, pages)
     assert out.dtype == dtype and out.is_contiguous()
     tolerance = {torch.float32: 5e-6, torch.float64: 1e-12, torch.float16: 2e-3}.get(dtype, 2e-2)
     torch.testing.assert_close(
@@ -68,19 +71,19 @@ several_examples = settings(
 
 @given(cases())
 @several_examples
-def test_twin_is_dense_attention(case: Case) -> None:
-    check(twin.paged_attention, case)
+def test_torch_is_dense_attention(case: Case) -> None:
+    check(TorchBackend, case)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_twin_takes_any_dtype(dtype: torch.dtype) -> None:
-    check(twin.paged_attention, Case(((1, 40), (5, 9), (20, 60)), window=30), dtype)
+def test_torch_takes_any_dtype(dtype: torch.dtype) -> None:
+    check(TorchBackend, Case(((1, 40), (5, 9), (20, 60)), window=30), dtype)
 
 
-def test_twin_result_does_not_depend_on_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_result_does_not_depend_on_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long prefills are cut to bound memory; a cut must not move the mask or the window."""
-    monkeypatch.setattr(twin, "MAX_QUERIES_AT_ONCE", 7)
-    check(twin.paged_attention, Case(((33, 50), (7, 7), (8, 90)), window=12))
+    monkeypatch.setattr(reference, "MAX_QUERIES_AT_ONCE", 7)
+    check(TorchBackend, Case(((33, 50), (7, 7), (8, 90)), window=12))
 
 
 @given(case=cases(), threads=st.integers(1, 4))
@@ -90,7 +93,7 @@ def test_kernel_is_dense_attention(
     isa: str, poisoned_memory: None, num_threads: None, case: Case, threads: int
 ) -> None:
     torch.set_num_threads(threads)
-    check(cpu.paged_attention, case)
+    check(CpuBackend, case)
 
 
 @pytest.mark.parametrize("narrow", [False, True])
@@ -104,29 +107,29 @@ def test_split_contexts(
 ) -> None:
     """Long contexts are split among threads and joined: at, before and after the cuts."""
     case = Case((request_,), num_heads=2, num_kv_heads=2, window=window, narrow=narrow)
-    check(cpu.paged_attention, case)
+    check(CpuBackend, case)
 
 
 def test_no_requests(isa: str) -> None:
-    check(cpu.paged_attention, Case(()))
+    check(CpuBackend, Case(()))
 
 
 @pytest.mark.parametrize("narrow", [False, True])
-@pytest.mark.parametrize("kernel", [cpu.paged_attention, twin.paged_attention])
+@pytest.mark.parametrize("backend", [CpuBackend, TorchBackend])
 def test_result_does_not_depend_on_the_batch(
-    native: None, num_threads: None, kernel: Kernel, narrow: bool
+    native: None, num_threads: None, backend: Backend, narrow: bool
 ) -> None:
     """Bitwise: alone or among others, in any order, with any number of threads."""
     steps = ((1, 300), (1, 17), (5, 200), (64, 64), (100, 1100), (3, 3))
     case = Case(steps, num_heads=9, num_kv_heads=3, narrow=narrow)
     pages = make_pages(case)
-    together = kernel(*pages.arguments(), case.scale)
+    together = attend(backend, case, pages)
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         for index, request in enumerate(case.requests):
             for others in ((), case.requests[:2]):
                 smaller = replace(case, requests=(request, *others))
-                alone = kernel(*make_pages(smaller).arguments(), case.scale)
+                alone = attend(backend, smaller, make_pages(smaller))
                 start, end = pages.query_start[index : index + 2].tolist()
                 assert torch.equal(alone[: request[0]], together[start:end])
 
@@ -153,19 +156,21 @@ def test_result_does_not_depend_on_the_chunk(
     case = replace(case, requests=((num_queries, context + past),))
     pages = make_pages(case)
     torch.set_num_threads(1)
-    whole = cpu.paged_attention(*pages.arguments(), case.scale, case.window)
+    whole = attend(CpuBackend, case, pages)
     torch.set_num_threads(threads)
     bounds = sorted({0, num_queries, *(cut for cut in cuts if cut < num_queries)})
+    k, v, slots = pages.new_tokens()
     for first, end in itertools.pairwise(bounds):
-        part = cpu.paged_attention(
-            pages.q[first:end],
+        step = Step(
+            CpuBackend,
             pages.kv_layer,
             torch.tensor([0, end - first], dtype=torch.int32),
             pages.context_lens - (num_queries - end),
             pages.block_tables,
-            case.scale,
-            case.window,
+            slots[first:end],
         )
+        new = pages.q[first:end], k[first:end], v[first:end]
+        part = step.attend(*new, case.scale, case.window)
         assert torch.equal(part, whole[first:end])
 
 
@@ -175,7 +180,7 @@ def test_extreme_scores(isa: str) -> None:
     pages = make_pages(case)
     for factor in (1e-6, 30.0, 1e4):
         pages.q *= factor
-        out = cpu.paged_attention(*pages.arguments(), case.scale)
+        out = attend(CpuBackend, case, pages)
         expected = dense_attention(case, pages)
         torch.testing.assert_close(out.double(), expected, rtol=1e-3, atol=1e-3)
 
@@ -185,9 +190,9 @@ def test_nan_stays_in_its_request_and_shows(isa: str, num_queries: int) -> None:
     """A broken request must neither look healthy nor hurt others."""
     case = Case(((num_queries, 70), (num_queries, 80), (num_queries, 90)))
     pages = make_pages(case)
-    healthy = cpu.paged_attention(*pages.arguments(), case.scale)
+    healthy = attend(CpuBackend, case, pages)
     pages.q[num_queries : 2 * num_queries] = torch.nan
-    out = cpu.paged_attention(*pages.arguments(), case.scale)
+    out = attend(CpuBackend, case, pages)
     assert out[num_queries : 2 * num_queries].isnan().all()
     assert torch.equal(out[:num_queries], healthy[:num_queries])
     assert torch.equal(out[2 * num_queries :], healthy[2 * num_queries :])
@@ -197,22 +202,28 @@ def test_nan_stays_in_its_request_and_shows(isa: str, num_queries: int) -> None:
 def test_queries_may_be_a_slice_of_a_wider_tensor(native: None, num_queries: int) -> None:
     """Models pass a part of the fused projection without copying it."""
     case = Case(((num_queries, 30), (num_queries, 45)))
-    q, *rest = make_pages(case).arguments()
-    fused = torch.full((len(q), 3, *q.shape[1:]), torch.nan)
-    fused[:, 1] = q
-    out = cpu.paged_attention(fused[:, 1], *rest, case.scale)
-    assert torch.equal(out, cpu.paged_attention(q, *rest, case.scale))
+    pages = make_pages(case)
+    expected = attend(CpuBackend, case, pages)
+    fused = torch.full((len(pages.q), 3, *pages.q.shape[1:]), torch.nan)
+    fused[:, 1] = pages.q
+    pages.q = fused[:, 1]
+    assert torch.equal(attend(CpuBackend, case, pages), expected)
+
+
+def store(backend: Backend, kv_layer: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """A step of requests with one token each, for what it leaves in the cache."""
+    count = len(slots)
+    starts = torch.arange(count + 1, dtype=torch.int32)
+    lens, tables = (torch.full(shape, 1, dtype=torch.int32) for shape in ((count,), (count, 1)))
+    step = Step(backend, kv_layer, starts, lens, tables, slots)
+    step.attend(torch.zeros_like(k, memory_format=torch.contiguous_format), k, v, 1.0, None)
 
 
 @pytest.mark.parametrize("dtype", cpu.STORED)
-@pytest.mark.parametrize("write", [cpu.write_kv, twin.write_kv])
+@pytest.mark.parametrize("backend", [CpuBackend, TorchBackend])
 @pytest.mark.parametrize("num_tokens", [0, 1, 33, 3000])
-def test_write_kv(
-    isa: str,
-    num_threads: None,
-    write: Callable[..., None],
-    num_tokens: int,
-    dtype: torch.dtype,
+def test_new_tokens_are_stored(
+    isa: str, num_threads: None, backend: Backend, num_tokens: int, dtype: torch.dtype
 ) -> None:
     """New tokens reach their slots, from slices of a fused tensor, to the nearest number of the
     cache's type; other slots stay the same."""
@@ -225,7 +236,7 @@ def test_write_kv(
     for token, where in enumerate(slots.tolist()):
         by_slot[0, where], by_slot[1, where] = fused[token, 1], fused[token, 3]
     expected = by_slot.unflatten(1, (800, 4)).permute(0, 1, 3, 2, 4)
-    write(kv_layer, fused[:, 1], fused[:, 3], slots)
+    store(backend, kv_layer, fused[:, 1], fused[:, 3], slots)
     assert torch.equal(kv_layer, expected)
 
 
@@ -249,16 +260,16 @@ ROUNDED = {
 }
 
 
-@pytest.mark.parametrize("write", [cpu.write_kv, twin.write_kv])
+@pytest.mark.parametrize("backend", [CpuBackend, TorchBackend])
 @pytest.mark.parametrize("head_dim", [1, 7, 16, 33])
 def test_float16_holds_the_nearest_number_of_its_range(
-    isa: str, write: Callable[..., None], head_dim: int
+    isa: str, backend: Backend, head_dim: int
 ) -> None:
     """Beyond it the largest and not infinity, which would make a NaN of all that see it."""
     given = torch.tensor(list(ROUNDED)).repeat(11)[: 5 * head_dim].view(5, 1, head_dim)
     expected = torch.tensor(list(ROUNDED.values())).repeat(11)[: 5 * head_dim]
     kv_layer = torch.zeros(2, 2, 1, 4, head_dim, dtype=torch.float16)
-    write(kv_layer, given, -given, torch.arange(5))
+    store(backend, kv_layer, given, -given, torch.arange(5))
     keys, values = kv_layer.float().flatten(1)[:, : 5 * head_dim]
     torch.testing.assert_close(keys, expected, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(values, -expected, rtol=0, atol=0, equal_nan=True)
@@ -278,20 +289,22 @@ def test_every_float16_is_read_as_it_is(isa: str, num_heads: int, head_dim: int)
     for offset in range(4):
         lens = torch.full((num_blocks,), offset + 1, dtype=torch.int32)
         q = torch.randn(num_blocks, num_heads, head_dim)
-        out = cpu.paged_attention(q, kv_layer, starts, lens, tables, 1.0, window=1)
         expected = kv_layer[1, :, :, offset].float()
+        slots = 4 * torch.arange(num_blocks) + offset
+        step = Step(CpuBackend, kv_layer, starts, lens, tables, slots)
+        out = step.attend(q, torch.zeros_like(expected), expected, 1.0, window=1)
         assert torch.equal(out, expected.expand_as(out))
 
 
 def test_wrong_types_are_refused(native: None) -> None:
     """The library reads memory by address: what does not fit must not get there."""
     case = Case(((1, 30),))
-    pages = make_pages(case)
     with pytest.raises(ValueError, match="float32"):
-        cpu.paged_attention(*make_pages(case, torch.bfloat16).arguments(), case.scale)
+        attend(CpuBackend, case, make_pages(case, torch.bfloat16))
+    pages = make_pages(case)
     pages.context_lens = pages.context_lens.long()
     with pytest.raises(ValueError, match="int32"):
-        cpu.paged_attention(*pages.arguments(), case.scale)
+        attend(CpuBackend, case, pages)
     k = torch.zeros(1, case.num_kv_heads, case.head_dim)
     with pytest.raises(ValueError, match="int64"):
-        cpu.write_kv(pages.kv_layer, k, k, torch.zeros(1, dtype=torch.int32))
+        store(CpuBackend, pages.kv_layer, k, k, torch.zeros(1, dtype=torch.int32))

@@ -1,13 +1,10 @@
 """Paged attention in float32 on a CPU: a small C++ library that the package builds (see src/).
 
-`write_kv` and `paged_attention` have the signatures of their twins in
-`quire.kernels.torch.attention`. For a step of many layers, `prepare_*` does once what the layers
-share. The library is optional: `available` says whether it is there, and if not, why.
+`heads.HeadsStep` attends; `prepare_*` does once for a step what its layers share. The library is
+optional: `available` says whether it is there, and if not, why.
 """
 
 from __future__ import annotations
-
-import ctypes
 
 import torch
 from torch import Tensor
@@ -17,48 +14,24 @@ from quire.kernels.cpu.library import (
     WriteCall,
     available,
     isas,
-    native,
     num_threads,
     set_isa,
     set_num_threads,
 )
 
 __all__ = [
-    "attend",
     "available",
     "isas",
-    "paged_attention",
     "prepare_attention",
     "prepare_write",
     "set_isa",
     "set_num_threads",
-    "write",
-    "write_kv",
 ]
 
 # Types of keys and values, at the places that the library knows them by.
 STORED = (torch.float32, torch.float16)
 # Positions minus a window must stay within int32.
 NO_WINDOW = 2**30
-
-
-def write_kv(kv_layer: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Stores `k`, `v` [tokens, num_kv_heads, head_dim]; a slot is block * block_size + offset."""
-    write(prepare_write(kv_layer, slots), kv_layer, k, v)
-
-
-def paged_attention(
-    q: Tensor,
-    kv_layer: Tensor,
-    query_start: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor,
-    scale: float,
-    window: int | None = None,
-) -> Tensor:
-    """Causal attention of every request's new tokens over its cache; see the twin."""
-    call = prepare_attention(kv_layer, query_start, context_lens, block_tables)
-    return attend(call, q, kv_layer, scale, window)
 
 
 def prepare_write(kv_layer: Tensor, slots: Tensor) -> WriteCall:
@@ -68,15 +41,6 @@ def prepare_write(kv_layer: Tensor, slots: Tensor) -> WriteCall:
     call.slots, call.num_tokens = slots.data_ptr(), slots.shape[0]
     set_shape(call, kv_layer)
     return call
-
-
-def write(call: WriteCall, kv_layer: Tensor, k: Tensor, v: Tensor) -> None:
-    """`write_kv` with a prepared call, whose layer was shaped like `kv_layer`."""
-    k, v = packed_heads(k), packed_heads(v)
-    call.k, call.k_stride = k.data_ptr(), k.stride(0)
-    call.v, call.v_stride = v.data_ptr(), v.stride(0)
-    call.keys, call.values = kv_addresses(kv_layer)
-    native().quire_write_kv(ctypes.byref(call))
 
 
 def prepare_attention(
@@ -91,21 +55,6 @@ def prepare_attention(
     call.num_requests = context_lens.shape[0]
     set_shape(call, kv_layer)
     return call
-
-
-def attend(
-    call: AttentionCall, q: Tensor, kv_layer: Tensor, scale: float, window: int | None
-) -> Tensor:
-    """`paged_attention` with a prepared call, whose layer was shaped like `kv_layer`."""
-    q = packed_heads(q)
-    out = torch.empty(q.shape, dtype=torch.float32)
-    call.q, call.q_stride, call.num_heads = q.data_ptr(), q.stride(0), q.shape[1]
-    call.out, call.out_stride = out.data_ptr(), out.stride(0)
-    call.keys, call.values = kv_addresses(kv_layer)
-    call.scale, call.window = scale, NO_WINDOW if window is None else min(window, NO_WINDOW)
-    if native().quire_paged_attention(ctypes.byref(call)) != 0:
-        raise MemoryError("no memory for the working space of paged attention")
-    return out
 
 
 def set_shape(call: AttentionCall | WriteCall, kv_layer: Tensor) -> None:

@@ -313,9 +313,6 @@ def load(path: Path) -> tuple[ctypes.CDLL | None, str]:
         return None, f"the native library cannot be loaded: {error}"
     if abi != ABI:
         return None, f"the native library has ABI {abi}, not {ABI}; install quire again"
-    library.quire_paged_attention.argtypes = (ctypes.POINTER(AttentionCall),)
-    library.quire_write_kv.argtypes = (ctypes.POINTER(WriteCall),)
-    library.quire_write_kv.restype = None
     library.quire_float_linear.argtypes = (ctypes.POINTER(FloatLinearCall),)
     library.quire_packed_linear.argtypes = PACKED_LINEAR
     library.quire_packed_rows.argtypes = PACKED_ROWS

@@ -43,7 +43,6 @@ void equal(const char* what, int64_t found, int64_t expected);
 extern int num_threads;
 
 void test_attention();
-void test_write();
 void test_float_linear();
 void test_packed_linear();
 void test_packed_rows();

@@ -42,15 +42,14 @@ struct Test {
 };
 
 constexpr Test kTests[] = {
-    {"attention", test_attention},       {"write", test_write},
-    {"float linear", test_float_linear}, {"packed linear", test_packed_linear},
-    {"packed rows", test_packed_rows},   {"pack int8", test_pack_int8},
-    {"norm linear", test_norm_linear},   {"attend heads", test_attend_heads},
-    {"largest", test_largest},           {"choice", test_choice},
-    {"logprobs", test_logprobs},         {"decode", test_decode},
-    {"bitmask", test_bitmask},           {"penalize", test_penalize},
-    {"dequantize", test_dequantize},     {"team", test_team},
-    {"crowding", test_crowding},
+    {"attention", test_attention},         {"attend heads", test_attend_heads},
+    {"float linear", test_float_linear},   {"packed linear", test_packed_linear},
+    {"packed rows", test_packed_rows},     {"pack int8", test_pack_int8},
+    {"norm linear", test_norm_linear},     {"largest", test_largest},
+    {"choice", test_choice},               {"logprobs", test_logprobs},
+    {"decode", test_decode},               {"bitmask", test_bitmask},
+    {"penalize", test_penalize},           {"dequantize", test_dequantize},
+    {"team", test_team},                   {"crowding", test_crowding},
 };
 
 void run(const Test& test) {

@@ -157,31 +157,6 @@ void store_head(const WriteCall& call, const Pointwise& pointwise, const float* 
                 sizeof(float) * static_cast<size_t>(call.head_dim));
 }
 
-void write_token(const WriteCall& call, const Pointwise& pointwise, int64_t token) {
-  const int64_t offset = cache_offset(call, token);
-  const float* k = call.k + token * call.k_stride;
-  const float* v = call.v + token * call.v_stride;
-  for (int64_t head = 0; head < call.num_kv_heads; ++head) {
-    const int64_t to = offset + head * call.head_stride, from = head * call.head_dim;
-    store_head(call, pointwise, k + from, call.keys, to);
-    store_head(call, pointwise, v + from, call.values, to);
-  }
-}
-
-struct Writers {
-  const WriteCall& call;
-  const Pointwise& pointwise;
-  Phase writing;
-};
-
-void write(void* data) {
-  Writers& writers = *static_cast<Writers*>(data);
-  writers.writing.run([&](int64_t first, int64_t end) {
-    for (int64_t token = first; token < end; ++token)
-      write_token(writers.call, writers.pointwise, token);
-  });
-}
-
 // Normalises and rotates one head as far as wanted; `to` may be `from`.
 void prepare_head(const HeadsCall& heads, const Pointwise& pointwise, const float* norm_weight,
                   int64_t token, int32_t head_dim, const float* from, float* to) {
@@ -216,10 +191,10 @@ void prepare_token(const HeadsCall& heads, const WriteCall& call, const Pointwis
   }
 }
 
-// What comes before attention, if the caller has not done it.
+// What comes before attention.
 struct NewTokens {
-  const HeadsCall* heads;
-  const WriteCall* write;
+  const HeadsCall& heads;
+  const WriteCall& write;
   const Pointwise& pointwise;
 };
 
@@ -251,7 +226,7 @@ void work(void* data) {
   const NewTokens& tokens = job.tokens;
   job.preparing.run([&](int64_t first, int64_t end) {
     for (int64_t token = first; token < end; ++token)
-      prepare_token(*tokens.heads, *tokens.write, tokens.pointwise, token, scratch);
+      prepare_token(tokens.heads, tokens.write, tokens.pointwise, token, scratch);
   });
   job.preparing.wait();
   job.attending.run([&](int64_t first, int64_t end) {
@@ -290,7 +265,7 @@ int attend(const AttentionCall& call, const NewTokens& tokens) {
                       scratch_at,
                       scratch / sizeof(float),
                       0,
-                      Phase(tokens.write ? tokens.write->num_tokens : 0, kTokensAtOnce),
+                      Phase(tokens.write.num_tokens, kTokensAtOnce),
                       Phase(static_cast<int64_t>(plan.num_tasks), 1)};
   run_parallel(work, &job, num_threads);
   std::free(memory);
@@ -303,22 +278,10 @@ int attend(const AttentionCall& call, const NewTokens& tokens) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Returns 0, or -1 if there is no memory.
-int quire_paged_attention(const quire::AttentionCall* call) {
-  return quire::attend(*call, {nullptr, nullptr, quire::chosen_pointwise()});
-}
-
-void quire_write_kv(const quire::WriteCall* call) {
-  quire::Writers writers = {*call, quire::chosen_pointwise(),
-                            quire::Phase(call->num_tokens, quire::kTokensAtOnce)};
-  const int64_t floats = call->num_tokens * call->num_kv_heads * call->head_dim;
-  quire::run_parallel(quire::write, &writers, floats < quire::kSerialWork ? 1 : call->num_threads);
-}
-
 // Prepares the heads, stores keys and values, then attends. Returns 0, or -1 if there is no memory.
 int quire_attend_heads(const quire::HeadsCall* heads, const quire::WriteCall* write,
                        const quire::AttentionCall* call) {
-  return quire::attend(*call, {heads, write, quire::chosen_pointwise()});
+  return quire::attend(*call, {*heads, *write, quire::chosen_pointwise()});
 }
 
 }  // extern "C"
