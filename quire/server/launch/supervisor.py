@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from quire.config.log import configure_logging
-from quire.config.secrecy import hide_from_process_list
 from quire.config.server import ServerOptions
 from quire.frontend.socket_client import SocketEngineClient
 from quire.protocol.control import (
@@ -294,7 +293,6 @@ class Supervisor:
 
 def serve(engine_options: dict[str, Any], options: ServerOptions) -> int:
     """Run a server until it is told to stop."""
-    hide_from_process_list(secret_values(engine_options, options))
     configure_logging(engine_options.get("log_level"), for_server=True)
     if options.logging.otlp_traces_endpoint is not None:
         check_tracing(options.logging.otlp_traces_endpoint)
@@ -310,9 +308,3 @@ def serve(engine_options: dict[str, Any], options: ServerOptions) -> int:
     finally:
         listener.close()
     return 0
-
-
-def secret_values(engine_options: dict[str, Any], options: ServerOptions) -> list[str]:
-    access = options.access
-    found = [*access.api_key, access.admin_key, engine_options.get("hf_token")]
-    return [value for value in found if isinstance(value, str)]
