@@ -13,6 +13,7 @@ import codecs
 import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -47,7 +48,9 @@ class IncrementalDetokenizer:
         prompt_token_ids: Sequence[int] | Int32Array,
         params: SamplingParams,
     ) -> None:
-        self._stream = streams.open(prompt_token_ids, params.skip_special_tokens)
+        self._stream = streams.open(
+            prompt_token_ids, params.skip_special_tokens, params.spaces_between_special_tokens
+        )
         self._stop_strings = params.stop_strings
         self._longest = max(map(len, self._stop_strings), default=0)
         self._includes_stop = params.include_stop_str_in_output
@@ -173,12 +176,18 @@ class TextStreams:
         self._scheme = None if cleans_up_spaces else _scheme(backend)
 
     def open(
-        self, prompt_token_ids: Sequence[int] | Int32Array, skip_special_tokens: bool
+        self,
+        prompt_token_ids: Sequence[int] | Int32Array,
+        skip_special_tokens: bool,
+        spaces_between_special_tokens: bool = True,
     ) -> TextStream:
-        """A stream whose text continues the prompt's."""
+        """A stream whose text continues the prompt's. Only decoders that need a window put spaces
+        between tokens."""
         if self._scheme is None:
             hidden = self._hidden if skip_special_tokens else frozenset()
-            return WindowStream(self._decode, prompt_token_ids, hidden)
+            spaces = skip_special_tokens or spaces_between_special_tokens
+            decode = self._decode if spaces else self._decode_without_spaces
+            return WindowStream(decode, prompt_token_ids, hidden)
         if self._scheme == "bytes":
             return ByteStream(self._shown_bytes if skip_special_tokens else self._all_bytes)
         pieces = self._shown_pieces if skip_special_tokens else self._all_pieces
@@ -186,6 +195,21 @@ class TextStreams:
             pieces[int(token)] is not None for token in reversed(prompt_token_ids)
         )
         return PieceStream(pieces, strip_space=starts_text)
+
+    def _decode_without_spaces(self, token_ids: list[int]) -> str:
+        """Text in which an added token directly follows the added token before it."""
+        added = self._added
+        cuts = [
+            i
+            for i, (before, token) in enumerate(pairwise(token_ids), 1)
+            if before in added and token in added
+        ]
+        bounds = pairwise([0, *cuts, len(token_ids)])
+        return "".join(self._decode(token_ids[first:end]) for first, end in bounds)
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        return frozenset(self._backend.get_added_tokens_decoder())
 
     @cached_property
     def _hidden(self) -> frozenset[int]:

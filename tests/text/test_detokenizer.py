@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import re
 from itertools import chain, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
+from tokenizers.models import WordPiece
+from transformers import PreTrainedTokenizerFast
 
 from quire.protocol.sampling import SamplingParams
 from quire.text.detokenizer import (
@@ -357,3 +361,29 @@ def test_every_token_alone(tokenizers: dict[str, Tokenizer]) -> None:
         for token in range(len(tokenizer)):
             stream = tokenizer.streams.open([], False)
             assert stream.push([token]) + stream.flush() == tokenizer.decode([token])
+
+
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("spaces", [False, True])
+def test_spaces_between_special_tokens(tmp_path: Path, skips: bool, spaces: bool) -> None:
+    """As in vLLM: of two special tokens the second comes at once, and nothing else changes. The
+    text with spaces is that of transformers."""
+    words = ["[UNK]", "[SEP]", "[MASK]", "hello", "world", "##ly"]
+    backend = Backend(WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.add_special_tokens(["[UNK]", "[SEP]", "[MASK]"])
+    backend.decoder = decoders.WordPiece()
+    theirs = PreTrainedTokenizerFast(tokenizer_object=backend)
+    ids = [3, 1, 2, 2, 4, 5, 1, 3, 4, 2, 1]
+    text = theirs.decode(ids, skip_special_tokens=skips)
+    expected = text if spaces else re.sub(r"(?<=\]) (?=\[)", "", text)
+    assert (text == expected) == (skips or spaces)
+    params = SamplingParams(skip_special_tokens=skips, spaces_between_special_tokens=spaces)
+    folder = make_folder(tmp_path / "bert", "bert", {})
+    backend.save(str(folder / "tokenizer.json"))
+    streams = load(folder).streams
+    for size in (1, 2, len(ids)):
+        ours = IncrementalDetokenizer(streams, [], params)
+        for first in range(0, len(ids), size):
+            ours.append(ids[first : first + size])
+        ours.finish()
+        assert ours.text == expected
