@@ -19,57 +19,12 @@ from quire.config.log import QUIET
 from quire.config.options import EngineOptions, group_class, option_groups
 from quire.config.server import ServerOptions
 from quire.protocol.errors import OptionError
-from quire.protocol.sampling import RepetitionDetectionParams, SamplingParams
+from quire.protocol.sampling import PARAMETERS, RepetitionDetectionParams, SamplingParams
 
 Arguments = argparse.Namespace
 
-# Help for every sampling parameter that has a flag.
-SAMPLING_HELP = {
-    "n": "Completions per prompt.",
-    "temperature": "Spread of the random choice; 0 always takes the most likely token.",
-    "top_p": "Choose among the most likely tokens that together have this probability.",
-    "top_k": "Choose among this many most likely tokens; 0: all.",
-    "min_p": "Leave out tokens less likely than this share of the most likely one.",
-    "presence_penalty": "Lower the logits of tokens already generated.",
-    "frequency_penalty": "Lower the logits of tokens by how often they were generated.",
-    "repetition_penalty": "Divide the logits of tokens seen in prompt or output; 1: off.",
-    "seed": "Draw the same random numbers each time.",
-    "stop": "Text that ends the output; may be given several times.",
-    "stop_token_ids": "Token ids that end the output, such as 1,2.",
-    "include_stop_str_in_output": "Keep the stop text at the end of the output.",
-    "ignore_eos": "Go on after the end-of-sequence token.",
-    "max_tokens": "Most tokens to generate.",
-    "min_tokens": "Least tokens to generate.",
-    "bad_words": "Text that must not appear; may be given several times.",
-    "allowed_token_ids": "Token ids to choose from, such as 1,2.",
-    "logit_bias": 'Numbers added to the logits of tokens, such as {"42": -5}.',
-    "repetition_detection": 'End outputs that repeat a pattern, such as {"max_pattern_size": 8}.',
-    "skip_special_tokens": "Leave special tokens out of the text.",
-    "spaces_between_special_tokens": "Put spaces between special tokens.",
-    "skip_reading_prefix_cache": "Compute the whole prompt even if its prefix is cached.",
-}
-
-# What an output carries in addition to its text, or is filled in by the program itself.
-SAMPLING_WITHOUT_FLAG = frozenset(
-    {
-        "logprobs",
-        "prompt_logprobs",
-        "logprob_token_ids",
-        "prompt_logprob_token_ids",
-        "prompt_logprob_start",
-        "flat_logprobs",
-        "detokenize",
-        "output_kind",
-        "stream_interval",
-        "extra_args",
-        "structured_outputs",
-        "guided_decoding",
-        "thinking_token_budget",
-        "trace_decode_token_ids",
-        "routed_experts_prompt_start",
-        "bad_words_token_ids",
-    }
-)
+SAMPLING_HELP = {name: info.help for name, info in PARAMETERS.items() if info.help}
+"""Help for every sampling parameter that has a flag."""
 
 _REPEATED = frozenset({"stop", "bad_words", "api_key", "served_model_name", "allowed_origins"})
 _METAVARS = {int: "N", float: "X", dict: "JSON", RepetitionDetectionParams: "JSON", list: "IDS"}

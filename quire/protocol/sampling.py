@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from enum import IntEnum
 from typing import Any
 
@@ -22,14 +22,6 @@ MAX_STOP_STRINGS = 256
 """All of them are looked for after every token."""
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_LENGTH_PENALTY = 10.0  # a length to a higher power leaves the range of floats
-
-# Fields of vLLM's class that would change results if ignored; refused until they exist.
-UNSUPPORTED_FIELDS = (
-    "thinking_token_budget",
-    "trace_decode_token_ids",
-    "routed_experts_prompt_start",
-)
-
 
 # Arguments that vLLM's class once had or users expect, and what to do instead.
 _BEAMS = "use LLM.beam_search with BeamSearchParams"
@@ -113,7 +105,7 @@ def _token_ids(name: str, value: object) -> list[int]:
 
 
 def _is_checked_bias(bias: dict[Any, Any]) -> bool:
-    """Whether `_checked_bias` would change nothing, as where another process has called it."""
+    """Whether `_bias` would change nothing, as where another process has called it."""
     tokens, values = bias.keys(), bias.values()
     return (
         all(type(token) is int for token in tokens)
@@ -122,60 +114,248 @@ def _is_checked_bias(bias: dict[Any, Any]) -> bool:
     )
 
 
-def _checked_bias(bias: dict[Any, Any]) -> dict[int, float]:
+def _bias(name: str, value: object) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise RequestError(f"{name} must be a dictionary, got {value!r}.")
+    if _is_checked_bias(value):
+        return value
     checked: dict[int, float] = {}
-    for key, value in bias.items():
+    for key, bias in value.items():
         try:
             token = int(key)
         except (TypeError, ValueError):
-            raise RequestError(f"logit_bias key {key!r} must be a token id.") from None
-        _require(token >= 0, f"logit_bias key {key!r}", ">= 0", token)
-        checked[token] = min(100.0, max(-100.0, _number(f"logit_bias[{key!r}]", value)))
+            raise RequestError(f"{name} key {key!r} must be a token id.") from None
+        _require(token >= 0, f"{name} key {key!r}", ">= 0", token)
+        checked[token] = min(100.0, max(-100.0, _number(f"{name}[{key!r}]", bias)))
     return checked
+
+
+def _stop(name: str, value: object) -> list[str]:
+    if value is None:
+        texts: list[str] = []
+    elif isinstance(value, str):
+        texts = [value]
+    elif isinstance(value, Sequence):
+        texts = list(value)
+    else:
+        raise RequestError(f"{name} must be a string or a list of strings, got {value!r}.")
+    rule = f"at most {MAX_STOP_STRINGS} strings"
+    _require(len(texts) <= MAX_STOP_STRINGS, name, rule, len(texts))
+    for i, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise RequestError(f"{name}[{i}] must be a string, got {text!r}.")
+        _require(text != "", f"{name}[{i}]", "a non-empty string", text)
+    return texts
+
+
+def _words(name: str, value: Any) -> list[str]:
+    words = [value] if isinstance(value, str) else list(value or [])
+    for i, word in enumerate(words):
+        if not isinstance(word, str) or not word:
+            raise RequestError(f"{name}[{i}] must be a non-empty string, got {word!r}.")
+    _require(len(words) <= MAX_BAD_WORDS, name, f"at most {MAX_BAD_WORDS} words", len(words))
+    return words
+
+
+def _distinct_ids(name: str, value: object) -> list[int]:
+    return list(dict.fromkeys(_token_ids(name, value or [])))
+
+
+def _allowed_ids(name: str, value: object) -> list[int]:
+    ids = _token_ids(name, value)
+    _require(bool(ids), name, "a non-empty list", ids)
+    return list(dict.fromkeys(ids))
+
+
+def _named_ids(name: str, value: object) -> list[int]:
+    ids = _token_ids(name, value)
+    rule = f"1 to {MAX_LOGPROB_TOKEN_IDS} ids"
+    _require(1 <= len(ids) <= MAX_LOGPROB_TOKEN_IDS, name, rule, ids)
+    return ids
+
+
+def _num_logprobs(name: str, value: object) -> int | None:
+    if value is None or value is False:
+        return None
+    number = 1 if value is True else _integer(name, value)
+    _require(number >= -1, name, "-1 (whole vocabulary) or at least 0", number)
+    return number
+
+
+def _top_k(name: str, value: object) -> int:
+    number = _integer(name, value)
+    _require(number >= -1, name, "0 or -1 (off), or at least 1", number)
+    return max(number, 0)
+
+
+def _seed(name: str, value: object) -> int | None:
+    number = _integer(name, value)
+    return None if number == -1 else number
+
+
+def _output_kind(name: str, value: Any) -> RequestOutputKind:
+    try:
+        return RequestOutputKind(value)
+    except ValueError:
+        raise RequestError(f"{name} must be a RequestOutputKind, got {value!r}.") from None
+
+
+def _unsupported(name: str, value: object) -> None:
+    """Of a field of vLLM's class that would change results if it were ignored."""
+    if value is not None:
+        raise RequestError(f"{name} is not supported yet, got {value!r}; leave it unset.")
+
+
+Check = Callable[[str, Any], Any]
+"""(name, value) -> the value as it is kept; `RequestError` if it may not be."""
+
+
+def _rule(read: Check, holds: Callable[[Any], bool], rule: str) -> Check:
+    def check(name: str, value: object) -> Any:
+        value = read(name, value)
+        _require(holds(value), name, rule, value)
+        return value
+
+    return check
+
+
+def _range(low: float, high: float) -> Check:
+    return _rule(_number, lambda value: low <= value <= high, f"in [{low:g}, {high:g}]")
+
+
+def _or_none(check: Check) -> Check:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+_count = _rule(_integer, lambda value: value >= 0, ">= 0")
+_penalty = _range(-2.0, 2.0)
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """What is declared about a sampling parameter beside its type and its default."""
+
+    check: Check | None
+    help: str
+    """Of its flag on the command line; it has none where this is empty."""
+    body_type: Any
+    """Its type in bodies of HTTP, where that is another."""
+    not_in_bodies: str
+    """Why bodies cannot set it under its own name; empty where they can."""
+
+
+def parameter(
+    default: Any,
+    check: Check | None = None,
+    help: str = "",
+    *,
+    body_type: Any = None,
+    not_in_bodies: str = "",
+) -> Any:
+    """A field of `SamplingParams`, from which its flag and its field in bodies follow."""
+    info = ParameterInfo(check, help, body_type, not_in_bodies)
+    return field(default=default, metadata={"parameter": info})
 
 
 @dataclass
 class SamplingParams:
     """How one request samples. Names, defaults and rules are vLLM's."""
 
-    n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logprob_token_ids: list[int] | None = None
-    prompt_logprob_token_ids: list[int] | None = None
-    prompt_logprob_start: int | None = None
-    flat_logprobs: bool = False
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    stream_interval: int | None = None
-    repetition_detection: RepetitionDetectionParams | None = None
-    skip_reading_prefix_cache: bool | None = None
-    extra_args: dict[str, Any] | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_decoding: StructuredOutputs | None = None
+    n: int = parameter(
+        1,
+        _rule(_integer, lambda n: 1 <= n <= MAX_N, f"from 1 to {MAX_N}"),
+        "Completions per prompt.",
+    )
+    presence_penalty: float = parameter(
+        0.0, _penalty, "Lower the logits of tokens already generated."
+    )
+    frequency_penalty: float = parameter(
+        0.0, _penalty, "Lower the logits of tokens by how often they were generated."
+    )
+    repetition_penalty: float = parameter(
+        1.0,
+        # As 32-bit logits can bear.
+        _rule(_number, lambda value: 1e-30 <= value <= 1e30, "> 0, from 1e-30 to 1e30"),
+        "Divide the logits of tokens seen in prompt or output; 1: off.",
+    )
+    temperature: float = parameter(
+        1.0, _range(0.0, 2.0), "Spread of the random choice; 0 always takes the most likely token."
+    )
+    top_p: float = parameter(
+        1.0,
+        _rule(_number, lambda value: 0.0 < value <= 1.0, "in (0, 1]"),
+        "Choose among the most likely tokens that together have this probability.",
+    )
+    top_k: int = parameter(0, _top_k, "Choose among this many most likely tokens; 0: all.")
+    min_p: float = parameter(
+        0.0,
+        _range(0.0, 1.0),
+        "Leave out tokens less likely than this share of the most likely one.",
+    )
+    seed: int | None = parameter(None, _or_none(_seed), "Draw the same random numbers each time.")
+    stop: str | list[str] | None = parameter(
+        None, _stop, "Text that ends the output; may be given several times."
+    )
+    stop_token_ids: list[int] | None = parameter(
+        None, _distinct_ids, "Token ids that end the output, such as 1,2."
+    )
+    ignore_eos: bool = parameter(False, help="Go on after the end-of-sequence token.")
+    max_tokens: int | None = parameter(
+        16,
+        _or_none(_rule(_integer, lambda value: value >= 1, "at least 1")),
+        "Most tokens to generate.",
+        not_in_bodies="has another default in each protocol",
+    )
+    min_tokens: int = parameter(0, _count, "Least tokens to generate.")
+    logprobs: int | None = parameter(
+        None, _num_logprobs, not_in_bodies="means another thing in each protocol"
+    )
+    prompt_logprobs: int | None = parameter(None, _num_logprobs)
+    logprob_token_ids: list[int] | None = parameter(None, _or_none(_named_ids))
+    prompt_logprob_token_ids: list[int] | None = parameter(None, _or_none(_named_ids))
+    prompt_logprob_start: int | None = parameter(None, _or_none(_count))
+    flat_logprobs: bool = parameter(False, not_in_bodies="is a layout of Python objects")
+    detokenize: bool = parameter(True)
+    skip_special_tokens: bool = parameter(True, help="Leave special tokens out of the text.")
+    spaces_between_special_tokens: bool = parameter(True, help="Put spaces between special tokens.")
+    include_stop_str_in_output: bool = parameter(
+        False, help="Keep the stop text at the end of the output."
+    )
+    logit_bias: dict[int, float] | None = parameter(
+        None,
+        _or_none(_bias),
+        'Numbers added to the logits of tokens, such as {"42": -5}.',
+        body_type=dict[str, float],
+    )
+    allowed_token_ids: list[int] | None = parameter(
+        None, _or_none(_allowed_ids), "Token ids to choose from, such as 1,2."
+    )
+    bad_words: list[str] | None = parameter(
+        None, _words, "Text that must not appear; may be given several times."
+    )
+    output_kind: RequestOutputKind = parameter(
+        RequestOutputKind.CUMULATIVE, _output_kind, not_in_bodies="follows from `stream`"
+    )
+    stream_interval: int | None = parameter(
+        None, _or_none(_rule(_integer, lambda value: value >= 1, ">= 1"))
+    )
+    repetition_detection: RepetitionDetectionParams | None = parameter(
+        None, help='End outputs that repeat a pattern, such as {"max_pattern_size": 8}.'
+    )
+    skip_reading_prefix_cache: bool | None = parameter(
+        None, help="Compute the whole prompt even if its prefix is cached."
+    )
+    extra_args: dict[str, Any] | None = parameter(None, not_in_bodies="is called vllm_xargs")
+    structured_outputs: StructuredOutputs | None = parameter(None, body_type=dict[str, Any])
+    guided_decoding: StructuredOutputs | None = parameter(
+        None, not_in_bodies="is called guided_json, guided_regex and so on"
+    )
     """vLLM's older name of `structured_outputs`."""
-    thinking_token_budget: int | None = None
-    trace_decode_token_ids: Any = None
-    routed_experts_prompt_start: int | None = None
+    thinking_token_budget: int | None = parameter(None, _unsupported)
+    trace_decode_token_ids: Any = parameter(None, _unsupported, not_in_bodies="is not supported")
+    routed_experts_prompt_start: int | None = parameter(
+        None, _unsupported, not_in_bodies="is not supported"
+    )
     bad_words_token_ids: list[list[int]] = field(default_factory=list, repr=False)
     """Filled by the frontend from `bad_words`, which only a tokenizer can read."""
 
@@ -191,137 +371,30 @@ class SamplingParams:
         return cls(**given)
 
     def __post_init__(self) -> None:
-        for name in UNSUPPORTED_FIELDS:
-            if getattr(self, name) is not None:
-                raise RequestError(
-                    f"{name} is not supported yet, got {getattr(self, name)!r}; leave it unset."
-                )
-        self._check_counts()
-        self._check_numbers()
-        self._check_stop()
-        self._check_logprobs()
-        self._check_token_lists()
-        self._check_structured_outputs()
-        self._normalise_greedy()
-
-    def _check_counts(self) -> None:
-        self.n = _integer("n", self.n)
-        _require(1 <= self.n <= MAX_N, "n", f"from 1 to {MAX_N}", self.n)
-        self.top_k = _integer("top_k", self.top_k)
-        _require(self.top_k >= -1, "top_k", "0 or -1 (off), or at least 1", self.top_k)
-        self.top_k = max(self.top_k, 0)
-        if self.max_tokens is not None:
-            self.max_tokens = _integer("max_tokens", self.max_tokens)
-            _require(self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
-        self.min_tokens = _integer("min_tokens", self.min_tokens)
-        _require(self.min_tokens >= 0, "min_tokens", ">= 0", self.min_tokens)
+        for name, check, default in _CHECKS:
+            value = getattr(self, name)
+            if value is not default:
+                setattr(self, name, check(name, value))
         if self.max_tokens is not None:
             rule = f"<= max_tokens ({self.max_tokens})"
             _require(self.min_tokens <= self.max_tokens, "min_tokens", rule, self.min_tokens)
-        if self.stream_interval is not None:
-            self.stream_interval = _integer("stream_interval", self.stream_interval)
-            _require(self.stream_interval >= 1, "stream_interval", ">= 1", self.stream_interval)
-        if self.seed is not None:
-            self.seed = _integer("seed", self.seed)
-            if self.seed == -1:
-                self.seed = None
-        try:
-            self.output_kind = RequestOutputKind(self.output_kind)
-        except ValueError:
-            raise RequestError(
-                f"output_kind must be a RequestOutputKind, got {self.output_kind!r}."
-            ) from None
-
-    def _check_numbers(self) -> None:
-        for name, low, high in (
-            ("presence_penalty", -2.0, 2.0),
-            ("frequency_penalty", -2.0, 2.0),
-            ("temperature", 0.0, 2.0),
-            ("min_p", 0.0, 1.0),
-        ):
-            value = _number(name, getattr(self, name))
-            _require(low <= value <= high, name, f"in [{low:g}, {high:g}]", value)
-            setattr(self, name, value)
-        self.top_p = _number("top_p", self.top_p)
-        _require(0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]", self.top_p)
-        self.repetition_penalty = _number("repetition_penalty", self.repetition_penalty)
-        in_range = 1e-30 <= self.repetition_penalty <= 1e30  # as 32-bit logits can bear
-        rule = "> 0, from 1e-30 to 1e30"
-        _require(in_range, "repetition_penalty", rule, self.repetition_penalty)
-
-    def _check_stop(self) -> None:
-        if self.stop is None:
-            self.stop = []
-        elif isinstance(self.stop, str):
-            self.stop = [self.stop]
-        elif isinstance(self.stop, Sequence):
-            self.stop = list(self.stop)
-        else:
-            raise RequestError(f"stop must be a string or a list of strings, got {self.stop!r}.")
-        rule = f"at most {MAX_STOP_STRINGS} strings"
-        _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", rule, len(self.stop))
-        for i, text in enumerate(self.stop):
-            if not isinstance(text, str):
-                raise RequestError(f"stop[{i}] must be a string, got {text!r}.")
-            _require(text != "", f"stop[{i}]", "a non-empty string", text)
         if self.stop and not self.detokenize:
             raise RequestError(
                 f"stop={self.stop!r} needs detokenize=True; stop strings are found in text. "
                 "Use stop_token_ids instead."
             )
-        ids = _token_ids("stop_token_ids", self.stop_token_ids or [])
-        self.stop_token_ids = list(dict.fromkeys(ids))
+        self._check_named_ids("logprob_token_ids", self.logprobs)
+        self._check_named_ids("prompt_logprob_token_ids", self.prompt_logprobs)
+        self._check_structured_outputs()
+        self._normalise_greedy()
 
-    def _check_logprobs(self) -> None:
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is None or value is False:
-                setattr(self, name, None)
-                continue
-            value = 1 if value is True else _integer(name, value)
-            _require(value >= -1, name, "-1 (whole vocabulary) or at least 0", value)
-            setattr(self, name, value)
-        for name, count in (
-            ("logprob_token_ids", self.logprobs),
-            ("prompt_logprob_token_ids", self.prompt_logprobs),
-        ):
-            if getattr(self, name) is None:
-                continue
-            ids = _token_ids(name, getattr(self, name))
-            rule = f"1 to {MAX_LOGPROB_TOKEN_IDS} ids"
-            _require(1 <= len(ids) <= MAX_LOGPROB_TOKEN_IDS, name, rule, ids)
-            if count is not None and count != len(ids):
-                raise RequestError(
-                    f"{name} has {len(ids)} ids but {name[: -len('_token_ids')]}s is {count}; "
-                    "set both to the same number or leave the count unset."
-                )
-            setattr(self, name, ids)
-        if self.prompt_logprob_start is not None:
-            self.prompt_logprob_start = _integer("prompt_logprob_start", self.prompt_logprob_start)
-            _require(
-                self.prompt_logprob_start >= 0,
-                "prompt_logprob_start",
-                ">= 0",
-                self.prompt_logprob_start,
+    def _check_named_ids(self, name: str, count: int | None) -> None:
+        ids = getattr(self, name)
+        if ids is not None and count is not None and count != len(ids):
+            raise RequestError(
+                f"{name} has {len(ids)} ids but {name[: -len('_token_ids')]}s is {count}; "
+                "set both to the same number or leave the count unset."
             )
-
-    def _check_token_lists(self) -> None:
-        if self.allowed_token_ids is not None:
-            ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
-            _require(bool(ids), "allowed_token_ids", "a non-empty list", ids)
-            self.allowed_token_ids = list(dict.fromkeys(ids))
-        if self.logit_bias is not None:
-            if not isinstance(self.logit_bias, dict):
-                raise RequestError(f"logit_bias must be a dictionary, got {self.logit_bias!r}.")
-            if not _is_checked_bias(self.logit_bias):
-                self.logit_bias = _checked_bias(self.logit_bias)
-        words = [self.bad_words] if isinstance(self.bad_words, str) else self.bad_words
-        self.bad_words = list(words or [])
-        for i, word in enumerate(self.bad_words):
-            if not isinstance(word, str) or not word:
-                raise RequestError(f"bad_words[{i}] must be a non-empty string, got {word!r}.")
-        rule = f"at most {MAX_BAD_WORDS} words"
-        _require(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", rule, len(self.bad_words))
 
     def _check_structured_outputs(self) -> None:
         if self.guided_decoding is not None:
@@ -372,6 +445,25 @@ class SamplingParams:
 
     def clone(self) -> SamplingParams:
         return copy.deepcopy(self)
+
+
+PARAMETERS: dict[str, ParameterInfo] = {
+    item.name: item.metadata["parameter"]
+    for item in fields(SamplingParams)
+    if "parameter" in item.metadata
+}
+
+
+def _checks() -> Iterator[tuple[str, Check, Any]]:
+    """Name and check of each parameter, and its default where that need not be checked."""
+    for name, info in PARAMETERS.items():
+        if info.check is not None:
+            default = getattr(SamplingParams, name)
+            is_kept = info.check(name, default) is default
+            yield name, info.check, default if is_kept else MISSING
+
+
+_CHECKS = tuple(_checks())
 
 
 @dataclass

@@ -7,13 +7,14 @@ import dataclasses
 import itertools
 import json
 import logging
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from quire.frontend.async_llm import RequestTerms
 from quire.protocol.errors import RequestError
 from quire.protocol.sampling import (
+    PARAMETERS,
     RepetitionDetectionParams,
     RequestOutputKind,
     SamplingParams,
@@ -24,19 +25,6 @@ from quire.text.message_stream import MessageForm
 from quire.text.tool_calls.declared import ToolUse
 
 logger = logging.getLogger(__name__)
-
-# Fields of SamplingParams that a body cannot set under their own name, and why.
-NOT_IN_BODIES = {
-    "logprobs": "means another thing in each protocol",
-    "max_tokens": "has another default in each protocol",
-    "output_kind": "follows from `stream`",
-    "flat_logprobs": "is a layout of Python objects",
-    "extra_args": "is called vllm_xargs",
-    "bad_words_token_ids": "is made from bad_words",
-    "guided_decoding": "is called guided_json, guided_regex and so on",
-    "trace_decode_token_ids": "is not supported",
-    "routed_experts_prompt_start": "is not supported",
-}
 
 GUIDED = {
     "guided_json": "json",
@@ -115,8 +103,22 @@ class RequestBody(BaseModel):
         }
 
 
-class GenerationBody(RequestBody):
-    """What every request for text can say: all of `SamplingParams`."""
+def _sampling_fields() -> dict[str, Any]:
+    """Of bodies: None stands for the default of the server."""
+    types = {**get_type_hints(SamplingParams), "repetition_detection": RepetitionDetection}
+    return {
+        name: ((info.body_type or types[name]) | None, None)
+        for name, info in PARAMETERS.items()
+        if not info.not_in_bodies
+    }
+
+
+SamplingBody: Any = create_model("SamplingBody", __base__=RequestBody, **_sampling_fields())
+"""What `SamplingParams` declares for bodies."""
+
+
+class GenerationBody(SamplingBody):
+    """What every request for text can say."""
 
     prepared_fields: ClassVar[frozenset[str]] = frozenset(
         {
@@ -127,40 +129,11 @@ class GenerationBody(RequestBody):
     )
 
     stream: bool | None = False
-    n: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    prompt_logprobs: int | None = None
-    logprob_token_ids: list[int] | None = None
-    prompt_logprob_token_ids: list[int] | None = None
-    prompt_logprob_start: int | None = None
-    detokenize: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    stream_interval: int | None = None
-    repetition_detection: RepetitionDetection | None = None
-    skip_reading_prefix_cache: bool | None = None
-    structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
-    thinking_token_budget: int | None = None
     vllm_xargs: dict[str, Any] | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
@@ -236,9 +209,9 @@ class GenerationBody(RequestBody):
     def sampling_params(self, defaults: SamplingParams, **own: Any) -> SamplingParams:
         """The parameters of this body; `own` are those that differ between protocols."""
         given = {
-            item.name: getattr(self, item.name)
-            for item in dataclasses.fields(SamplingParams)
-            if item.name not in NOT_IN_BODIES and getattr(self, item.name) is not None
+            name: getattr(self, name)
+            for name, info in PARAMETERS.items()
+            if not info.not_in_bodies and getattr(self, name) is not None
         }
         for name, value in given.items():
             if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
