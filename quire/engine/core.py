@@ -223,7 +223,7 @@ class EngineCore:
     def _end_step(self, plan: StepPlan | None, output: StepOutput) -> None:
         with self.monitor.host:
             output.progress = self.scheduler.progress.collect(self.clock())
-        self.monitor.step_ends(self.clock(), has_plan=plan is not None)
+            self.monitor.step_ends(self.clock(), has_plan=plan is not None)
         if not self.has_work and self.clock() >= self._books_due:
             self.scheduler.check_books()
             self._books_due = self.clock() + BOOKS_INTERVAL_S

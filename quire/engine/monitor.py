@@ -71,9 +71,8 @@ class Monitor:
         self._metrics.step_wait.observe(self.wait.seconds)
 
     def step_ends(self, now: float, has_plan: bool) -> None:
-        with self.host:
-            if self.advisor is not None:
-                self.advisor.look(now)
+        if self.advisor is not None:
+            self.advisor.look(now)
         if self.status is not None:
             self.status.look(now)
         self._has_host_time = has_plan

@@ -8,7 +8,7 @@ for the launches otherwise.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,8 +38,6 @@ DRAFTED_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of rows to capture for steps in which each has a few tokens, and none has more."""
 GRAPHS_MEASURED = 4
 """The largest one, and some more to learn what each further one adds."""
-
-Buffer = TypeVar("Buffer", Tensor, Int32Array)
 
 
 class DecodeKey(NamedTuple):
@@ -144,8 +142,8 @@ class StepGraphs:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=table.device)
 
-        self._lengths = {key: self._part_lengths(key) for key in self.keys}
-        self._inputs = ints(max(sum(map(aligned, lengths)) for lengths in self._lengths.values()))
+        self._parts = {key: _in_a_row(self._part_lengths(key)) for key in self.keys}
+        self._inputs = ints(max(parts[-1].stop for parts in self._parts.values()))
         self._leading, *self._others = table.block_tables
         self._rows = RowTensors(table.token_ids, table.num_computed, self._leading)
         self._decode_tokens = TokenTensors.zeros(max_rows, table.device)
@@ -223,17 +221,16 @@ class StepGraphs:
 
     def _pad(self, key: GraphKey, plan: StepPlan, prefixes: HostPrefixTiles | None = None) -> None:
         """Send what a graph is told of a step, padded with what does nothing."""
-        lengths = self._lengths[key]
-        packed = torch.empty(
-            sum(map(aligned, lengths)), dtype=torch.int32, pin_memory=self._inputs.is_cuda
-        )
-        rows, *others = _cut(packed.numpy(), lengths)
+        length = self._parts[key][-1].stop
+        packed = torch.empty(length, dtype=torch.int32, pin_memory=self._inputs.is_cuda)
+        host = packed.numpy()
+        rows, *others = (host[part] for part in self._parts[key])
         rows[: len(plan.rows)], rows[len(plan.rows) :] = plan.rows, -1
         if isinstance(key, MixedKey):
             self._pad_mixed(key, plan, *others)
         elif key.shares_prefixes:
             _pad_prefixes(prefixes, *others)
-        self._inputs[: len(packed)].copy_(packed, non_blocking=True)
+        self._inputs[:length].copy_(packed, non_blocking=True)
 
     def _pad_mixed(
         self,
@@ -271,7 +268,7 @@ class StepGraphs:
 
         size, block_size = key.num_tokens, self._table.block_size
         tokens, lens = self._decode_tokens.first(size), self._decode_lens[:size]
-        rows, *tiles = _cut(self._inputs, self._lengths[key])
+        rows, *tiles = (self._inputs[part] for part in self._parts[key])
         gather_decode(rows, self._rows, block_size, tokens, lens)
         used = rows.clamp(min=0)
         slots = [tokens.slots]
@@ -304,7 +301,7 @@ class StepGraphs:
         from quire.kernels.triton.rows import gather_mixed
 
         tokens, num_rows = self._mixed_tokens.first(key.num_tokens), key.num_rows
-        rows, starts, lines, *tiles = _cut(self._inputs, self._lengths[key])
+        rows, starts, lines, *tiles = (self._inputs[part] for part in self._parts[key])
         gather_mixed(
             rows[:num_rows],
             starts,
@@ -393,12 +390,12 @@ class StepGraphs:
         return None
 
 
-def _cut(buffer: Buffer, lengths: tuple[int, ...]) -> list[Buffer]:
-    """The parts of a buffer, aligned as `Staging` aligns them, so that graphs and other steps run
-    the same kernels."""
+def _in_a_row(lengths: tuple[int, ...]) -> list[slice]:
+    """Parts of a buffer, aligned as `Staging` aligns them, so that graphs and other steps run the
+    same kernels."""
     parts, start = [], 0
     for length in lengths:
-        parts.append(buffer[start : start + length])
+        parts.append(slice(start, start + length))
         start += aligned(length)
     return parts
 

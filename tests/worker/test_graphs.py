@@ -16,7 +16,7 @@ from quire.worker.request_table import RequestTable
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from quire.worker.graphs import DecodeKey, MixedKey, StepGraphs, _cut
+from quire.worker.graphs import DecodeKey, MixedKey, StepGraphs
 
 
 def graphs_for(max_rows: int, prefix_members: int = 8) -> StepGraphs:
@@ -52,7 +52,7 @@ def test_a_graph_reads_what_was_sent_and_nothing_older(
             dice.integers(-1, 3, used, np.int32), np.array([16, 32, 48], np.int32), width
         )
         graphs._pad(key, plan_for(rows, [1] * used), sent)
-        found_rows, starts, lens, members = _cut(graphs._inputs, graphs._lengths[key])
+        found_rows, starts, lens, members = (graphs._inputs[part] for part in graphs._parts[key])
         assert found_rows.tolist() == [*rows.tolist(), *[-1] * (size - used)]
         assert starts.tolist() == [*sent.starts.tolist(), *[0] * (size - used)]
         count = len(sent.lens)
@@ -72,7 +72,7 @@ def test_padding_of_a_step_with_prompts(counts: list[int]) -> None:
     graphs._pad(key, plan_for(np.arange(20, dtype=np.int32), [3] * 20))
     rows = np.array([7, 2, 30, 11][: len(counts)], np.int32)
     graphs._pad(key, plan_for(rows, counts))
-    parts = _cut(graphs._inputs, graphs._lengths[key])
+    parts = (graphs._inputs[part] for part in graphs._parts[key])
     found, starts, lines, requests, indices = (part.tolist() for part in parts)
     pads, total = key.num_rows - len(counts), sum(counts)
     assert found == [*rows.tolist(), *[-1] * (pads + 1)]
