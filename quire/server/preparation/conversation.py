@@ -12,7 +12,7 @@ from quire.protocol.errors import RequestError
 from quire.protocol.sampling import SamplingParams
 from quire.protocol.structured import StructuredOutputs
 from quire.server.http.errors import FormFields
-from quire.server.preparation.bodies import ConversationBody
+from quire.server.preparation.bodies import ConversationBody, RequestBody
 from quire.server.preparation.context import Preparation, Prepared
 from quire.text.chat_template import select_template
 from quire.text.message_stream import MessageForm
@@ -137,11 +137,11 @@ def _with_form(
     return dataclasses.replace(params, **changes), fields  # type: ignore[arg-type]
 
 
-def log_parsers(state: Preparation) -> None:
+def log_parsers(state: Preparation, body: RequestBody) -> bytes:
     """Say what replies are searched for, once at start-up, at DEBUG."""
     templates = None if state.given_tokenizer is None else state.given_tokenizer.chat_template
     if not templates:
-        return
+        return b""
     template = select_template(templates, None, has_tools=True)
     serving = state.serving
     with state.limited(f"chat_template is refused: that of model {state.model_names[0]!r}"):
@@ -156,6 +156,7 @@ def log_parsers(state: Preparation) -> None:
     tags = find_tags(template, serving.reasoning_parser)
     if tags is not None:
         logger.debug("reasoning is what stands between %s and %s", tags.start, tags.end)
+    return b""
 
 
 def text_parts(content: Any, kinds: tuple[str, ...], where: str) -> list[dict[str, Any]]:

@@ -32,12 +32,7 @@ PREPARED_KINDS: dict[str, PreparedKind] = {}
 """By path."""
 
 
-def _log_parsers(preparation: Preparation, body: RequestBody) -> bytes:
-    log_parsers(preparation)
-    return b""
-
-
-PARSERS = PREPARED_KINDS[""] = PreparedKind("", RequestBody, _log_parsers, uses_template=True)
+PARSERS = PREPARED_KINDS[""] = PreparedKind("", RequestBody, log_parsers, uses_template=True)
 """No route: says at start-up what the chat template asks for, since even that reads it."""
 
 Answer = Callable[[Prepared, Request], Awaitable[Response]]
