@@ -55,7 +55,7 @@ BENCHMARKS = {
 }
 
 # Options that neither `generate` nor `chat` can make use of; their --seed is the requests' own.
-NOT_FOR_TEXT = ("seed", "skip_tokenizer_init", "max_logprobs", "logprobs_mode", "scheduling_policy")
+NOT_FOR_TEXT = ("seed", "skip_tokenizer_init", "max_logprobs", "scheduling_policy")
 
 EXAMPLES = """\
 examples:

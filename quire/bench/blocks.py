@@ -18,8 +18,8 @@ from quire.bench.report import (
 )
 from quire.bench.runs import Engines, Run, measure, say
 from quire.config.cli import Arguments
-from quire.config.options import BLOCK_SIZES
 from quire.protocol.errors import OptionError
+from quire.protocol.kv_spec import BLOCK_SIZES
 
 if TYPE_CHECKING:
     from quire.config.cli import CommandParser

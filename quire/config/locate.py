@@ -9,11 +9,10 @@ from typing import Literal
 
 from quire.config import embedded
 from quire.config.foreign_names import remedy_for
+from quire.config.options import LOAD_FORMATS
 from quire.files.hub import HUB_NAME, fetch_from_hub
 from quire.files.shards import weight_files
 from quire.protocol.errors import ModelError, OptionError
-
-LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 
 
 @dataclass(frozen=True)

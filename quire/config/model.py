@@ -16,10 +16,10 @@ from quire.files.gguf import GGUFFile
 from quire.files.json_file import REPAIR, REQUIRED, CheckedValues, read_json_object
 from quire.files.shards import weight_files
 from quire.protocol.errors import ModelError, OptionError
+from quire.protocol.kv_spec import ITEM_BYTES
 
 __all__ = ["ModelConfig", "ModelSource", "load_model_config"]
 
-DTYPES = ("bfloat16", "float16", "float32")
 ROPE_FACTORS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -379,6 +379,6 @@ def _bias(values: CheckedValues, rule: bool | str) -> bool:
 def _dtype(values: CheckedValues) -> str:
     key = "dtype" if values.values.get("dtype") is not None else "torch_dtype"
     dtype = values.text(key, "float32").removeprefix("torch.")
-    if dtype not in DTYPES:
-        values.fail(key, f"one of {', '.join(DTYPES)}", dtype)
+    if dtype not in ITEM_BYTES:
+        values.fail(key, f"one of {', '.join(sorted(ITEM_BYTES))}", dtype)
     return dtype

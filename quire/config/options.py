@@ -12,11 +12,12 @@ from quire.config.arguments import accepted_arguments
 from quire.config.fields import check, option
 from quire.config.log import LEVELS
 from quire.config.structured import GrammarSettings
+from quire.protocol.kv_spec import BLOCK_SIZES, ITEM_BYTES
 
 AUTO_LENGTH = -1
 SERVED_MAX_QUEUED_REQS = 2048
-BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
-DTYPES = ("auto", "float32", "float16", "bfloat16")
+DTYPES = ("auto", *ITEM_BYTES)
+LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 
 _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 _BYTE_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -126,7 +127,7 @@ class ModelOptions(CheckedOptions):
     load_format: str = option(
         "auto",
         "Which weight files to read; dummy makes random weights.",
-        choices=("auto", "safetensors", "pt", "gguf", "dummy"),
+        choices=LOAD_FORMATS,
     )
     seed: int = option(0, "Seeds requests that bring no seed, and dummy weights.")
     max_model_len: int | None = option(
@@ -145,9 +146,6 @@ class ModelOptions(CheckedOptions):
     )
     max_logprobs: int = option(
         20, "Most logprobs a request may ask for per token; -1: no limit.", minimum=-1
-    )
-    logprobs_mode: str = option(
-        "raw_logprobs", "Which values logprobs are.", choices=("raw_logprobs",)
     )
 
 

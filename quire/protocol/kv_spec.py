@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 PAD_LAYER = -1
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Types of weights, activations, keys and values."""
+BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
+"""Tokens per block; an attention backend may have fewer of them."""
 
 
 @dataclass(frozen=True)

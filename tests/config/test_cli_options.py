@@ -40,7 +40,6 @@ ENGINE_FLAGS: dict[str, tuple[str, Any]] = {
     "max_model_len": ("--max-model-len=auto", -1),
     "generation_config": ("--generation-config=vllm", "vllm"),
     "max_logprobs": ("--max-logprobs=5", 5),
-    "logprobs_mode": ("--logprobs-mode=raw_logprobs", "raw_logprobs"),
     "block_size": ("--block-size=32", 32),
     "gpu_memory_utilization": ("--gpu-memory-utilization=0.5", 0.5),
     "kv_cache_memory_bytes": ("--kv-cache-memory-bytes=2GiB", 2 << 30),

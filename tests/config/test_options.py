@@ -88,7 +88,6 @@ def resolved(
         ("device", "tpu"),
         ("load_format", "zip"),
         ("scheduling_policy", "random"),
-        ("logprobs_mode", "raw_logits"),
         ("enable_prefix_caching", "yes"),
         ("hf_overrides", [1]),
         ("model", 7),
@@ -196,6 +195,7 @@ def test_harmless_arguments_warn_once(name: str, value: object) -> None:
         ("quantization_config", {"a": 1}, None),
         ("mm_processor_kwargs", {"a": 1}, {}),
         ("kv_transfer_config", object(), None),
+        ("logprobs_mode", "raw_logits", "raw_logprobs"),
     ],
 )
 def test_arguments_that_change_results_are_refused(name: str, value: Any, neutral: Any) -> None:

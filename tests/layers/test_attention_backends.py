@@ -23,6 +23,7 @@ from quire.layers.attention.cpu import CpuBackend
 from quire.layers.attention.heads import Heads
 from quire.layers.attention.torch import TorchBackend
 from quire.protocol.errors import OptionError
+from quire.protocol.kv_spec import BLOCK_SIZES
 from quire.worker.staging import Staging
 
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 2, 6, 2, 32
@@ -70,7 +71,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     return out.transpose(0, 1).flatten(1)
 
 
-@pytest.mark.parametrize("block_size", backend.BLOCK_SIZES)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("cache", [torch.float32, torch.float16])
 def test_steps_give_dense_attention(

@@ -14,8 +14,6 @@ from quire.layers.attention.shared_prefix import PrefixTiles
 from quire.protocol.errors import OptionError
 from quire.protocol.plan import Int32Array
 
-BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
-
 
 @dataclass(frozen=True)
 class DividedRows:

@@ -11,8 +11,9 @@ from torch import Tensor
 from quire.kernels import cpu
 from quire.kernels.cpu.decoder import Decoder
 from quire.kernels.cpu.heads import HeadsStep
-from quire.layers.attention.backend import BLOCK_SIZES, AttentionInputs, BackendSupport
+from quire.layers.attention.backend import AttentionInputs, BackendSupport
 from quire.layers.attention.heads import Heads, Rotation
+from quire.protocol.kv_spec import BLOCK_SIZES
 
 
 class CpuBackend:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from quire.kernels.torch.attention import paged_attention, write_kv
-from quire.layers.attention.backend import BLOCK_SIZES, AttentionInputs, BackendSupport
+from quire.layers.attention.backend import AttentionInputs, BackendSupport
 from quire.layers.attention.heads import Heads
+from quire.protocol.kv_spec import BLOCK_SIZES
 
 
 class TorchBackend:

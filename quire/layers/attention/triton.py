@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.layers.attention.backend import BLOCK_SIZES, AttentionInputs, BackendSupport
+from quire.layers.attention.backend import AttentionInputs, BackendSupport
 from quire.layers.attention.heads import Heads
 from quire.layers.attention.triton_prefill import choose_prefill, is_hopper, tile_row_bytes
+from quire.protocol.kv_spec import BLOCK_SIZES
 from quire.protocol.plan import Int32Array
 
 if TYPE_CHECKING:
