@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from quire.kernels.torch import sampling
-from quire.kernels.torch.sampling import Limits, cutoffs
 from quire.protocol.sampling import SamplingParams
 from tests.decoding import reference
 from tests.decoding.table import Sketch, Table, random_logits
@@ -18,22 +17,18 @@ MIN_P = (0.0, 1e-4, 0.2, 1.0)
 COMBINATIONS = [(k, p, m) for k in TOP_K for p in TOP_P for m in MIN_P]
 
 
-def limits_of(combinations: list[tuple[int, float, float]]) -> Limits:
-    top_k, top_p, min_p = zip(*combinations, strict=True)
-    return Limits(
-        torch.tensor(top_k)[:, None],
-        torch.tensor(top_p)[:, None],
-        torch.tensor(min_p).log()[:, None],
-    )
+def cutoffs(scores: np.ndarray) -> torch.Tensor:
+    """Of a line for each of the combinations."""
+    top_k, top_p, min_p = map(torch.tensor, zip(*COMBINATIONS, strict=True))
+    ordered = torch.from_numpy(scores).sort(-1, descending=True).values
+    return sampling.cutoffs(ordered, top_k, top_p, min_p.log())
 
 
 @pytest.mark.parametrize("spread", [0.3, 2.0, 8.0])
 def test_kept_sets_equal_the_reference(spread):
     scores = random_logits(5, len(COMBINATIONS), 150, spread=spread)
     scores[:, 20:40] = -np.inf
-    ordered = torch.from_numpy(scores).sort(-1, descending=True).values
-    cutoff, _ = cutoffs(ordered, limits_of(COMBINATIONS))
-    for line, limit, combination in zip(scores, cutoff, COMBINATIONS, strict=True):
+    for line, limit, combination in zip(scores, cutoffs(scores), COMBINATIONS, strict=True):
         kept = set(np.flatnonzero((line >= limit.numpy()) & (line > -np.inf)).tolist())
         assert kept == reference.kept_tokens(line, *combination), combination
 
@@ -41,17 +36,15 @@ def test_kept_sets_equal_the_reference(spread):
 def test_equal_scores_stay_or_go_together():
     """Rounded logits have many ties; the kept set must not depend on the order of a sort."""
     scores = np.round(random_logits(6, len(COMBINATIONS), 150, spread=2.0))
-    ordered = torch.from_numpy(scores).sort(-1, descending=True).values
-    cutoff, _ = cutoffs(ordered, limits_of(COMBINATIONS))
-    for line, limit, combination in zip(scores, cutoff, COMBINATIONS, strict=True):
+    for line, limit, combination in zip(scores, cutoffs(scores), COMBINATIONS, strict=True):
         kept = set(np.flatnonzero(line >= limit.numpy()).tolist())
         assert kept == reference.kept_tokens(line, *combination), combination
 
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 4.0])
 @pytest.mark.parametrize("ties", [False, True])
-def test_few_candidates_and_full_sort_choose_alike(monkeypatch, without_library, spread, ties):
-    """Torch's short cut on a CPU and a full sort draw the same, also where the short cut fails."""
+def test_lines_choose_alike_in_any_batch(monkeypatch, without_library, spread, ties):
+    """In torch: all lines at once, in pieces that bound memory, or alone."""
     vocab = 6000
     logits = random_logits(7, len(COMBINATIONS), vocab, spread=spread)
     if ties:
@@ -61,11 +54,11 @@ def test_few_candidates_and_full_sort_choose_alike(monkeypatch, without_library,
     for row, (k, p, m) in zip(rows, COMBINATIONS, strict=True):
         params = SamplingParams(top_k=k, top_p=p, min_p=m, temperature=0.9)
         table.add(row, Sketch(params, [row], seed=row))
-    short = table.sample(logits, rows).tokens
+    together = table.sample(logits, rows).tokens
     alone = [table.sample(logits[row : row + 1], [row]).tokens.item() for row in rows[::7]]
-    monkeypatch.setattr(sampling, "CANDIDATES", ())
-    assert torch.equal(short, table.sample(logits, rows).tokens)
-    assert short.tolist()[::7] == alone
+    monkeypatch.setattr(sampling, "MAX_ELEMENTS", 7 * vocab)
+    assert torch.equal(together, table.sample(logits, rows).tokens)
+    assert together.tolist()[::7] == alone
 
 
 def test_every_kept_token_is_drawn_and_no_other(kernels):
