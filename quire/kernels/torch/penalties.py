@@ -32,15 +32,11 @@ def penalize(scores: Tensor, rows: Tensor, uses: Tensor, settings: PenaltySettin
         row, used, part = rows[line], uses[slots[line]], scores[line]
         repetition = float(settings.repetition[row])
         frequency, presence = float(settings.frequency[row]), float(settings.presence[row])
-        if repetition != 1.0:
-            factor = torch.ones_like(part).masked_fill_(used != 0, repetition)
-            # Not torch.where: on a CPU it is slow where signs alternate.
-            positive, negative = part.clamp_min(0).div_(factor), part.clamp_max(0).mul_(factor)
-            torch.add(positive, negative, out=part)
-        if frequency != 0.0 or presence != 0.0:
-            counts = (used >> 1).float()
-            part -= counts * frequency
-            part -= counts.clamp_max_(1) * presence
+        repeated = torch.where(part > 0, part / repetition, part * repetition)
+        counts = (used >> 1).float()
+        part.copy_(torch.where(used != 0, repeated, part))
+        part -= counts * frequency
+        part -= counts.clamp_max(1) * presence
 
 
 def count_uses(uses: Tensor, rows: Tensor, tokens: Tensor, slots: Tensor) -> None:
