@@ -1,7 +1,7 @@
 """Builds the native CPU library; everything else about the package is in pyproject.toml.
 
 The library is plain C++ with a C interface: it needs a compiler, but no headers of Python, numpy or
-torch. Without a compiler the package is built without it and runs on its plain-torch twin.
+torch. Without a compiler the package is built without it and runs on its plain-torch reference.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("quire/kernels/cpu/src")
 # The choice among the kernels is made at run time, so each file has flags of its own.
-# Some files round exactly as their twins in torch do, or alike in all their variants.
+# Some files round exactly as their references in torch do, or alike in all their variants.
 EXACT = "-ffp-contract=off"
 PORTABLE = {
     "library.cpp": [],
-    "team.cpp": [],
+    "thread_pool.cpp": [],
     "attention.cpp": [],
     "linear_layer.cpp": [],
     "largest.cpp": [],
-    "choice.cpp": [],
+    "sampling.cpp": [],
     "logprobs.cpp": [],
-    "choice_generic.cpp": [],
+    "sampling_generic.cpp": [],
     "decoder.cpp": [],
     "bitmask.cpp": [],
     "kernel_generic.cpp": [EXACT],
@@ -47,8 +47,8 @@ X86_64 = {
     "kernel_avx512.cpp": ["-mavx512f", EXACT],
     "pointwise_avx2.cpp": ["-mavx2", "-mfma", "-mf16c", EXACT],
     "pointwise_avx512.cpp": ["-mavx512f", EXACT],
-    "choice_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
-    "choice_avx512.cpp": ["-mavx512f"],
+    "sampling_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
+    "sampling_avx512.cpp": ["-mavx512f"],
     "linear_avx2.cpp": ["-mavx2", "-mfma", "-mf16c", EXACT],
     "linear_vnni.cpp": ["-mavx512f", "-mavx512bw", "-mavx512vnni", EXACT],
 }

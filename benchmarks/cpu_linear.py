@@ -25,7 +25,7 @@ from torch import Tensor
 
 from quire.kernels import cpu
 from quire.kernels.cpu import quantized as packed
-from quire.kernels.torch import quantized as twin
+from quire.kernels.torch import quantized as reference
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES
 
 SHAPES = {
@@ -90,7 +90,7 @@ def int8_call(weight: Tensor) -> Callable[[Tensor], Tensor]:
 def contenders(
     outputs: int, inputs: int, num_tokens: int, kinds: list[str], cache_bytes: int
 ) -> list[Contender]:
-    """Every way to compute a layer of this shape, checked against the twin."""
+    """Every way to compute a layer of this shape, checked against the reference."""
     found = []
 
     def add(name: str, weight_bytes: int, make: Callable[[], Callable[[Tensor], Any]]) -> None:
@@ -103,7 +103,7 @@ def contenders(
         rows = random_rows(kind, outputs, inputs)
         matrix = packed.pack_blocks(kind, rows, inputs)
         x = torch.randn(num_tokens, inputs)
-        expected = twin.packed_linear(x, twin.pack_blocks(kind, rows, inputs))
+        expected = reference.packed_linear(x, reference.pack_blocks(kind, rows, inputs))
         error = (packed.packed_linear(x, matrix) - expected).norm() / expected.norm()
         assert error < 1e-5, f"{kind} {outputs} x {inputs}: relative error {error}"
         add(

@@ -5,8 +5,8 @@
 
 Ceilings are measured first. A kernel's floor is what its bytes take at the measured bandwidth, or
 its arithmetic at the measured speed of a large matrix product, whichever is longer; the share is
-that floor over its time. Results are compared with the twin before anything is timed. Calls run
-inside CUDA graphs, on inputs that change until the L2 cache cannot hold them.
+that floor over its time. Results are compared with the reference before anything is timed. Calls
+run inside CUDA graphs, on inputs that change until the L2 cache cannot hold them.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from quire.layers.attention.triton import TritonBackend
 from quire.worker.staging import Staging
 
 MAX_CHECKED = 16
-"""Requests of a batch that are compared with the twin."""
+"""Requests of a batch that are compared with the reference."""
 
 
 def attention(

@@ -34,7 +34,7 @@ class Sides:
     ours: list[Call]
     torchs: list[Call]
     check: Callable[[], None]
-    """Raises unless the kernel computes what its twin does."""
+    """Raises unless the kernel computes what its reference does."""
 
 
 @dataclass(frozen=True)
@@ -58,4 +58,4 @@ def random(*shape: int) -> Tensor:
 
 def check_close(found: Tensor, expected: Tensor) -> None:
     error = (found.float() - expected.float()).norm() / expected.float().norm()
-    assert error < TOLERANCE, f"differs from the twin by {error:.2e}"
+    assert error < TOLERANCE, f"differs from the reference by {error:.2e}"

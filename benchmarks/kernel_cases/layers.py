@@ -24,7 +24,7 @@ from kernel_cases.case import (
 )
 from quire.kernels import dispatch
 from quire.kernels.torch.attention import write_kv
-from quire.kernels.torch.heads import rms_norm as rms_norm_twin
+from quire.kernels.torch.heads import rms_norm as rms_norm_reference
 from quire.kernels.torch.heads import rotate
 from quire.kernels.triton.activation import silu_and_mul
 from quire.kernels.triton.norm import rms_norm
@@ -88,7 +88,9 @@ def norm_with_residual(rows: int) -> Case:
 
         def check() -> None:
             total = x[0] + residual[0]
-            check_close(rms_norm(x[0], weight, eps, residual[0]), rms_norm_twin(total, weight, eps))
+            check_close(
+                rms_norm(x[0], weight, eps, residual[0]), rms_norm_reference(total, weight, eps)
+            )
             check_close(residual[0], total)
 
         return Sides(

@@ -62,8 +62,8 @@ def gathering(num_rows: int) -> Case:
         after = table.lengths.clone()
         table.lengths.copy_(before)
         table.gather()
-        assert all(map(torch.equal, table.gathered, expected)), "differs from the twin"
-        assert torch.equal(table.lengths, after), "the lengths differ from the twin's"
+        assert all(map(torch.equal, table.gathered, expected)), "differs from the reference"
+        assert torch.equal(table.lengths, after), "the lengths differ from the reference's"
 
     return _case(num_rows, 4 * 4 + 3 * 8 + 2 * 4, Table.gather, Table.gather_in_torch, check)
 
@@ -78,8 +78,8 @@ def appending(num_rows: int) -> Case:
         table.token_ids.copy_(tokens)
         table.lengths.copy_(lengths)
         table.append_in_torch()
-        assert torch.equal(found_tokens, table.token_ids), "the tokens differ from the twin's"
-        assert torch.equal(found_lengths, table.lengths), "the lengths differ from the twin's"
+        assert torch.equal(found_tokens, table.token_ids), "the tokens differ from the reference's"
+        assert torch.equal(found_lengths, table.lengths), "the lengths differ from the reference's"
 
     return _case(num_rows, 3 * 4 + 1 + 2 * 4, Table.append, Table.append_in_torch, check)
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from kernel_cases.case import DEVICE, SHAPE, Case, Sides, copies_of, random
 from quire.kernels import dispatch
 from quire.kernels.torch.sampling import Kinds, RowSettings, merge_scratch
-from quire.kernels.torch.sampling import choose_tokens as choose_tokens_twin
+from quire.kernels.torch.sampling import choose_tokens as choose_tokens_reference
 
 MAX_CHECKED = 64
-"""Lines of a batch that are compared with the twin."""
+"""Lines of a batch that are compared with the reference."""
 MIN_EQUAL = 0.95
-"""Kernel and twin may round the last place of a random number differently."""
+"""Kernel and reference may round the last place of a random number differently."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,11 @@ def choice(way: Way, lines: int, vocab: int = SHAPE.vocab) -> Case:
         def check() -> None:
             count = min(lines, MAX_CHECKED)
             scores = logits[0, :count]
-            expected = choose_tokens_twin(scores, rows[:count], positions, settings)
+            expected = choose_tokens_reference(scores, rows[:count], positions, settings)
             pair = torch.stack([ours(0)[:count], expected], 1).long()
             found_score, expected_score = scores.gather(1, pair).unbind(1)  # ties may differ
             equal = (found_score == expected_score).float().mean()
-            assert equal >= MIN_EQUAL, f"{equal:.0%} of the lines choose as the twin does"
+            assert equal >= MIN_EQUAL, f"{equal:.0%} of the lines choose as the reference does"
 
         return Sides(
             [partial(ours, i) for i in range(copies)],

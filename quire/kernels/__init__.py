@@ -1,1 +1,1 @@
-"""Pure tensor functions. Each native kernel has a plain-torch twin, which is its specification."""
+"""Pure tensor functions. A plain-torch reference specifies each native kernel."""

@@ -1,4 +1,4 @@
-"""Chooses between a kernel and its plain-torch twin by where the tensors lie."""
+"""Chooses between a kernel and its plain-torch reference by where the tensors lie."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels import cpu
-from quire.kernels.torch.bitmask import apply_bitmask as apply_bitmask_twin
-from quire.kernels.torch.heads import rms_norm as rms_norm_twin
+from quire.kernels.torch.bitmask import apply_bitmask as apply_bitmask_reference
+from quire.kernels.torch.heads import rms_norm as rms_norm_reference
 from quire.kernels.torch.logprobs import Summary
-from quire.kernels.torch.logprobs import summarize as summarize_twin
+from quire.kernels.torch.logprobs import summarize as summarize_reference
 from quire.kernels.torch.penalties import PenaltySettings
-from quire.kernels.torch.penalties import count_uses as count_uses_twin
-from quire.kernels.torch.penalties import penalize as penalize_twin
+from quire.kernels.torch.penalties import count_uses as count_uses_reference
+from quire.kernels.torch.penalties import penalize as penalize_reference
 from quire.kernels.torch.rows import DraftedRows
-from quire.kernels.torch.rows import accept_tokens as accept_tokens_twin
+from quire.kernels.torch.rows import accept_tokens as accept_tokens_reference
 from quire.kernels.torch.sampling import Kinds, RowSettings
-from quire.kernels.torch.sampling import choose_tokens as choose_tokens_twin
+from quire.kernels.torch.sampling import choose_tokens as choose_tokens_reference
 
 
 def rms_norm(
@@ -29,7 +29,7 @@ def rms_norm(
 
         return norm.rms_norm(x, weight, eps, residual), x if residual is None else residual
     total = x if residual is None else x + residual
-    return rms_norm_twin(total, weight, eps), total
+    return rms_norm_reference(total, weight, eps), total
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def choose_tokens(
         if not kinds.draws:
             return native.largest(scores)
         return native.choose_tokens(scores, rows, positions, settings)
-    return choose_tokens_twin(scores, rows, positions, settings)
+    return choose_tokens_reference(scores, rows, positions, settings)
 
 
 def accept_tokens(
@@ -116,7 +116,7 @@ def accept_tokens(
         from quire.kernels.triton import rows as triton_rows
 
         return triton_rows.accept_tokens(rows, first_lines, num_lines, tokens, table)
-    return accept_tokens_twin(rows, first_lines, num_lines, tokens, table)
+    return accept_tokens_reference(rows, first_lines, num_lines, tokens, table)
 
 
 def summarize(scores: Tensor, tokens: Tensor, num_top: int) -> Summary:
@@ -126,7 +126,7 @@ def summarize(scores: Tensor, tokens: Tensor, num_top: int) -> Summary:
         from quire.kernels.cpu.logprobs import summarize as native
 
         return native(scores, tokens, num_top)
-    return summarize_twin(scores, tokens, num_top)
+    return summarize_reference(scores, tokens, num_top)
 
 
 def penalize(scores: Tensor, rows: Tensor, uses: Tensor, settings: PenaltySettings) -> None:
@@ -140,7 +140,7 @@ def penalize(scores: Tensor, rows: Tensor, uses: Tensor, settings: PenaltySettin
 
         native(scores, rows, uses, settings)
     else:
-        penalize_twin(scores, rows, uses, settings)
+        penalize_reference(scores, rows, uses, settings)
 
 
 def count_uses(uses: Tensor, rows: Tensor, tokens: Tensor, slots: Tensor) -> None:
@@ -150,7 +150,7 @@ def count_uses(uses: Tensor, rows: Tensor, tokens: Tensor, slots: Tensor) -> Non
 
         penalties.count_uses(uses, rows, tokens, slots)
     else:
-        count_uses_twin(uses, rows, tokens, slots)
+        count_uses_reference(uses, rows, tokens, slots)
 
 
 def apply_bitmask(scores: Tensor, lines: Tensor, bits: Tensor) -> None:
@@ -164,4 +164,4 @@ def apply_bitmask(scores: Tensor, lines: Tensor, bits: Tensor) -> None:
 
         native(scores, lines, bits)
     else:
-        apply_bitmask_twin(scores, lines, bits)
+        apply_bitmask_reference(scores, lines, bits)

@@ -229,7 +229,7 @@ class Matrix(Protocol):
 
     @property
     def native_handle(self) -> MatrixHandle | None:
-        """The matrix as the native library knows it; None if twins compute with it."""
+        """The matrix as the native library knows it; None if references compute with it."""
         ...
 
 

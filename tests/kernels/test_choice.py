@@ -1,4 +1,4 @@
-"""Tokens drawn by the native library: those that its plain-torch twin draws."""
+"""Tokens drawn by the native library: those that its plain-torch reference draws."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.kernels import dispatch
 from quire.kernels.cpu.sampling import choose_tokens
-from quire.kernels.torch import sampling as twin
+from quire.kernels.torch import sampling as reference
 from quire.kernels.torch.noise import draw_keys, hash_tokens, uniform
 from quire.kernels.torch.sampling import Kinds, RowSettings, merge_scratch
 
@@ -53,7 +53,7 @@ def check(scores: Tensor, ways: list[Way], num_draws: int = 1) -> None:
     for draw in range(num_draws):
         positions = torch.arange(len(ways), dtype=torch.int32) * 1000 + draw
         found = choose_tokens(scores, rows, positions, settings)
-        expected = twin.choose_tokens(scores, rows, positions, settings)
+        expected = reference.choose_tokens(scores, rows, positions, settings)
         wrong = [
             (ways[int(rows[line])], int(found[line]), int(expected[line]))
             for line in (found != expected).nonzero()[:, 0].tolist()
@@ -158,7 +158,7 @@ def test_scores_of_another_type_are_chosen_from_in_torch() -> None:
     scores = random_scores(len(WAYS), 300, 2.0).to(torch.bfloat16)
     settings, rows = settings_of(WAYS), torch.arange(len(WAYS))
     found = dispatch.choose_tokens(scores, rows, rows.int(), settings, Kinds(True, True, True))
-    assert torch.equal(found, twin.choose_tokens(scores, rows, rows.int(), settings))
+    assert torch.equal(found, reference.choose_tokens(scores, rows, rows.int(), settings))
 
 
 @pytest.mark.parametrize("name", ["seed_low", "top_k", "temperature", "log_min_p"])

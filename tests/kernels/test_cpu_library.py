@@ -221,7 +221,7 @@ for quantization in (None, "int8"):
 
 
 def test_generates_the_same_text_without_the_library(tmp_path: Path, native: None) -> None:
-    """The package as it is installed where there was no compiler: its twins do all the work, and a
+    """The package as it is installed where there was no compiler: references do all the work, and a
     line says what is lost."""
     model, prompts = tmp_path / "model", ["the quick brown", "a", "def f(x):"]
     save_tiny(model, intermediate_size=72)  # no whole blocks: one layer stays in float32 with int8

@@ -1,4 +1,4 @@
-"""Heads on their way into attention: the library does what the twins do one after the other."""
+"""QKV on the way into attention: the library does what the references do one after the other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from quire.kernels import cpu
 from quire.kernels.cpu.heads import HeadsStep
 from quire.kernels.cpu.sampling import largest
-from quire.kernels.torch import attention as twin
+from quire.kernels.torch import attention as reference
 from quire.kernels.torch.heads import rms_norm, rotate
 from tests.kernels.pages import Case, make_pages
 
@@ -52,7 +52,7 @@ def test_prepares_stores_and_attends(
     if rotates:
         angles = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
         eq, ek = rotate(eq, *angles), rotate(ek, *angles)
-    twin.write_kv(expected_layer, ek, ev, slots)
+    reference.write_kv(expected_layer, ek, ev, slots)
 
     step = HeadsStep(kv_layer, slots, query_start, context_lens, tables)
     if rotates:
@@ -63,7 +63,9 @@ def test_prepares_stores_and_attends(
     # What is computed a little differently may be rounded to the next float16.
     bounds = {"rtol": 1e-3, "atol": 1e-6} if narrow else {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(kv_layer, expected_layer, **bounds, equal_nan=True)
-    expected = twin.paged_attention(eq, kv_layer, query_start, context_lens, tables, case.scale)
+    expected = reference.paged_attention(
+        eq, kv_layer, query_start, context_lens, tables, case.scale
+    )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 

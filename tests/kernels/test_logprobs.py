@@ -1,4 +1,4 @@
-"""What log-probabilities need of lines of scores: the native library against its twin."""
+"""What log-probabilities need of lines of scores: the native library against its reference."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu.logprobs import summarize
-from quire.kernels.torch.logprobs import summarize as twin
+from quire.kernels.torch.logprobs import summarize as reference
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -16,12 +16,12 @@ def check(scores: Tensor, num_top: int) -> None:
     vocab = scores.shape[1]
     tokens = torch.arange(len(scores)) * 7 % vocab
     tokens[0] = int(scores[0].argmax())
-    found, expected = summarize(scores, tokens, num_top), twin(scores, tokens, num_top)
+    found, expected = summarize(scores, tokens, num_top), reference(scores, tokens, num_top)
     near = {"atol": 1e-6, "rtol": 1e-6, "equal_nan": True}
     torch.testing.assert_close(found.best, expected.best, **{**near, "atol": 0, "rtol": 0})
     torch.testing.assert_close(found.log_total, expected.log_total, **near)
     assert torch.equal(found.ranks, expected.ranks)
-    # The order of the twin's topk leaves open which of many equals it sees, so this is a sort.
+    # The order of the reference's topk leaves open which of many equals it sees, so this is a sort.
     ordered = scores.sort(stable=True, dim=-1, descending=True).indices[:, :num_top]
     finite = expected.best[:, 0].isfinite()
     assert torch.equal(found.top_ids[finite], ordered[finite])

@@ -1,4 +1,4 @@
-"""A linear layer with its norm and gates in one call: the library, the twins and float64 agree.
+"""A linear layer with its norm and gates in one call: library, references and float64 agree.
 
 A change that loses a tail of inputs, outputs or tokens, adds the residual twice when threads share
 a token, or pairs a gate with another's value turns these red.
@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.kernels.cpu import quantized as native_kernel
 from quire.kernels.cpu.float_linear import handle, pack_weight
 from quire.kernels.cpu.norm_linear import norm_linear
-from quire.kernels.torch import quantized as twin
+from quire.kernels.torch import quantized as reference
 
 pytestmark = pytest.mark.usefixtures("native")
 EPS = 1e-5
@@ -23,7 +23,7 @@ threads_and_tokens = pytest.mark.parametrize(
 )
 
 
-def reference(
+def exact(
     x: Tensor, residual: Tensor | None, norm: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """In float64: the outputs, and what the residual becomes."""
@@ -57,7 +57,7 @@ def test_floats_equal_exact_arithmetic(
         residual = torch.randn(num_tokens, inputs) if has_residual else None
         packed = pack_weight(weight)
         for gates in (False, True):
-            expected, total = reference(x, residual, norm, weight, bias)
+            expected, total = exact(x, residual, norm, weight, bias)
             before = None if residual is None else residual.clone()
             found, sums = norm_linear(handle(packed, outputs), x, before, norm, EPS, bias, gates)
             torch.testing.assert_close(sums.double(), total, rtol=1e-6, atol=1e-6)
@@ -67,7 +67,7 @@ def test_floats_equal_exact_arithmetic(
 
 @threads_and_tokens
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
-def test_blocks_equal_their_twin(
+def test_blocks_equal_their_reference(
     threads: int, num_tokens: int, kind: str, isa: str, num_threads: None, poisoned_memory: None
 ) -> None:
     torch.set_num_threads(threads)
@@ -78,8 +78,8 @@ def test_blocks_equal_their_twin(
         bias = torch.randn(outputs)
         for residual in (None, torch.randn(num_tokens, inputs)):
             for gates in (False, True):
-                expected, total = twin.norm_linear(
-                    x, residual, norm, EPS, twin.pack_blocks(kind, rows, inputs), bias, gates
+                expected, total = reference.norm_linear(
+                    x, residual, norm, EPS, reference.pack_blocks(kind, rows, inputs), bias, gates
                 )
                 matrix = native_kernel.pack_blocks(kind, rows, inputs)
                 before = None if residual is None else residual.clone()

@@ -1,4 +1,4 @@
-"""The native kernel that applies penalties against its twin."""
+"""The native kernel that applies penalties against its reference."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.kernels.cpu.penalties import penalize
-from quire.kernels.torch import penalties as twin
+from quire.kernels.torch import penalties as reference
 from quire.kernels.torch.penalties import PenaltySettings
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -20,7 +20,7 @@ SETTINGS = PenaltySettings(
 
 @pytest.mark.parametrize("vocab", [1, 63, 64, 65, 1000, 5003])
 @pytest.mark.parametrize("rows", [[3, 0, 1, 4], [2], [1, 1], []])
-def test_native_is_the_twin_bit_for_bit(vocab: int, rows: list[int]) -> None:
+def test_native_is_the_reference_bit_for_bit(vocab: int, rows: list[int]) -> None:
     """In the lines whose rows have a slot, and nowhere else; forbidden tokens stay forbidden."""
     generator = torch.Generator().manual_seed(vocab)
     wide = torch.randn(len(rows), vocab + 3, generator=generator) * 5
@@ -28,6 +28,8 @@ def test_native_is_the_twin_bit_for_bit(vocab: int, rows: list[int]) -> None:
     uses = torch.randint(-6, 9, (4, vocab), generator=generator).clamp_min(0).int()
     uses[1, vocab // 2 :] = 0
     expected = wide.clone()
-    twin.penalize(expected[:, 1 : vocab + 1], torch.tensor(rows, dtype=torch.int64), uses, SETTINGS)
+    reference.penalize(
+        expected[:, 1 : vocab + 1], torch.tensor(rows, dtype=torch.int64), uses, SETTINGS
+    )
     penalize(wide[:, 1 : vocab + 1], torch.tensor(rows, dtype=torch.int64), uses, SETTINGS)
     assert torch.equal(wide, expected)

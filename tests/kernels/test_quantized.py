@@ -1,8 +1,8 @@
-"""Linear layers from packed weights: the native kernel, its twin and exact arithmetic agree.
+"""Linear layers from packed weights: the native kernel, its reference and exact arithmetic agree.
 
-References: the gguf package for formats, float64 products of what the twin says the numbers are. A
-change that saturates a product, loses a tail of rows or tokens, reads a neighbour's bytes, mixes up
-scales or lets the other tokens of a batch touch a result turns these red.
+Compared with: the gguf package for formats, float64 products of the numbers that the reference
+reads. A change that saturates a product, loses a tail of rows or tokens, reads a neighbour's bytes,
+mixes up scales or lets the other tokens of a batch touch a result turns these red.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.kernels.cpu import quantized as native_kernel
-from quire.kernels.torch import quantized as twin
+from quire.kernels.torch import quantized as reference
 
-KINDS = twin.KINDS
+KINDS = reference.KINDS
 # Where the float16 scales of a block lie; all other bytes may have any value.
 SCALE_OFFSETS = {"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,)}
 # Numbers of a block that are all at one end of their range: a byte to fill it with.
@@ -60,7 +60,7 @@ def exact_product(x: Tensor, kind: str, rows: Tensor, bias: Tensor | None) -> tu
 
 def magnitude_of(kind: str, x: Tensor, rows: Tensor) -> Tensor:
     """What the rounding errors of a sum are relative to: a minimum may cancel its numbers."""
-    weight = twin.dequantize_rows(kind, rows).abs()
+    weight = reference.dequantize_rows(kind, rows).abs()
     if kind in ("Q4_1", "Q4_K"):
         weight = weight + weight.amax(1, keepdim=True)
     return x.abs() @ weight.t()
@@ -69,14 +69,16 @@ def magnitude_of(kind: str, x: Tensor, rows: Tensor) -> Tensor:
 def check(
     kind: str, rows: Tensor, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Compares the kernel with its twin, with inputs of 15 bits and of 8; returns the kernel's
+    """Compares the kernel with its reference, with inputs of 15 bits and of 8; returns the kernel's
     result with 8."""
     num_inputs = x.shape[1]
     for planes in (2, 1):
         packed = native_kernel.pack_blocks(kind, rows, num_inputs, planes)
         found = native_kernel.packed_linear(x, packed, bias, out)
-        expected = twin.packed_linear(x, twin.pack_blocks(kind, rows, num_inputs, planes), bias)
-        size = magnitude_of(kind, twin.round_activations(x, planes), rows)
+        expected = reference.packed_linear(
+            x, reference.pack_blocks(kind, rows, num_inputs, planes), bias
+        )
+        size = magnitude_of(kind, reference.round_activations(x, planes), rows)
         if bias is not None:
             size += bias.abs()
         error = ((found - expected).abs() / size.clamp(min=1e-30)).max().item()
@@ -100,7 +102,7 @@ def cases(draw: st.DrawFn) -> tuple[str, int, int, int, int]:
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-def test_kernel_is_its_twin(
+def test_kernel_is_its_reference(
     isa: str,
     num_threads: None,
     poisoned_memory: None,
@@ -126,15 +128,15 @@ def test_shares_of_threads(isa: str, num_threads: None, kind: str, threads: int)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_twin_is_near_the_exact_product(kind: str) -> None:
+def test_reference_is_near_the_exact_product(kind: str) -> None:
     """Rounding the inputs to 8 bits, or to 15, costs what that costs, and nothing else is lost."""
     rows, x, bias = make_rows(kind, 50, 512), torch.randn(20, 512), torch.randn(50)
     exact, size = exact_product(x, kind, rows, bias)
-    finer = twin.packed_linear(x, twin.pack_blocks(kind, rows, 512, 2), bias)
+    finer = reference.packed_linear(x, reference.pack_blocks(kind, rows, 512, 2), bias)
     assert ((finer - exact).norm() / exact.norm()).item() < 1e-4
-    found = twin.packed_linear(x, twin.pack_blocks(kind, rows, 512), bias)
+    found = reference.packed_linear(x, reference.pack_blocks(kind, rows, 512), bias)
     assert ((found - exact).norm() / exact.norm()).item() < 1e-2
-    rounded, _ = exact_product(twin.round_activations(x), kind, rows, bias)
+    rounded, _ = exact_product(reference.round_activations(x), kind, rows, bias)
     assert ((found - rounded).abs() / size).max().item() < 1e-6
 
 
@@ -143,7 +145,7 @@ def test_rows_are_exact(native: None, kind: str) -> None:
     rows = make_rows(kind, 37, 768)
     ids = torch.tensor([36, 0, 15, 16, 16, 31, 35])
     expected = gguf.quants.dequantize(rows[ids].numpy(), gguf.GGMLQuantizationType[kind])
-    for module in (native_kernel, twin):
+    for module in (native_kernel, reference):
         found = module.packed_rows(module.pack_blocks(kind, rows, 768), ids)  # type: ignore[attr-defined]
         assert torch.equal(found, torch.from_numpy(expected))
     found = native_kernel.packed_rows(native_kernel.pack_blocks(kind, rows, 768), ids.int())
@@ -184,7 +186,7 @@ def test_wrong_inputs_do_not_look_right(isa: str, value: float) -> None:
     rows, x = make_rows("Q8_0", 20, 64), torch.randn(5, 64)
     expected = check("Q8_0", rows, x)
     x[2, 40] = value
-    for module in (native_kernel, twin):
+    for module in (native_kernel, reference):
         found = module.packed_linear(x, module.pack_blocks("Q8_0", rows, 64))  # type: ignore[attr-defined]
         assert found[2].isnan().all()
         others = [0, 1, 3, 4]
@@ -224,15 +226,17 @@ def test_int8_is_what_gguf_makes(native: None) -> None:
     weight[3], weight[4, :32] = 0.0, torch.arange(32) * 0.5 - 8
     weight[4, 0] = 127.0
     expected = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q8_0)
-    assert torch.equal(twin.quantize_int8(weight).data, torch.from_numpy(expected))
+    assert torch.equal(reference.quantize_int8(weight).data, torch.from_numpy(expected))
     packed = native_kernel.quantize_int8(weight)
     found = native_kernel.packed_rows(packed, torch.arange(40))
-    assert torch.equal(found, twin.dequantize_rows("Q8_0", torch.from_numpy(expected)))
+    assert torch.equal(found, reference.dequantize_rows("Q8_0", torch.from_numpy(expected)))
     small = weight[:20].bfloat16()
     assert torch.equal(
         native_kernel.quantize_int8(small).data, native_kernel.quantize_int8(small.float()).data
     )
-    assert torch.equal(twin.quantize_int8(small).data, twin.quantize_int8(small.float()).data)
+    assert torch.equal(
+        reference.quantize_int8(small).data, reference.quantize_int8(small.float()).data
+    )
 
 
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), [(1, 32), (33, 64), (2100, 96), (4128, 32)])
@@ -240,7 +244,7 @@ def test_int8_is_packed_as_blocks_are(native: None, num_outputs: int, num_inputs
     """All bytes, for more rows than are worked on at a time, and for scales of every size."""
     weight = torch.randn(num_outputs, num_inputs) * torch.logspace(-12, 8, num_outputs)[:, None]
     weight[::7] = (weight[::7] / weight[::7].abs().amax() * 254).round() / 2
-    expected = native_kernel.pack_blocks("Q8_0", twin.quantize_int8(weight).data, num_inputs)
+    expected = native_kernel.pack_blocks("Q8_0", reference.quantize_int8(weight).data, num_inputs)
     found = native_kernel.quantize_int8(weight.t().contiguous().t())
     assert torch.equal(found.data, expected.data)
 
@@ -261,7 +265,7 @@ def test_packed_size(kind: str) -> None:
     assert packed.data.numel() <= 1.05 * rows.numel()
 
 
-@pytest.mark.parametrize("module", [native_kernel, twin])
+@pytest.mark.parametrize("module", [native_kernel, reference])
 def test_what_cannot_be_is_refused(native: None, module: object) -> None:
     pack = module.pack_blocks  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="num_inputs=48: Q8_0 has blocks of 32"):

@@ -119,7 +119,7 @@ def test_native_kernel_comes_first_if_it_can() -> None:
 
 
 def test_missing_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a compiler the twin runs, and start-up can say why."""
+    """Without a compiler the reference runs, and start-up can say why."""
     monkeypatch.setattr(CpuBackend, "missing", classmethod(lambda cls: "was not built"))
     chosen, reasons = select_backend("cpu", torch.float32, 64, 16)
     assert chosen is TorchBackend and reasons == ["cpu: was not built"]

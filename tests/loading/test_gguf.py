@@ -62,7 +62,8 @@ def assert_bitwise(found: Tensor, expected: np.ndarray) -> None:
 
 @pytest.mark.parametrize(
     ("name", "by"),
-    [(name, "the twin") for name in SCALE_OFFSETS] + [(name, "native") for name in DEQUANTIZED],
+    [(name, "the reference") for name in SCALE_OFFSETS]
+    + [(name, "native") for name in DEQUANTIZED],
 )
 @pytest.mark.parametrize("num_blocks", [1, 37, 9000])
 def test_random_blocks_are_dequantised_exactly(

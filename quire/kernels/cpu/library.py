@@ -135,8 +135,8 @@ class FloatLinearCall(ctypes.Structure):
     )
 
 
-class ChoiceCall(ctypes.Structure):
-    """Mirrors `ChoiceCall` in src/choice.h."""
+class SamplingCall(ctypes.Structure):
+    """Mirrors `SamplingCall` in src/sampling.h."""
 
     _fields_ = (
         ("scores", ctypes.c_void_p),
@@ -324,7 +324,7 @@ def load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     library.quire_attend_heads.argtypes = tuple(ctypes.POINTER(call) for call in heads)
     library.quire_largest.argtypes = LARGEST
     library.quire_largest.restype = None
-    library.quire_choose.argtypes = (ctypes.POINTER(ChoiceCall),)
+    library.quire_sample.argtypes = (ctypes.POINTER(SamplingCall),)
     library.quire_summarize.argtypes = (ctypes.POINTER(LogprobsCall),)
     library.quire_penalize.argtypes = PENALIZE
     library.quire_penalize.restype = None

@@ -8,12 +8,12 @@ from torch import Tensor
 from quire.kernels.cpu.library import LogprobsCall, native, num_threads
 from quire.kernels.cpu.norm_linear import require_rows
 from quire.kernels.torch.logprobs import Summary
-from quire.kernels.torch.logprobs import summarize as twin
+from quire.kernels.torch.logprobs import summarize as reference
 
 
 def summarize(scores: Tensor, tokens: Tensor, num_top: int) -> Summary:
-    """As the twin, which also gets the lines that the library does not take: those with infinity or
-    NaN, or without any number."""
+    """As the reference, which also gets the lines that the library does not take: those with
+    infinity or NaN, or without any number."""
     num_lines, width = scores.shape
     stride = require_rows("scores", scores, width)
     tokens = tokens.int().contiguous()
@@ -40,5 +40,5 @@ def summarize(scores: Tensor, tokens: Tensor, num_top: int) -> Summary:
     if native().quire_summarize(call) != 0:
         raise MemoryError("no memory for the working space of log-probabilities")
     if not bool(best.isfinite().all()):
-        return twin(scores, tokens, num_top)
+        return reference(scores, tokens, num_top)
     return Summary(best, log_total, ranks, top_ids.long())

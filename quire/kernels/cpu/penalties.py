@@ -11,7 +11,7 @@ from quire.kernels.torch.penalties import PenaltySettings
 
 
 def penalize(scores: Tensor, rows: Tensor, uses: Tensor, settings: PenaltySettings) -> None:
-    """As the twin, bit for bit."""
+    """As the reference, bit for bit."""
     num_lines, vocab_size = scores.shape
     stride = require_rows("scores", scores, vocab_size)
     require_column("rows", rows, torch.int64, num_lines)

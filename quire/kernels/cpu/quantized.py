@@ -1,7 +1,7 @@
 """Linear layers and embeddings from packed quantised weights, in the native library.
 
-The signatures are those of the twins in `quire.kernels.torch.quantized`. src/quantized.h says how
-weights are packed, and quire/kernels/cpu/packing.py does it.
+The signatures are those of the references in `quire.kernels.torch.quantized`. src/quantized.h says
+how weights are packed, and quire/kernels/cpu/packing.py does it.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def norm_linear(
     bias: Tensor | None = None,
     gated: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`packed_linear` of norm(x + residual), and x + residual; see the twin."""
+    """`packed_linear` of norm(x + residual), and x + residual; see the reference."""
     return native_norm_linear(matrix.handle, x, residual, norm_weight, eps, bias, gated)
 
 

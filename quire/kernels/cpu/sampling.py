@@ -1,11 +1,11 @@
-"""The choice of tokens, in the native library."""
+"""Sampling, in the native library."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.library import ChoiceCall, native, num_threads, require_column
+from quire.kernels.cpu.library import SamplingCall, native, num_threads, require_column
 from quire.kernels.cpu.norm_linear import require_rows
 from quire.kernels.torch.sampling import RowSettings
 
@@ -23,7 +23,7 @@ def largest(scores: Tensor) -> Tensor:
 
 
 def choose_tokens(scores: Tensor, rows: Tensor, positions: Tensor, settings: RowSettings) -> Tensor:
-    """One token for each line of float32 scores [S, V]; see the twin. int32 [S]."""
+    """One token for each line of float32 scores [S, V]; see the reference. int32 [S]."""
     num_lines, width = scores.shape
     stride = require_rows("scores", scores, width)
     require_column("rows", rows, torch.int64, num_lines)
@@ -33,7 +33,7 @@ def choose_tokens(scores: Tensor, rows: Tensor, positions: Tensor, settings: Row
     for name in ("temperature", "top_p", "log_min_p"):
         require_column(name, getattr(settings, name), torch.float32, len(positions))
     out = torch.empty(num_lines, dtype=torch.int32)
-    call = ChoiceCall(
+    call = SamplingCall(
         scores=scores.data_ptr(),
         stride=stride,
         num_lines=num_lines,
@@ -49,6 +49,6 @@ def choose_tokens(scores: Tensor, rows: Tensor, positions: Tensor, settings: Row
         width=width,
         num_threads=num_threads(),
     )
-    if native().quire_choose(call) != 0:
+    if native().quire_sample(call) != 0:
         raise MemoryError("no memory for the working space of drawing tokens")
     return out

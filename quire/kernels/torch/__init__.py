@@ -1,1 +1,1 @@
-"""The plain-torch twins: what the native kernels must compute, and the fallback for them."""
+"""The plain-torch references: what the native kernels must compute, and the fallback for them."""

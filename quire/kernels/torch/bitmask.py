@@ -1,4 +1,4 @@
-"""The twin of the kernel that applies masks of grammars to scores."""
+"""The reference of the kernel that applies masks of grammars to scores."""
 
 from __future__ import annotations
 

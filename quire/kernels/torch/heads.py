@@ -1,4 +1,4 @@
-"""Twins of what happens to heads between projection and attention: normalisation and rotation."""
+"""References for what happens to QKV before attention: normalisation and rotation."""
 
 from __future__ import annotations
 

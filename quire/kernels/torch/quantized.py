@@ -1,4 +1,4 @@
-"""Twins of the linear layers and embeddings that are computed from packed quantised weights."""
+"""References for linear layers and embeddings from packed quantised weights."""
 
 from __future__ import annotations
 

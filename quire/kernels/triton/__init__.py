@@ -1,1 +1,1 @@
-"""GPU kernels in Triton; twins in `kernels/torch` specify them."""
+"""GPU kernels in Triton; references in `kernels/torch` specify them."""

@@ -281,8 +281,8 @@ def _finish_kernel(
 def token_cutoffs(scores: Tensor, rows: Tensor, settings: RowSettings, kinds: Kinds) -> Tensor:
     """Lowest score kept in each line, once divided by the temperature; float32 [S].
 
-    It keeps the set that the twin's cutoff keeps; masses may differ from the twin's in the last
-    place.
+    It keeps the set that the reference's cutoff keeps; masses may differ from the reference's in
+    the last place.
     """
     (num_lines, vocab_size), device = scores.shape, scores.device
     splits = -(-vocab_size // CHUNK)

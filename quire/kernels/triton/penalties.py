@@ -45,7 +45,7 @@ def _penalize_kernel(
 
 
 def penalize(scores: Tensor, rows: Tensor, uses: Tensor, settings: PenaltySettings) -> None:
-    """As the twin, bit for bit."""
+    """As the reference, bit for bit."""
     num_lines, vocab_size = scores.shape
     assert uses.shape[1] == vocab_size and uses.is_contiguous()
     _penalize_kernel[(-(-vocab_size // WIDTH), num_lines)](
@@ -60,7 +60,7 @@ def penalize(scores: Tensor, rows: Tensor, uses: Tensor, settings: PenaltySettin
         scores.stride(0),
         WIDTH=WIDTH,
         num_warps=4,
-        # A fused multiply-add would round once where the twin rounds twice.
+        # A fused multiply-add would round once where the reference rounds twice.
         enable_fp_fusion=False,
     )
 

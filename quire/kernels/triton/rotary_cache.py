@@ -16,7 +16,7 @@ from quire.kernels.hopper.overlap import launch_options, wait_for_inputs
 
 @triton.jit
 def _normalized(first, second, weight_ptr, dims, in_half, eps, HEAD_DIM: tl.constexpr):
-    """RMSNorm of heads given as halves [heads, half]; rounds as the twin does."""
+    """RMSNorm of heads given as halves [heads, half]; rounds as the reference does."""
     a, b = first.to(tl.float32), second.to(tl.float32)
     scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / HEAD_DIM + eps)[:, None]
     weight_a = tl.load(weight_ptr + dims, in_half, 0.0)[None, :]

@@ -285,7 +285,7 @@ def _accept_kernel(
 def accept_tokens(
     rows: Tensor, first_lines: Tensor, num_lines: Tensor, tokens: Tensor, table: DraftedRows
 ) -> Tensor:
-    """As the twin."""
+    """As the reference."""
     count = len(rows)
     out = torch.empty(count, dtype=torch.int32, device=rows.device)
     _accept_kernel[(-(-count // WIDTH),)](

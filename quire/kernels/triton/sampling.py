@@ -106,7 +106,7 @@ def _choose_kernel(
 def choose_tokens(
     scores: Tensor, rows: Tensor, positions: Tensor, settings: RowSettings, kinds: Kinds
 ) -> Tensor:
-    """As the twin; the noise and the masses of top_p may differ from its in the last place."""
+    """As the reference; the noise and the masses of top_p may differ from its in the last place."""
     num_lines, vocab_size = scores.shape
     out = torch.empty(num_lines, dtype=torch.int32, device=scores.device)
     if num_lines == 0:

@@ -49,7 +49,7 @@ class TorchBackend:
         return "torch (plain torch, one request at a time)"
 
     def plan(self, inputs: AttentionInputs) -> TorchStep:
-        # The twin reads lengths on the host: fetch them once, not in every layer.
+        # The reference reads lengths on the host: fetch them once, not in every layer.
         on_host = replace(
             inputs,
             query_start=inputs.query_start.cpu(),

@@ -93,7 +93,7 @@ class PlainMatrix:
 
 @dataclass(frozen=True)
 class BlockMatrix:
-    """In the blocks of a GGUF format. `kernels` are those of the native library, or their twins."""
+    """In the blocks of a GGUF format. `kernels`: the native library's, or their references."""
 
     kernels: ModuleType
     blocks: PackedMatrix
@@ -131,9 +131,9 @@ class BlockMatrix:
 def block_kernels() -> ModuleType:
     """The native ones where there are any."""
     from quire.kernels.cpu import quantized as native
-    from quire.kernels.torch import quantized as twins
+    from quire.kernels.torch import quantized as references
 
-    return native if cpu.available()[0] else twins
+    return native if cpu.available()[0] else references
 
 
 class Packer(Protocol):

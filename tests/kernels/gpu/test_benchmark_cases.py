@@ -1,4 +1,4 @@
-"""The cases of `benchmarks/kernels.py` call the kernels rightly: they agree with their twins."""
+"""The cases of `benchmarks/kernels.py` call the kernels rightly: all equal their references."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def kernel_cases(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_case_agrees_with_its_twin(name: str, kernel_cases: Any) -> None:
+def test_case_agrees_with_its_reference(name: str, kernel_cases: Any) -> None:
     """A kernel whose arguments change must not be timed on something else."""
     sides = CASES[name](kernel_cases).make()
     assert len(sides.ours) == len(sides.torchs) == 2

@@ -14,10 +14,11 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from quire.layers.attention import triton as triton_backend  # noqa: E402
-from quire.layers.attention.backend import BLOCK_SIZES, AttentionInputs  # noqa: E402
+from quire.layers.attention.backend import AttentionInputs  # noqa: E402
 from quire.layers.attention.heads import HeadNorms, Heads, Rotation  # noqa: E402
 from quire.layers.attention.torch import TorchBackend  # noqa: E402
 from quire.layers.attention.triton import TritonBackend  # noqa: E402
+from quire.protocol.kv_spec import BLOCK_SIZES  # noqa: E402
 from quire.worker.staging import Staging  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
@@ -103,7 +104,7 @@ def make_heads(
 
 
 def in_double(heads: Heads) -> Heads:
-    """What the kernels are given, rotated and normalised by the twins, then widened."""
+    """What the kernels are given, rotated and normalised by the references, then widened."""
     return Heads(*(tensor.double() for tensor in heads.prepared()))
 
 

@@ -1,4 +1,4 @@
-"""Verification of drafts: the Triton kernel against its twin, and the twin against a plain loop."""
+"""Verification of drafts: the Triton kernel against its reference, that against a plain loop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from quire.kernels.torch.rows import DraftedRows  # noqa: E402
-from quire.kernels.torch.rows import accept_tokens as twin  # noqa: E402
+from quire.kernels.torch.rows import accept_tokens as reference  # noqa: E402
 from quire.kernels.triton.rows import accept_tokens  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
@@ -76,9 +76,9 @@ def test_accepted_tokens(num_rows: int, max_drafts: int) -> None:
     copies = [DraftedRows(*(part.clone() for part in table)) for _ in range(2)]
     expected = accept_plainly(*step, copies[0])
     assert max_drafts == 0 or (1 in expected and max(expected) > 1) or num_rows == 1
-    assert twin(*step, copies[1]).tolist() == expected
+    assert reference(*step, copies[1]).tolist() == expected
     on_device = DraftedRows(*(part.to(DEVICE) for part in table))
     found = accept_tokens(*(part.to(DEVICE) for part in step), on_device)
     assert found.tolist() == expected
-    for plain, by_twin, by_kernel in zip(*copies, on_device, strict=True):
-        assert torch.equal(by_twin, plain) and torch.equal(by_kernel.cpu(), plain)
+    for plain, by_reference, by_kernel in zip(*copies, on_device, strict=True):
+        assert torch.equal(by_reference, plain) and torch.equal(by_kernel.cpu(), plain)

@@ -1,4 +1,4 @@
-"""Triton kernels against their plain-torch twins: on the GPU, or by Triton's interpreter."""
+"""Triton kernels against their plain-torch references: on the GPU, or by Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from quire.kernels.torch.attention import paged_attention, write_kv  # noqa: E402
-from quire.kernels.torch.heads import rms_norm as rms_norm_twin  # noqa: E402
+from quire.kernels.torch.heads import rms_norm as rms_norm_reference  # noqa: E402
 from quire.kernels.torch.heads import rotate  # noqa: E402
 from quire.kernels.triton.activation import silu_and_mul  # noqa: E402
 from quire.kernels.triton.decode_attention import (  # noqa: E402
@@ -323,7 +323,7 @@ def test_prefill_attention(case: tuple) -> None:
 @pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float32), (80, BFLOAT16)])
 def test_rotate_and_write(dim: int, dtype: torch.dtype, with_norms: bool) -> None:
-    """Queries and keys as the twins make them, and the cache as `write_kv` leaves it."""
+    """Queries and keys as the references make them, and the cache as `write_kv` leaves it."""
     heads, kv_heads, size, count = 3, 2, 8, 5
     joined = torch.randn(count, heads + 2 * kv_heads, dim, device=DEVICE).to(dtype)
     q, k, v = joined.split([heads, kv_heads, kv_heads], 1)
@@ -336,7 +336,7 @@ def test_rotate_and_write(dim: int, dtype: torch.dtype, with_norms: bool) -> Non
     expected = found.clone()
     out = rotate_and_write(q, k, v, found, slots, positions, cos, sin, *weights, eps=1e-6)
     if with_norms:
-        q, k = rms_norm_twin(q, weights[0], 1e-6), rms_norm_twin(k, weights[1], 1e-6)
+        q, k = rms_norm_reference(q, weights[0], 1e-6), rms_norm_reference(k, weights[1], 1e-6)
     table = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
     close(out, rotate(q, *table))
     used = slots >= 0
@@ -346,13 +346,13 @@ def test_rotate_and_write(dim: int, dtype: torch.dtype, with_norms: bool) -> Non
 
 @pytest.mark.parametrize(("dim", "dtype"), [(96, torch.float32), (257, BFLOAT16)])
 def test_rms_norm(dim: int, dtype: torch.dtype) -> None:
-    """Equal to the twin bit for bit, and the residual holds the sum."""
+    """Equal to the reference bit for bit, and the residual holds the sum."""
     x = torch.randn(7, dim, device=DEVICE).to(dtype)
     residual = torch.randn(7, dim, device=DEVICE).to(dtype)
     weight = torch.randn(dim, device=DEVICE).to(dtype)
-    close(rms_norm(x, weight, 1e-5), rms_norm_twin(x, weight, 1e-5))
+    close(rms_norm(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5))
     total = x + residual
-    close(rms_norm(x, weight, 1e-5, residual), rms_norm_twin(total, weight, 1e-5))
+    close(rms_norm(x, weight, 1e-5, residual), rms_norm_reference(total, weight, 1e-5))
     assert torch.equal(residual, total)
 
 
@@ -466,7 +466,7 @@ def test_gemv_after_norm(
     found, total = gemv(x, weight, bias, norm, gated)
     expected_total = x + residual if with_residual else x
     assert torch.equal(total, expected_total) and torch.equal(residual, before)
-    normal = rms_norm_twin(expected_total, norm_weight, 1e-5).float()
+    normal = rms_norm_reference(expected_total, norm_weight, 1e-5).float()
     expected = torch.nn.functional.linear(normal, weight.float(), bias.float())
     if gated:
         gate, up = expected.chunk(2, dim=-1)

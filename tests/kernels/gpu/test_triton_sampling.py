@@ -1,4 +1,4 @@
-"""Sampling kernels against their plain-torch twins: on the GPU, or by Triton's interpreter.
+"""Sampling kernels against their plain-torch references: on the GPU, or by Triton's interpreter.
 
 The interpreter takes about 10 ms for each program, so there the lines are few and short, and chunks
 are made small enough for a line to have several.
@@ -17,9 +17,9 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 
 import triton.language as tl  # noqa: E402
 
-from quire.kernels.torch import bitmask as bitmask_twin  # noqa: E402
-from quire.kernels.torch import penalties as penalties_twin  # noqa: E402
-from quire.kernels.torch import sampling as twin  # noqa: E402
+from quire.kernels.torch import bitmask as bitmask_reference  # noqa: E402
+from quire.kernels.torch import penalties as penalties_reference  # noqa: E402
+from quire.kernels.torch import sampling as reference  # noqa: E402
 from quire.kernels.torch.noise import hash_tokens, uniform  # noqa: E402
 from quire.kernels.torch.penalties import PenaltySettings  # noqa: E402
 from quire.kernels.torch.sampling import Kinds, RowSettings, merge_scratch  # noqa: E402
@@ -85,7 +85,7 @@ def check_cutoffs(scores: Tensor, combinations: list[tuple[float, int, float, fl
     settings = settings_of(combinations)
     rows = torch.arange(len(combinations), device=DEVICE)
     found = cutoffs.token_cutoffs(scores, rows, settings, EVERYTHING)
-    expected = twin.token_cutoffs(scores, rows, settings)
+    expected = reference.token_cutoffs(scores, rows, settings)
     differ = kept(scores, found, settings) != kept(scores, expected, settings)
     wrong = [combinations[line] for line in differ.any(1).nonzero()[:, 0].tolist()]
     assert not wrong, f"{len(wrong)} of {len(combinations)} kept sets differ: {wrong[:5]}"
@@ -140,7 +140,7 @@ def test_choices(dtype: torch.dtype, small_chunks: None) -> None:
         scores = scores[:, :vocab]
         positions = torch.arange(count, dtype=torch.int32, device=DEVICE) * 1000 + step
         found = sampling.choose_tokens(scores, rows, positions, settings, EVERYTHING)
-        expected = twin.choose_tokens(scores, rows, positions, settings)
+        expected = reference.choose_tokens(scores, rows, positions, settings)
         assert found.dtype == torch.int32
         assert found.tolist() == expected.tolist()
     assert torch.equal(settings.scratch, merge_scratch(count, DEVICE))
@@ -197,7 +197,7 @@ def test_penalties() -> None:
     )
     rows = torch.tensor([3, 0, 1, 4], device=DEVICE)
     expected = scores.clone()
-    penalties_twin.penalize(expected, rows, uses, settings)
+    penalties_reference.penalize(expected, rows, uses, settings)
     penalties.penalize(scores, rows, uses, settings)
     assert torch.equal(scores, expected)
 
@@ -210,7 +210,7 @@ def test_uses_are_counted(dtype: torch.dtype) -> None:
     tokens = torch.tensor([4, 4, 4, 5, 0], dtype=torch.int32, device=DEVICE)
     found, expected = (torch.ones(3, 6, dtype=torch.int32, device=DEVICE) for _ in range(2))
     penalties.count_uses(found, rows, tokens, slots)
-    penalties_twin.count_uses(expected, rows, tokens, slots)
+    penalties_reference.count_uses(expected, rows, tokens, slots)
     assert torch.equal(found[1:], expected[1:])
 
 
@@ -233,8 +233,8 @@ def test_bitmask(
             if not word >> token % 32 & 1:
                 expected[line, token] = -math.inf
     where = torch.tensor(lines, dtype=torch.int32)
-    by_twin, by_kernel = scores.clone(), scores.to(DEVICE)
-    bitmask_twin.apply_bitmask(by_twin, where, bits)
+    by_reference, by_kernel = scores.clone(), scores.to(DEVICE)
+    bitmask_reference.apply_bitmask(by_reference, where, bits)
     bitmask.apply_bitmask(by_kernel, where.to(DEVICE), bits.to(DEVICE))
-    assert torch.equal(by_twin, expected)
+    assert torch.equal(by_reference, expected)
     assert torch.equal(by_kernel.cpu(), expected)

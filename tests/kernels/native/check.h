@@ -1,4 +1,4 @@
-// What the tests of the library share: random data, comparisons, and a team of threads.
+// What the tests of the library share: random data, comparisons, and a pool of threads.
 #pragma once
 
 #include <cstdint>
@@ -50,13 +50,13 @@ void test_pack_int8();
 void test_norm_linear();
 void test_attend_heads();
 void test_largest();
-void test_choice();
+void test_sampling();
 void test_logprobs();
 void test_decode();
 void test_bitmask();
 void test_penalize();
 void test_dequantize();
-void test_team();
-void test_crowding();
+void test_thread_pool();
+void test_contention();
 
 }  // namespace check

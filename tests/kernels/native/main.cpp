@@ -28,8 +28,8 @@ void fail(const char* what, double found, double expected) {
   has_failed = true;
 }
 
-// A team of which all take part.
-void run_team(void (*body)(void*), void* data, int32_t count) {
+// A pool of which all take part.
+void run_thread_pool(void (*body)(void*), void* data, int32_t count) {
   std::vector<std::thread> others;
   for (int32_t i = 1; i < count; ++i) others.emplace_back(body, data);
   body(data);
@@ -46,10 +46,10 @@ constexpr Test kTests[] = {
     {"float linear", test_float_linear},   {"packed linear", test_packed_linear},
     {"packed rows", test_packed_rows},     {"pack int8", test_pack_int8},
     {"norm linear", test_norm_linear},     {"largest", test_largest},
-    {"choice", test_choice},               {"logprobs", test_logprobs},
+    {"sampling", test_sampling},               {"logprobs", test_logprobs},
     {"decode", test_decode},               {"bitmask", test_bitmask},
     {"penalize", test_penalize},           {"dequantize", test_dequantize},
-    {"team", test_team},                   {"crowding", test_crowding},
+    {"thread pool", test_thread_pool},                   {"contention", test_contention},
 };
 
 void run(const Test& test) {
@@ -80,8 +80,8 @@ int main() {
       return EXIT_FAILURE;
     }
     for (num_threads = 1; num_threads <= 8; ++num_threads)
-      for (const auto team : {run_team, Parallel{nullptr}}) {
-        quire_set_parallel(team);
+      for (const auto pool : {run_thread_pool, Parallel{nullptr}}) {
+        quire_set_parallel(pool);
         for (const Test& test : kTests) run(test);
       }
   }

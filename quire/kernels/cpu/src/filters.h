@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstring>
 
-#include "choice.h"
+#include "sampling.h"
 
 namespace quire {
 
@@ -51,7 +51,7 @@ class Workspace {
 // and the best of them is finite.
 class Filters {
  public:
-  Filters(const ChoiceKernel& kernel, const float* x, int32_t n, float best,
+  Filters(const SamplingKernel& kernel, const float* x, int32_t n, float best,
           const Workspace& space)
       : kernel_(kernel), x_(x), n_(n), best_(best), floor_(-FLT_MAX), space_(space) {}
 
@@ -112,7 +112,7 @@ class Filters {
     return float_at(static_cast<int32_t>(high));
   }
 
-  const ChoiceKernel& kernel_;
+  const SamplingKernel& kernel_;
   const float* const x_;
   const int32_t n_;
   const float best_;

@@ -1,7 +1,7 @@
 // The instruction set that all entry points use.
 
 #include "attention.h"
-#include "choice.h"
+#include "sampling.h"
 #include "dispatch.h"
 #include "pointwise.h"
 
@@ -43,12 +43,12 @@ const Pointwise& chosen_pointwise() {
   return pointwise_generic;
 }
 
-const ChoiceKernel& chosen_choice() {
+const SamplingKernel& chosen_sampling() {
 #if defined(__x86_64__)
-  if (chosen_isa() == 2) return choice_avx512;
-  if (chosen_isa() == 1) return choice_avx2;
+  if (chosen_isa() == 2) return sampling_avx512;
+  if (chosen_isa() == 1) return sampling_avx2;
 #endif
-  return choice_generic;
+  return sampling_generic;
 }
 
 }  // namespace quire

@@ -20,7 +20,7 @@ struct LineJob {
 
   const Call& call;
   Work work;
-  const ChoiceKernel& kernel;
+  const SamplingKernel& kernel;
   const Pointwise& pointwise;
   float* memory;
   std::atomic<int32_t> num_workers;
@@ -41,7 +41,7 @@ int run_lines(const Call& call, typename LineJob<Call>::Work work) {
   const int32_t num_threads = call.num_lines * call.width < kSerialNumbers ? 1 : call.num_threads;
   float* memory = static_cast<float*>(std::malloc(Workspace::bytes(call.width, num_threads)));
   if (!memory) return -1;
-  LineJob<Call> job = {call,   work, chosen_choice(), chosen_pointwise(),
+  LineJob<Call> job = {call,   work, chosen_sampling(), chosen_pointwise(),
                        memory, {0},  Phase(call.num_lines, 1)};
   run_parallel(LineJob<Call>::take_part, &job, num_threads);
   std::free(memory);

@@ -1,7 +1,7 @@
 // The random numbers of quire/kernels/torch/noise.py, which specifies them, for vectors of tokens.
 #pragma once
 
-#include "choice.h"
+#include "sampling.h"
 #include "vector.h"
 
 namespace quire {

@@ -1,5 +1,5 @@
 // Penalties for tokens that a request has used. Compiled without contraction of floating point
-// operations: scores are those of the twin, bit for bit.
+// operations: scores are those of the reference, bit for bit.
 
 #include <cstdint>
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "team.h"
+#include "thread_pool.h"
 
 namespace quire {
 

@@ -1,5 +1,5 @@
-// The choice of a token by chance: the contract between the entry point and the kernels, which are
-// compiled once per instruction set. The twin's quire/kernels/torch/sampling.py and noise.py specify
+// Sampling of a token: the contract between the entry point and the kernels, which are
+// compiled once per instruction set. The reference's quire/kernels/torch/sampling.py and noise.py specify
 // both.
 #pragma once
 
@@ -8,7 +8,7 @@
 namespace quire {
 
 // Lines of scores, and how the rows that they belong to choose.
-struct ChoiceCall {
+struct SamplingCall {
   const float* scores;
   int64_t stride;
   int64_t num_lines;
@@ -34,7 +34,7 @@ struct NoiseKeys {
 // `collect` writes up to this many numbers behind the last one that it has found.
 constexpr int32_t kMaxLanes = 16;
 
-struct ChoiceKernel {
+struct SamplingKernel {
   // out = x / temperature.
   void (*temper)(const float* x, int32_t n, float temperature, float* out);
   // The numbers that reach `floor`, which is above minus infinity, in their order; how many.
@@ -49,13 +49,13 @@ struct ChoiceKernel {
   int32_t (*draw)(const float* x, int32_t n, float cutoff, NoiseKeys keys);
 };
 
-extern const ChoiceKernel choice_generic;
+extern const SamplingKernel sampling_generic;
 #if defined(__x86_64__)
-extern const ChoiceKernel choice_avx2;
-extern const ChoiceKernel choice_avx512;
+extern const SamplingKernel sampling_avx2;
+extern const SamplingKernel sampling_avx512;
 #endif
 
 // That of the instruction set in use.
-const ChoiceKernel& chosen_choice();
+const SamplingKernel& chosen_sampling();
 
 }  // namespace quire

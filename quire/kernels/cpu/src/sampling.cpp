@@ -1,6 +1,6 @@
 // The entry point for drawing tokens: finds what the filters of a line keep, then draws from it.
 
-#include "choice.h"
+#include "sampling.h"
 
 #include <cmath>
 
@@ -10,8 +10,8 @@
 namespace quire {
 namespace {
 
-int32_t choose(const LineJob<ChoiceCall>& job, int64_t line, const Workspace& space) {
-  const ChoiceCall& call = job.call;
+int32_t choose(const LineJob<SamplingCall>& job, int64_t line, const Workspace& space) {
+  const SamplingCall& call = job.call;
   const int64_t row = call.rows[line];
   const int32_t n = call.width;
   const float* x = call.scores + line * call.stride;
@@ -36,7 +36,7 @@ int32_t choose(const LineJob<ChoiceCall>& job, int64_t line, const Workspace& sp
   return job.kernel.draw(x, n, filters.floor(), keys);
 }
 
-void choose_line(const LineJob<ChoiceCall>& job, int64_t line, const Workspace& space) {
+void choose_line(const LineJob<SamplingCall>& job, int64_t line, const Workspace& space) {
   job.call.out[line] = choose(job, line, space);
 }
 
@@ -47,7 +47,7 @@ void choose_line(const LineJob<ChoiceCall>& job, int64_t line, const Workspace& 
 extern "C" {
 
 // One token for each line. Returns 0, or -1 if there is no memory for the working space.
-int quire_choose(const quire::ChoiceCall* call) {
+int quire_sample(const quire::SamplingCall* call) {
   return quire::run_lines(*call, quire::choose_line);
 }
 

@@ -1,7 +1,7 @@
 // Tokens drawn with temperature and filters, against sums over all other tokens for each of them; and
 // what log-probabilities need of a line.
 
-#include "choice.h"
+#include "sampling.h"
 
 #include <cmath>
 #include <limits>
@@ -11,7 +11,7 @@
 
 extern "C" {
 int quire_summarize(const quire::LogprobsCall* call);
-int quire_choose(const quire::ChoiceCall* call);
+int quire_sample(const quire::SamplingCall* call);
 }
 
 namespace check {
@@ -127,7 +127,7 @@ void check_line(const Line& line, const Rows& rows, size_t row, int32_t found) {
   equal("the highest sum", sum(token) >= highest - kClose, 1);
 }
 
-void run_choice(int width, int num_lines, float spread, Random& random) {
+void run_sampling(int width, int num_lines, float spread, Random& random) {
   const Rows rows = make_rows(random);
   const int stride = width + 3;
   Floats scores = random.normals(static_cast<size_t>(num_lines * stride - 3));
@@ -138,12 +138,12 @@ void run_choice(int width, int num_lines, float spread, Random& random) {
     scores[static_cast<size_t>(line * stride + random.integer(0, width - 1))] = 1.0f;
   }
   std::vector<int32_t> found(static_cast<size_t>(num_lines), -1);
-  const quire::ChoiceCall call = {
+  const quire::SamplingCall call = {
       scores.data(),           stride,           num_lines,           row_of.data(),
       found.data(),            rows.positions.data(),                 rows.temperature.data(),
       rows.low.data(),         rows.high.data(), rows.top_k.data(),   rows.top_p.data(),
       rows.log_min_p.data(),   width,            num_threads};
-  equal("quire_choose", quire_choose(&call), 0);
+  equal("quire_sample", quire_sample(&call), 0);
   // To look at all lines of a large batch would take too long.
   const int step = num_lines > 100 ? 29 : 1;
   for (int i = 0; i < num_lines; i += step) {
@@ -159,11 +159,11 @@ void run_choice(int width, int num_lines, float spread, Random& random) {
 
 }  // namespace
 
-void test_choice() {
+void test_sampling() {
   Random random(static_cast<uint32_t>(num_threads));
-  for (int width = 1; width <= 40; width += 3) run_choice(width, 12, 2.0f, random);
-  run_choice(333, 400, 1.0f, random);
-  run_choice(200, 12, 12.0f, random);
+  for (int width = 1; width <= 40; width += 3) run_sampling(width, 12, 2.0f, random);
+  run_sampling(333, 400, 1.0f, random);
+  run_sampling(200, 12, 12.0f, random);
 }
 
 void test_logprobs() {

@@ -1,4 +1,4 @@
-#include "team.h"
+#include "thread_pool.h"
 
 #include <new>
 
@@ -14,12 +14,12 @@ constexpr int32_t kMostHelpers = 1023;
 // for a hundred requests, in nanoseconds. Being woken takes 200000 on a virtual machine.
 constexpr int64_t kBetweenCalls = 5000000;
 
-Team team;
+ThreadPool pool;
 Parallel stand_in = nullptr;
 
-// A forked child has the memory of the team but not its threads.
+// A forked child has the memory of the pool but not its threads.
 void forget_threads() {
-  new (&team) Team;
+  new (&pool) ThreadPool;
   new (&phase_waiters) Waiters;
 }
 
@@ -27,23 +27,23 @@ void forget_threads() {
 
 Waiters phase_waiters;
 
-void Team::run(Body body, void* data, int32_t num_threads) {
+void ThreadPool::run(Body body, void* data, int32_t num_threads) {
   if (num_threads < 2 || is_taken_.exchange(true, std::memory_order_acquire)) return body(data);
   const int32_t wanted = num_threads - 1 < kMostHelpers ? num_threads - 1 : kMostHelpers;
   const int64_t started = nanoseconds();
-  const int32_t asked = crowding_.allow(wanted, started);
+  const int32_t asked = contention_.allow(wanted, started);
   if (asked > 0) open(body, data, asked);
   body(data);
   if (asked > 0) {
     if (const int64_t waited = close()) {
       const int64_t now = nanoseconds();
-      crowding_.note(waited, now - started - waited, asked, wanted, now);
+      contention_.note(waited, now - started - waited, asked, wanted, now);
     }
   }
   is_taken_.store(false, std::memory_order_release);
 }
 
-void Team::open(Body body, void* data, int32_t num_places) {
+void ThreadPool::open(Body body, void* data, int32_t num_places) {
   grow(num_places);
   body_ = body;
   data_ = data;
@@ -52,12 +52,12 @@ void Team::open(Body body, void* data, int32_t num_places) {
   helpers_.wake();
 }
 
-int64_t Team::close() {
+int64_t ThreadPool::close() {
   job_.fetch_and(~kPlaces);
   return caller_.wait([this] { return (job_.load() & kInside) == 0; });
 }
 
-void Team::help() {
+void ThreadPool::help() {
   for (uint64_t last = 0;;) {
     uint64_t job = 0;
     const auto may_join = [&] {
@@ -72,10 +72,10 @@ void Team::help() {
   }
 }
 
-void* Team::start(void* team) { static_cast<Team*>(team)->help(); }
+void* ThreadPool::start(void* pool) { static_cast<ThreadPool*>(pool)->help(); }
 
 // Threads that the system does not give are not missed.
-void Team::grow(int32_t num_helpers) {
+void ThreadPool::grow(int32_t num_helpers) {
   while (num_helpers_ < num_helpers) {
     pthread_t thread;
     if (pthread_create(&thread, nullptr, start, this) != 0) return;
@@ -88,7 +88,7 @@ void run_parallel(Body body, void* data, int32_t num_threads) {
   if (stand_in && num_threads > 1)
     stand_in(body, data, num_threads);
   else
-    team.run(body, data, num_threads);
+    pool.run(body, data, num_threads);
 }
 
 }  // namespace quire

@@ -3,9 +3,9 @@
 #include <thread>
 
 #include "check.h"
-#include "crowding.h"
+#include "contention.h"
 #include "phase.h"
-#include "team.h"
+#include "thread_pool.h"
 
 namespace check {
 namespace {
@@ -37,11 +37,11 @@ void add_up(void* data) {
   --sum.num_inside;
 }
 
-void run_sums(quire::Team& team, int count) {
+void run_sums(quire::ThreadPool& pool, int count) {
   for (int i = 0; i < count; ++i) {
     Sum sum;
     sum.late_item = i % 16 == 0 ? i % kItems : -1;
-    team.run(add_up, &sum, num_threads);
+    pool.run(add_up, &sum, num_threads);
     equal("threads still at work", sum.num_inside, 0);
     equal("too many threads", sum.num_bodies > num_threads, 0);
     for (int item = 0; item < kItems; ++item)
@@ -51,39 +51,39 @@ void run_sums(quire::Team& team, int count) {
 
 }  // namespace
 
-void test_team() {
-  static quire::Team team;  // its threads never end
-  run_sums(team, 100);
-  std::thread other(run_sums, std::ref(team), 50);
-  run_sums(team, 50);
+void test_thread_pool() {
+  static quire::ThreadPool pool;  // its threads never end
+  run_sums(pool, 100);
+  std::thread other(run_sums, std::ref(pool), 50);
+  run_sums(pool, 50);
   other.join();
 }
 
-void test_crowding() {
+void test_contention() {
   constexpr int64_t kWorked = 50000, kLate = 5000000, kSecond = 1000000000;
-  quire::Crowding crowding;
+  quire::Contention contention;
   int64_t now = kSecond;
-  crowding.note(20000, kWorked, 7, 7, now);
-  crowding.note(kLate, 2 * kLate, 7, 7, now);
-  equal("helpers when none was late", crowding.allow(7, now), 7);
+  contention.note(20000, kWorked, 7, 7, now);
+  contention.note(kLate, 2 * kLate, 7, 7, now);
+  equal("helpers when none was late", contention.allow(7, now), 7);
 
   int64_t last_interval = 0;
   for (int i = 0; i < 5; ++i) {
-    crowding.note(kLate, kWorked, 7, 7, now);
-    equal("helpers after one was late", crowding.allow(7, now), 6);
+    contention.note(kLate, kWorked, 7, 7, now);
+    equal("helpers after one was late", contention.allow(7, now), 6);
     const int64_t left_out_at = now;
-    while (crowding.allow(7, now) < 7) now += 1000;
+    while (contention.allow(7, now) < 7) now += 1000;
     equal("a longer interval", now - left_out_at > last_interval, 1);
     last_interval = now - left_out_at;
   }
-  crowding.note(kLate, kWorked, 7, 7, now);
-  crowding.note(kLate, kWorked, 6, 7, now);
-  equal("helpers after two were late", crowding.allow(7, now), 5);
-  equal("helpers of a smaller job", crowding.allow(1, now), 0);
+  contention.note(kLate, kWorked, 7, 7, now);
+  contention.note(kLate, kWorked, 6, 7, now);
+  equal("helpers after two were late", contention.allow(7, now), 5);
+  equal("helpers of a smaller job", contention.allow(1, now), 0);
 
-  for (int i = 0; i < 3; ++i) equal("helpers again", crowding.allow(7, now += kSecond), i == 0 ? 6 : 7);
-  crowding.note(kLate, kWorked, 7, 7, now);
-  equal("the interval after a calm while", crowding.allow(7, now + last_interval / 8), 7);
+  for (int i = 0; i < 3; ++i) equal("helpers again", contention.allow(7, now += kSecond), i == 0 ? 6 : 7);
+  contention.note(kLate, kWorked, 7, 7, now);
+  equal("the interval after a calm while", contention.allow(7, now + last_interval / 8), 7);
 }
 
 }  // namespace check

@@ -1,7 +1,7 @@
-// The choice of a token by chance, for the instruction set this file is compiled for.
+// Sampling of a token, for the instruction set this file is compiled for.
 #pragma once
 
-#include "choice.h"
+#include "sampling.h"
 #include "noise.h"
 #include "vector.h"
 
@@ -147,7 +147,7 @@ int32_t draw(const float* x, int32_t n, float cutoff, NoiseKeys keys) {
   return drawn.token;
 }
 
-constexpr ChoiceKernel kChoice = {temper, collect, weigh, mass_above, draw};
+constexpr SamplingKernel kSampling = {temper, collect, weigh, mass_above, draw};
 
 }  // namespace
 }  // namespace quire

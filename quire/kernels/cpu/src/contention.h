@@ -9,7 +9,7 @@ namespace quire {
 // program runs: milliseconds, where a job takes a tenth of one. So one helper less is asked after that
 // happened, and one more after a while, which gets longer as long as that goes wrong.
 // Times are in nanoseconds.
-class Crowding {
+class Contention {
  public:
   // How many of the `wanted` helpers to ask now.
   int32_t allow(int32_t wanted, int64_t now) {

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "crowding.h"
+#include "contention.h"
 #include "waiting.h"
 
 namespace quire {
@@ -14,14 +14,14 @@ using Parallel = void (*)(Body body, void* data, int32_t num_threads);
 // Threads that take part in one job at a time. A job must not depend on how many of them come: the
 // caller does what is left, and waits only for those that have begun. So a thread that has no core
 // when a job starts holds no other up.
-class Team {
+class ThreadPool {
  public:
   // Runs `body(data)` on this thread and on up to `num_threads - 1` others, until all have returned.
-  // Alone, if the team is at work for another caller.
+  // Alone, if the pool is at work for another caller.
   void run(Body body, void* data, int32_t num_threads);
 
  private:
-  static void* start(void* team);
+  static void* start(void* pool);
   void open(Body body, void* data, int32_t num_places);
   int64_t close();
   void grow(int32_t num_helpers);
@@ -36,7 +36,7 @@ class Team {
   void* data_ = nullptr;
   std::atomic<bool> is_taken_{false};
   int32_t num_helpers_ = 0;
-  Crowding crowding_;
+  Contention contention_;
 };
 
 // Those who wait for the items of a phase.
