@@ -85,14 +85,16 @@ def decode_keys(max_rows: int, shares_prefixes: bool) -> list[DecodeKey]:
     return keys
 
 
-def mixed_keys(max_rows: int, max_tokens: int, max_queries: int) -> list[MixedKey]:
-    """What to capture. Where rows have up to `max_queries` tokens when drafts are verified, steps
-    with prompts are there twice, so that the others cost the same with and without speculation."""
-    most = 1 << (max_queries - 1).bit_length()
+def mixed_keys(
+    max_rows: int, max_tokens: int, max_queries: int, max_decode_queries: int
+) -> list[MixedKey]:
+    """What to capture. Steps with prompts are there twice: where many rows have a few tokens
+    (drafts, tokens that a grammar forces), decode attention takes as many as it can, and the others
+    cost the same. Rows have up to `max_queries` tokens when drafts are verified."""
     max_rows = min(max_rows, MAX_ROWS)
     keys = [
         MixedKey(size, min(max_rows, size // 2), queries, MAX_PROMPTS)
-        for queries in sorted({1, most})
+        for queries in sorted({1, max_decode_queries})
         for size in TOKENS
     ]
     rows = sorted({*(count for count in DRAFTED_ROWS if count < max_rows), max_rows})
@@ -126,7 +128,8 @@ class StepGraphs:
 
         self._model, self._attention, self._table = model, attention, table
         decode = decode_keys(max_rows, shares_prefixes)
-        mixed = mixed_keys(max_rows, max_tokens, min(max_queries, attention.max_decode_queries))
+        most = attention.max_decode_queries
+        mixed = mixed_keys(max_rows, max_tokens, min(max_queries, most), most)
         both: list[GraphKey] = [*decode, *mixed]
         self.keys = sorted(both, key=lambda key: key.num_tokens, reverse=True)
         """All graphs, the largest first so that the others fit into its memory."""

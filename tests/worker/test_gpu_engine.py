@@ -318,7 +318,8 @@ def expected_lines(
 
 def test_graphs_cover_steps_that_verify_drafts(folder: Path) -> None:
     """Rows of 1 to 8 tokens, few and many, alone and beside prompts: a replay gives the lines that
-    the step gives without graphs, and that transformers does."""
+    the step gives without graphs, and that transformers does. Where the tokens are known, as those
+    that a grammar forces, an engine without speculation has a graph too."""
     from quire.worker.graphs import StepGraphs
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
@@ -332,16 +333,16 @@ def test_graphs_cover_steps_that_verify_drafts(folder: Path) -> None:
         with_drafts.capture(with_drafts.keys)
         for name, (counts, prompts) in DRAFTED_STEPS.items():
             rows = drafted_rows(runner, counts, prompts)
-            num_samples = [*counts, *(1 for _ in prompts)]
-            plan = StepPlan(
-                1,
-                rows=np.arange(len(rows), dtype=np.int32),
-                num_new_tokens=np.array([*counts, *prompts], np.int32),
-                num_samples=np.array(num_samples, np.int32),
-            )
-            expected = expected_lines(model, rows, num_samples)
+            drafted, forced = [*counts, *(1 for _ in prompts)], [1] * len(rows)
             before = runner.table.num_computed.clone()
-            for graphs in (with_drafts, None):
+            for graphs, num_samples in (with_drafts, drafted), (None, drafted), (captured, forced):
+                plan = StepPlan(
+                    1,
+                    rows=np.arange(len(rows), dtype=np.int32),
+                    num_new_tokens=np.array([*counts, *prompts], np.int32),
+                    num_samples=np.array(num_samples, np.int32),
+                )
+                expected = expected_lines(model, rows, num_samples)
                 runner.table.num_computed.copy_(before)
                 runner.graphs = graphs
                 runner.execute(plan)  # what is compiled is compiled here
@@ -355,7 +356,7 @@ def test_graphs_cover_steps_that_verify_drafts(folder: Path) -> None:
                 after = runner.table.num_computed[: len(rows)] - before[: len(rows)]
                 assert after.tolist() == plan.num_new_tokens.tolist()
             runner.graphs = captured
-            runner.update_rows(StepPlan(2, freed_rows=plan.rows))
+            runner.update_rows(StepPlan(2, freed_rows=np.arange(len(rows), dtype=np.int32)))
 
 
 class KnownTexts:
@@ -422,9 +423,10 @@ def test_drafts_do_not_change_tokens(
         assert len(replayed) > 10 and np.mean(replayed) > 0.8
 
 
-def test_without_speculation_the_graphs_are_the_same(folder: Path) -> None:
-    """Graphs for drafts are captured where they are asked for, and only there."""
+def test_without_speculation_no_graph_is_for_drafts_alone(folder: Path) -> None:
+    """Steps of many rows with a few tokens each have graphs always, steps of nothing but drafts
+    where they are asked for."""
     with LLM(str(folder), skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 28) as llm:
-        keys = llm._core.executor.runner.graphs.keys
-    assert all(getattr(key, "queries", 1) == 1 for key in keys)
-    assert len({key for key in keys if hasattr(key, "queries")}) == 9
+        keys = [key for key in llm._core.executor.runner.graphs.keys if hasattr(key, "queries")]
+    assert {key.queries for key in keys} == {1, 8}
+    assert all(key.num_prompts for key in keys) and len(keys) == 18

@@ -274,12 +274,14 @@ def test_eager_steps_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shapes_without_speculation() -> None:
-    """One graph for each number of tokens; rows with several are prompts."""
-    assert mixed_keys(300, 4096, 1) == [
-        MixedKey(size, min(256, size // 2), 1, 16)
+    """Two graphs for each number of tokens: rows with a few are prompts or, where there are many,
+    for decode attention."""
+    assert mixed_keys(300, 4096, 1, 8) == [
+        MixedKey(size, min(256, size // 2), queries, 16)
+        for queries in (1, 8)
         for size in (64, 128, 192, 256, 384, 512, 640, 768, 1024)
     ]
-    assert mixed_keys(5, 65, 1) == [MixedKey(size, 5, 1, 16) for size in (64, 128)]
+    assert mixed_keys(5, 65, 1, 1) == [MixedKey(size, 5, 1, 16) for size in (64, 128)]
 
 
 def test_which_graph_a_step_takes() -> None:
@@ -297,7 +299,8 @@ def test_which_graph_a_step_takes() -> None:
         key = plain.find(plan(counts))
         assert isinstance(key, MixedKey) and key.queries == 1
         assert five.find(plan(counts)) == drafting.find(plan(counts)) == key
-    assert plain.find(plan([4] * 17)) is None
+    few = plain.find(plan([4] * 17))
+    assert isinstance(few, MixedKey) and few.queries == 8
     assert drafting.find(plan([4] * 17, [4] * 17)) == MixedKey(96, 24, 4, 0)
     assert drafting.find(plan([3] * 60, [3] * 60)) == MixedKey(192, 96, 8, 16), "the fewest tokens"
     assert five.find(plan([5] * 60, [5] * 60)) == MixedKey(320, 64, 8, 0)
