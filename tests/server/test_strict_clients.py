@@ -193,6 +193,7 @@ def test_usage_in_every_chunk(server: RunningServer, path: str, tools: bool) -> 
     if tools and path == CHAT:
         body["tools"] = [{"type": "function", "function": SQUARE}]
         body |= {"tool_choice": "required", "max_tokens": 40}
+    server.request("POST", path, body)  # from now on the cache has the prompt
     counts = {}
     for continuous in (False, True):
         options = {"include_usage": True, "continuous_usage_stats": continuous}
