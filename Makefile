@@ -27,9 +27,11 @@ help:
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
 
-# Two processes of one thread each: threads that wait for each other are slow on busy cores.
+# Two processes of one thread each: threads that wait for each other are slow on busy cores. A file's
+# tests stay together, so that its server starts once.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile \
+		--no-loadscope-reorder $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)

@@ -61,6 +61,7 @@ def test_broken_sources_do_not_stop_the_installation(tree: Path, native: None) -
     assert not built.exists()
 
 
+@pytest.mark.slow
 def test_builds_from_the_sources_alone(tree: Path, native: None) -> None:
     """An isolated build has neither torch nor the package's other files."""
     _, built = build(tree)
