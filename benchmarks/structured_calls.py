@@ -8,7 +8,7 @@ from typing import Any
 from quire import LLM, SamplingParams, StructuredOutputs
 from quire.protocol.structured import JsonSettings
 from quire.text.chat_template import select_template, template_variables
-from quire.text.message_stream import MessageForm
+from quire.text.message_stream import MessageFormat
 from quire.text.tool_calls.declared import ToolUse, chat_tools
 from quire.text.tool_calls.enforcement import reply_grammar
 from quire.text.tool_calls.formats import find_format
@@ -65,8 +65,8 @@ def forced_call(llm: LLM, seed: int, settings: JsonSettings) -> tuple[Any, Sampl
     template = select_template(tokenizer.chat_template, None, has_tools=True)
     format, tool = find_format(template), random_tool(seed)
     use = ToolUse.read(chat_tools([tool]), "required", parallel=False)
-    form = MessageForm(format, use.allowed, use.max_calls)
-    grammar = reply_grammar(form, use, None, tokenizer.special_ids.get, settings)
+    message_format = MessageFormat(format, use.allowed, use.max_calls)
+    grammar = reply_grammar(message_format, use, None, tokenizer.special_ids.get, settings)
     assert grammar is not None
     asked = {"role": "user", "content": f"{tool['function']['description']} Fill in what you like."}
     messages, _ = prepare_conversation(

@@ -11,10 +11,10 @@ from quire.text.tool_calls.formats import ToolFormat
 
 
 @dataclass(frozen=True)
-class MessageForm:
+class MessageFormat:
     """What the replies to one request may hold in addition to plain text."""
 
-    format: ToolFormat | None = None
+    tool_format: ToolFormat | None = None
     """How calls are written; None: there are none."""
     tool_names: tuple[str, ...] = ()
     max_calls: int | None = None
@@ -26,12 +26,12 @@ class MessageForm:
 
     @property
     def is_plain(self) -> bool:
-        return self.format is None and self.tags is None
+        return self.tool_format is None and self.tags is None
 
     @property
     def markers(self) -> list[str]:
         """Everything that is looked for in texts."""
-        calls = [] if self.format is None else list(self.format.markers)
+        calls = [] if self.tool_format is None else list(self.tool_format.markers)
         return calls + ([] if self.tags is None else [self.tags.start, self.tags.end])
 
     def open(self) -> MessageStream:
@@ -48,14 +48,13 @@ class MessageForm:
 class MessageStream:
     """One text. Reasoning comes first, then content and calls."""
 
-    def __init__(self, form: MessageForm) -> None:
-        self._form = form
+    def __init__(self, format: MessageFormat) -> None:
+        self._format = format
         self._reasoning = (
-            ReasoningStream(form.tags, form.starts_in_reasoning) if form.tags else None
+            ReasoningStream(format.tags, format.starts_in_reasoning) if format.tags else None
         )
-        self._calls = (
-            CallStream(form.format, form.tool_names, form.max_calls) if form.format else None
-        )
+        calls = format.tool_format
+        self._calls = CallStream(calls, format.tool_names, format.max_calls) if calls else None
 
     @property
     def has_calls(self) -> bool:
@@ -68,7 +67,7 @@ class MessageStream:
 
     def finish(self, text: str = "") -> list[Delta]:
         """Take the last of the text."""
-        ends = self._form.hidden_ends
+        ends = self._format.hidden_ends
         deltas = self.feed(text.removesuffix(next(filter(text.endswith, ends), "")))
         if self._reasoning is not None:
             deltas += self._pass_on(self._reasoning.finish())

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.text.deltas import CallDelta, Delta, Message, TextDelta
-from quire.text.message_stream import MessageForm
+from quire.text.message_stream import MessageFormat
 from quire.text.reasoning import THINK
 from quire.text.tool_calls.formats import FORMATS
 
@@ -26,9 +26,9 @@ FRAGMENTS = [
     '<tool_call>\n{"name": "f", "arguments": {"a": [null, {"b": 2}]}}\n</tool_call>',
 ]
 texts = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=14).map("".join)
-forms = st.builds(
-    MessageForm,
-    format=st.sampled_from([None, *FORMATS.values()]),
+message_formats = st.builds(
+    MessageFormat,
+    tool_format=st.sampled_from([None, *FORMATS.values()]),
     tool_names=st.just(NAMES),
     max_calls=st.sampled_from([None, 1]),
     tags=st.sampled_from([None, THINK]),
@@ -41,8 +41,8 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
     return [text[a:b] for a, b in pairwise(places)]
 
 
-def streamed(form: MessageForm, pieces: list[str]) -> tuple[Message, list[Delta]]:
-    stream, message = form.open(), Message()
+def streamed(message_format: MessageFormat, pieces: list[str]) -> tuple[Message, list[Delta]]:
+    stream, message = message_format.open(), Message()
     deltas = [delta for piece in pieces for delta in stream.feed(piece)] + stream.finish()
     for delta in deltas:
         message.add(delta)
@@ -55,11 +55,13 @@ def without_ids(message: Message) -> Any:
     return message.content, message.reasoning, calls
 
 
-@given(forms, texts, st.lists(st.integers(0, 999), max_size=12))
-def test_pieces_say_what_the_whole_says(form: MessageForm, text: str, cuts: list[int]) -> None:
-    whole = form.parse(text)
+@given(message_formats, texts, st.lists(st.integers(0, 999), max_size=12))
+def test_pieces_say_what_the_whole_says(
+    message_format: MessageFormat, text: str, cuts: list[int]
+) -> None:
+    whole = message_format.parse(text)
     for pieces in (pieces_of(text, cuts), list(text)):
-        message, deltas = streamed(form, pieces)
+        message, deltas = streamed(message_format, pieces)
         assert without_ids(message) == without_ids(whole)
         begun = [d for d in deltas if isinstance(d, CallDelta) and d.name is not None]
         assert [d.index for d in begun] == list(range(len(whole.calls)))
@@ -67,11 +69,15 @@ def test_pieces_say_what_the_whole_says(form: MessageForm, text: str, cuts: list
         assert all(d.arguments for d in deltas if isinstance(d, CallDelta) and d.name is None)
 
 
-@given(forms, texts)
-def test_nothing_is_lost(form: MessageForm, text: str) -> None:
-    message = form.parse(text)
+@given(message_formats, texts)
+def test_nothing_is_lost(message_format: MessageFormat, text: str) -> None:
+    message = message_format.parse(text)
     if not message.calls and not message.reasoning and "think>" not in text:
-        shown = message.content if not form.starts_in_reasoning or form.tags is None else text
+        shown = (
+            message.content
+            if not message_format.starts_in_reasoning or message_format.tags is None
+            else text
+        )
         assert shown == text
     for call in message.calls:
         assert call.name in text
@@ -115,19 +121,21 @@ def test_any_calls_are_found(
     ]
     text = f"<think>\n{reasoning}\n</think>\n\n" if reasoning else ""
     text += content + "\n" + WRITERS[format](written)
-    form = MessageForm(FORMATS[format], NAMES, tags=THINK)
-    message, _ = streamed(form, pieces_of(text, cuts))
+    message_format = MessageFormat(FORMATS[format], NAMES, tags=THINK)
+    message, _ = streamed(message_format, pieces_of(text, cuts))
     assert (message.content, message.reasoning) == (content, reasoning)
     assert [(one.name, json.loads(one.arguments)) for one in message.calls] == made
 
 
 def test_a_special_token_at_the_end_is_hidden() -> None:
-    form = MessageForm(FORMATS["llama3_json"], NAMES, hidden_ends=("<|eot|>", "<|eom|>"))
-    stream = form.open()
+    message_format = MessageFormat(
+        FORMATS["llama3_json"], NAMES, hidden_ends=("<|eot|>", "<|eom|>")
+    )
+    stream = message_format.open()
     assert stream.feed("<|eot|> is the end") + stream.finish("<|eot|>") == [
         TextDelta("<|eot|> is the end")
     ]
-    assert form.parse('{"name": "f", "parameters": {}}<|eom|>').content == ""
+    assert message_format.parse('{"name": "f", "parameters": {}}<|eom|>').content == ""
 
 
 @pytest.mark.parametrize(
@@ -141,7 +149,7 @@ def test_a_special_token_at_the_end_is_hidden() -> None:
 )
 def test_models_that_are_stuck_cost_little(format: str, text: str, piece: int) -> None:
     """Each of these took 7 s or more where the time grew with the square of the length."""
-    stream, started = MessageForm(FORMATS[format], NAMES).open(), time.process_time()
+    stream, started = MessageFormat(FORMATS[format], NAMES).open(), time.process_time()
     for at in range(0, len(text), piece):
         stream.feed(text[at : at + piece])
     stream.finish()
@@ -150,8 +158,8 @@ def test_models_that_are_stuck_cost_little(format: str, text: str, piece: int) -
 
 @pytest.mark.parametrize("length", [300, 301])
 def test_long_names_in_pieces(length: int) -> None:
-    form = MessageForm(FORMATS["mistral"], NAMES)
+    message_format = MessageFormat(FORMATS["mistral"], NAMES)
     text = f"[TOOL_CALLS]{'a' * length}{{}}"
-    message, _ = streamed(form, list(text))
-    assert without_ids(message) == without_ids(form.parse(text))
+    message, _ = streamed(message_format, list(text))
+    assert without_ids(message) == without_ids(message_format.parse(text))
     assert bool(message.calls) == (length <= 300)

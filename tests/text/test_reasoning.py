@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.text.deltas import Message, ReasoningDelta, TextDelta
-from quire.text.message_stream import MessageForm
+from quire.text.message_stream import MessageFormat
 from quire.text.reasoning import THINK
 
 
@@ -25,12 +25,12 @@ from quire.text.reasoning import THINK
     ],
 )
 def test_reasoning_is_split_off(text: str, inside: bool, reasoning: str, content: str) -> None:
-    form = MessageForm(tags=THINK, starts_in_reasoning=inside)
-    assert form.parse(text) == Message(content, reasoning)
+    message_format = MessageFormat(tags=THINK, starts_in_reasoning=inside)
+    assert message_format.parse(text) == Message(content, reasoning)
 
 
 def test_reasoning_is_streamed() -> None:
-    stream = MessageForm(tags=THINK).open()
+    stream = MessageFormat(tags=THINK).open()
     assert stream.feed("<thi") == []
     assert stream.feed("nk>\n") == []
     assert stream.feed("One ") == [ReasoningDelta("One")]

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from quire.protocol.errors import RequestError
 from quire.server.preparation.bodies import MessageBody
 from quire.server.preparation.conversation import text_parts
-from quire.text.message_stream import MessageForm
+from quire.text.message_stream import MessageFormat
 from quire.text.tool_calls.declared import ToolUse, flat_tools
 
 TEXT_BLOCKS = ("text",)
@@ -120,7 +120,7 @@ class MessagesBody(CountBody):
     def own_params(self) -> dict[str, Any]:
         return {} if self.stop_sequences is None else {"stop": self.stop_sequences}
 
-    def check_reply(self, form: MessageForm, model: str) -> None:
+    def check_reply(self, form: MessageFormat, model: str) -> None:
         if self.thinks and form.tags is None:
             raise RequestError(
                 f"thinking={self.thinking!r:.200} is refused: the chat template of model {model!r} "

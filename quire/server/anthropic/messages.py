@@ -21,7 +21,7 @@ from quire.server.preparation.context import Preparation, Prepared
 from quire.server.preparation.conversation import conversation_prompt, prepare_messages
 from quire.server.preparation.routes import answered_already, prepared_route
 from quire.text.deltas import CallDelta, Delta, Message, ReasoningDelta, TextDelta
-from quire.text.message_stream import MessageForm
+from quire.text.message_stream import MessageFormat
 
 router = APIRouter(responses=ERRORS)
 
@@ -57,7 +57,7 @@ def _error_event(error: QuireError) -> bytes:
 class MessageReply:
     """Writes the reply to one request, whole or as events."""
 
-    def __init__(self, message_id: str, model: str, form: MessageForm) -> None:
+    def __init__(self, message_id: str, model: str, form: MessageFormat) -> None:
         self.id = message_id
         self._model = model
         self._form = form

@@ -30,7 +30,7 @@ from quire.server.preparation.context import Preparation, Prepared
 from quire.server.preparation.conversation import prepare_messages
 from quire.server.preparation.routes import prepared_route
 from quire.text.deltas import ReasoningDelta
-from quire.text.message_stream import MessageForm, MessageStream
+from quire.text.message_stream import MessageFormat, MessageStream
 
 router = APIRouter()
 
@@ -55,7 +55,7 @@ async def create_chat_completion(made: Prepared, request: Request) -> Response:
 class ChatReply:
     """Writes the reply to one request, whole or in chunks."""
 
-    def __init__(self, body: ChatBody, response_id: str, model: str, form: MessageForm) -> None:
+    def __init__(self, body: ChatBody, response_id: str, model: str, form: MessageFormat) -> None:
         self.id = response_id
         self._body = body
         self._form = form

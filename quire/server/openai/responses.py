@@ -29,7 +29,7 @@ from quire.server.preparation.context import Prepared
 from quire.server.preparation.conversation import prepare_messages
 from quire.server.preparation.routes import prepared_route
 from quire.text.deltas import CallDelta, Delta, ReasoningDelta, TextDelta
-from quire.text.message_stream import MessageForm
+from quire.text.message_stream import MessageFormat
 
 router = APIRouter()
 
@@ -53,7 +53,7 @@ class ResponseReply:
         request_id: str,
         model: str,
         params: SamplingParams,
-        form: MessageForm,
+        form: MessageFormat,
     ) -> None:
         self.id = f"resp_{request_id}"
         self._body = body

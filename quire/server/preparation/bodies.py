@@ -21,7 +21,7 @@ from quire.protocol.sampling import (
 )
 from quire.protocol.structured import JsonSettings, StructuredOutputs, as_structured_outputs
 from quire.server.http.auth import Tenant
-from quire.text.message_stream import MessageForm
+from quire.text.message_stream import MessageFormat
 from quire.text.tool_calls.declared import ToolUse
 
 logger = logging.getLogger(__name__)
@@ -276,7 +276,7 @@ class ConversationBody(GenerationBody):
         """Sampling parameters that this protocol has under other names."""
         return {}
 
-    def check_reply(self, form: MessageForm, model: str) -> None:
+    def check_reply(self, form: MessageFormat, model: str) -> None:
         """Raise for what the body asks of replies that the model's template cannot do."""
 
 

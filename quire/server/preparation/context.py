@@ -20,7 +20,7 @@ from quire.protocol.errors import ContextLengthError, QuireError, RequestError
 from quire.protocol.sampling import BeamSearchParams, SamplingParams
 from quire.server.http.errors import FormFields, UnknownModelError
 from quire.server.preparation.bodies import RequestBody
-from quire.text.message_stream import MessageForm
+from quire.text.message_stream import MessageFormat
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_files import TokenizerParts
 
@@ -191,7 +191,7 @@ class Prepared:
     model: str
     prompts: list[Prompt]
     params: SamplingParams | PoolingParams | BeamSearchParams
-    form: MessageForm = field(default_factory=MessageForm)
+    form: MessageFormat = field(default_factory=MessageFormat)
     echoes: list[str] | None = None
     """Texts of the prompts, where the reply repeats them."""
     form_fields: FormFields = field(default_factory=FormFields)

@@ -15,7 +15,7 @@ from quire.server.http.errors import FormFields
 from quire.server.preparation.bodies import ConversationBody, RequestBody
 from quire.server.preparation.context import Preparation, Prepared
 from quire.text.chat_template import select_template
-from quire.text.message_stream import MessageForm
+from quire.text.message_stream import MessageFormat
 from quire.text.reasoning import find_tags
 from quire.text.tool_calls.declared import ToolUse
 from quire.text.tool_calls.enforcement import reply_grammar
@@ -93,13 +93,13 @@ def render_chat(
 
 def _message_form(
     state: Preparation, chosen_template: str | None, prompt: Prompt, use: ToolUse
-) -> MessageForm:
+) -> MessageFormat:
     """How to read the replies to a prompt."""
     tokenizer, serving = state.tokenizer, state.serving
     template = select_template(tokenizer.chat_template, chosen_template, use.mode != "none")
     tags = find_tags(template, serving.reasoning_parser)
-    return MessageForm(
-        format=None if use.mode == "none" else find_format(template, serving.tool_call_parser),
+    return MessageFormat(
+        tool_format=None if use.mode == "none" else find_format(template, serving.tool_call_parser),
         tool_names=use.allowed,
         max_calls=use.max_calls,
         tags=tags,
@@ -112,7 +112,7 @@ def _with_form(
     state: Preparation,
     body: ConversationBody,
     params: SamplingParams,
-    form: MessageForm,
+    form: MessageFormat,
     use: ToolUse,
 ) -> tuple[SamplingParams, FormFields]:
     """Parameters under which the replies have this form: calls that are required are enforced, a

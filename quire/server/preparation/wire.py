@@ -20,7 +20,7 @@ from quire.protocol.errors import QuireError, RequestError
 from quire.protocol.sampling import BeamSearchParams, SamplingParams
 from quire.server.http.errors import FormFields
 from quire.server.preparation.context import Prepared
-from quire.text.message_stream import MessageForm
+from quire.text.message_stream import MessageFormat
 
 JOB = struct.Struct("!IQ?")
 """Length of the path, length of the body, whether it is a large one."""
@@ -58,7 +58,7 @@ class Head(msgspec.Struct, tag=True):
     sampling: SamplingParams | None = None
     beams: BeamSearchParams | None = None
     pooling: PoolingParams | None = None
-    form: MessageForm | None = None
+    form: MessageFormat | None = None
     echoes: list[str] | None = None
     form_fields: FormFields | None = None
 
@@ -171,7 +171,7 @@ def from_head(head: Head, body: type[Any], prompts: list[Prompt]) -> Prepared:
         head.model,
         prompts,
         params,
-        head.form or MessageForm(),
+        head.form or MessageFormat(),
         head.echoes,
         head.form_fields or FormFields(),
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.protocol.structured import JsonSettings, StructuredOutputs, choice_terminal, subschemas
-from quire.text.message_stream import MessageForm
+from quire.text.message_stream import MessageFormat
 from quire.text.tool_calls.declared import Tool, ToolUse
 from quire.text.tool_calls.formats import ToolFormat
 
@@ -40,7 +40,7 @@ class ReplyGrammar:
 
 
 def reply_grammar(
-    form: MessageForm,
+    format: MessageFormat,
     use: ToolUse,
     wanted: StructuredOutputs | None,
     special: SpecialTokens,
@@ -53,14 +53,14 @@ def reply_grammar(
     is_json = wanted is not None and wanted.kind in ("json", "json_object")
     has_calls = use.mode == "required" or (use.mode == "auto" and is_json)
     has_answer = use.mode != "required" and _is_part(wanted)
-    if not has_calls and not (has_answer and form.tags is not None):
+    if not has_calls and not (has_answer and format.tags is not None):
         return None
     grammar = ReplyGrammar()
-    prefix = _add_reasoning(grammar, form, special)
+    prefix = _add_reasoning(grammar, format, special)
     parts = ["calls"] * has_calls + ["answer"] * has_answer
     grammar.add(f"start: {prefix}({' | '.join(parts)})")
     if has_calls:
-        _add_calls(grammar, form, use, special, settings, beside_json=has_answer)
+        _add_calls(grammar, format, use, special, settings, beside_json=has_answer)
     if has_answer:
         assert wanted is not None
         if wanted.choice is not None:
@@ -71,22 +71,22 @@ def reply_grammar(
 
 
 def _is_part(wanted: StructuredOutputs | None) -> bool:
-    """Whether a form is that of the answer alone. Grammars and regular expressions speak of the
-    whole text: they can have the tags of reasoning themselves."""
+    """Whether it describes the answer alone. Grammars and regular expressions describe the whole
+    text: they can contain the tags of reasoning themselves."""
     return wanted is not None and wanted.kind in ("json", "json_object", "choice")
 
 
 def _add_calls(
     grammar: ReplyGrammar,
-    form: MessageForm,
+    format: MessageFormat,
     use: ToolUse,
     special: SpecialTokens,
     settings: JsonSettings,
     beside_json: bool,
 ) -> None:
     """`beside_json`: the text may be other JSON instead."""
-    assert form.format is not None
-    style = form.format
+    assert format.tool_format is not None
+    style = format.tool_format
     allowed = set(use.allowed)
     tools = [tool for tool in use.tools if tool.name in allowed]
 
@@ -143,9 +143,9 @@ def _is_combination(part: dict[str, Any]) -> bool:
     return isinstance(part.get("allOf"), list) and len(part["allOf"]) > 1
 
 
-def _add_reasoning(grammar: ReplyGrammar, form: MessageForm, special: SpecialTokens) -> str:
+def _add_reasoning(grammar: ReplyGrammar, format: MessageFormat, special: SpecialTokens) -> str:
     """Rules for what the model thinks first; returns what to put before what must follow."""
-    tags = form.tags
+    tags = format.tags
     if tags is None:
         return ""
     grammar.add("ANY: /(.|\\n)*/", "SPACE: /[ \\n]{0,4}/")
@@ -154,7 +154,7 @@ def _add_reasoning(grammar: ReplyGrammar, form: MessageForm, special: SpecialTok
         grammar.add(f"thoughts[lazy]: ANY {json.dumps(tags.end)}")
     else:
         grammar.add(f"thoughts: ANY <[{end}]>")
-    if form.starts_in_reasoning:
+    if format.starts_in_reasoning:
         return "thoughts SPACE "
     grammar.add(f"reasoning: {_literal(tags.start, [tags.start], special)} thoughts SPACE")
     return "reasoning? "

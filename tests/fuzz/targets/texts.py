@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from quire.text.deltas import CallDelta, Message
-from quire.text.message_stream import MessageForm
+from quire.text.message_stream import MessageFormat
 from quire.text.reasoning import REASONING_PARSERS, THINK
 from quire.text.tool_calls.formats import FORMATS, MISTRAL_NAMES_FIRST
 from tests.fuzz.target import Target
@@ -37,7 +37,7 @@ class ToolCalls(Target):
         chance = random.Random(zlib.crc32(data))
         for style in chance.sample((*FORMATS.values(), MISTRAL_NAMES_FIRST), 2):
             check_text(
-                MessageForm(
+                MessageFormat(
                     style,
                     NAMES,
                     max_calls=chance.choice((None, None, 1)),
@@ -63,24 +63,24 @@ class Reasoning(Target):
         text = data.decode("utf-8", "replace")
         chance = random.Random(zlib.crc32(data))
         for tags in chance.sample(list(dict.fromkeys(REASONING_PARSERS.values())), 2):
-            form = MessageForm(tags=tags, starts_in_reasoning=chance.random() < 0.5)
-            message = check_text(form, text, chance)
+            message_format = MessageFormat(tags=tags, starts_in_reasoning=chance.random() < 0.5)
+            message = check_text(message_format, text, chance)
             said = f"{message.reasoning}{message.content}".split()
             # The first tags are taken away, white space around them too; no more than that.
             shorter, longer = sum(map(len, said)), sum(map(len, text.split()))
             assert longer - len(tags.start) - len(tags.end) <= shorter <= longer, (shorter, longer)
 
 
-def check_text(form: MessageForm, text: str, chance: random.Random) -> Message:
-    whole = form.parse(text)
+def check_text(message_format: MessageFormat, text: str, chance: random.Random) -> Message:
+    whole = message_format.parse(text)
     for pieces in (_pieces(text, chance), _characters(text)):
-        stream, message, begun = form.open(), Message(), []
+        stream, message, begun = message_format.open(), Message(), []
         for deltas in (*map(stream.feed, pieces), stream.finish()):
             for delta in deltas:
                 message.add(delta)
                 if isinstance(delta, CallDelta) and delta.name is not None:
                     begun.append(delta.index)
-        assert _without_ids(message) == _without_ids(whole), (form, text)
+        assert _without_ids(message) == _without_ids(whole), (message_format, text)
         assert begun == list(range(len(whole.calls))) and stream.has_calls == bool(begun)
     return whole
 

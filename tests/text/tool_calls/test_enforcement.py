@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from quire.protocol.errors import RequestError
 from quire.protocol.structured import JsonSettings, StructuredOutputs
-from quire.text.message_stream import MessageForm
+from quire.text.message_stream import MessageFormat
 from quire.text.reasoning import THINK
 from quire.text.tool_calls.declared import ToolUse, chat_tools
 from quire.text.tool_calls.enforcement import ReplyGrammar, SpecialTokens, reply_grammar
@@ -42,13 +42,13 @@ def no_marker(marker: str) -> int | None:
 
 
 def made(
-    form: MessageForm,
+    message_format: MessageFormat,
     use: ToolUse = ToolUse(),  # noqa: B008
     wanted: StructuredOutputs | None = None,
     special: SpecialTokens = no_marker,
 ) -> ReplyGrammar:
     settings = JsonSettings() if wanted is None else wanted.json_settings
-    grammar = reply_grammar(form, use, wanted, special, settings)
+    grammar = reply_grammar(message_format, use, wanted, special, settings)
     assert grammar is not None
     return grammar
 
@@ -71,12 +71,12 @@ def test_required_calls(format: ToolFormat, inside: bool | None) -> None:
     """`inside`: whether the prompt has opened the reasoning; None: the model has none."""
     use = ToolUse.read(TOOLS, "required", None)
     tags = None if inside is None else THINK
-    form = MessageForm(format, use.allowed, tags=tags, starts_in_reasoning=bool(inside))
-    grammar = made(form, use).text
+    message_format = MessageFormat(format, use.allowed, tags=tags, starts_in_reasoning=bool(inside))
+    grammar = made(message_format, use).text
     thoughts = {None: "", False: "<think>{Hm}</think>\n\n", True: '{"name"</think>'}[inside]
     text = thoughts + written(format, [ADD, NOW])
     assert accepts(grammar, text)
-    message = form.parse(text)
+    message = message_format.parse(text)
     assert [(one.name, json.loads(one.arguments)) for one in message.calls] == [ADD, NOW]
     assert message.content == "" and bool(message.reasoning) == (inside is not None)
     for wrong in ("Hello", "", written(format, [("add", {})]), written(format, [("sub", {})])):
@@ -87,7 +87,7 @@ def test_required_calls(format: ToolFormat, inside: bool | None) -> None:
 @pytest.mark.parametrize("format", ALL_FORMATS)
 def test_one_named_call(format: ToolFormat) -> None:
     use = ToolUse.read(TOOLS, {"type": "function", "function": {"name": "now"}}, True)
-    grammar = made(MessageForm(format, use.allowed), use).text
+    grammar = made(MessageFormat(format, use.allowed), use).text
     assert accepts(grammar, written(format, [NOW]))
     assert not accepts(grammar, written(format, [ADD]))
     assert not accepts(grammar, written(format, [NOW, NOW]))
@@ -107,41 +107,41 @@ def test_many_tools() -> None:
     tools = chat_tools([{"type": "function", "function": {"name": name}} for name in names])
     use = ToolUse.read(tools, "required", None)
     assert list(use.allowed) == names
-    grammar = made(MessageForm(FORMATS["json"], use.allowed), use).text
+    grammar = made(MessageFormat(FORMATS["json"], use.allowed), use).text
     assert grammar.count("%json") == len(names)
 
 
 def test_markers_that_are_special_tokens_go_by_their_ids() -> None:
     use = ToolUse.read(TOOLS, "required", None)
-    form = MessageForm(MISTRAL_NAMES_FIRST, use.allowed)
-    grammar = made(form, use, special={"[TOOL_CALLS]": 9, "[ARGS]": 32}.get).text
+    message_format = MessageFormat(MISTRAL_NAMES_FIRST, use.allowed)
+    grammar = made(message_format, use, special={"[TOOL_CALLS]": 9, "[ARGS]": 32}.get).text
     assert 'call_0: <[9]> "add" <[32]> arguments_0' in grammar
 
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_answers_keep_their_form_after_reasoning(inside: bool) -> None:
     """Where the prompt has not opened the reasoning, the model may do so or answer at once."""
-    form = MessageForm(tags=THINK, starts_in_reasoning=inside)
+    message_format = MessageFormat(tags=THINK, starts_in_reasoning=inside)
     start = "" if inside else "<think>"
     for wanted, answer in (
         (StructuredOutputs(json=SCHEMA), '{"a": 5}'),
         (StructuredOutputs(json_object=True), "{}"),
         (StructuredOutputs(choice=["yes", "no"]), "no"),
     ):
-        grammar = made(form, wanted=wanted).text
+        grammar = made(message_format, wanted=wanted).text
         assert accepts(grammar, f"{start}Let me think.\n</think>\n\n{answer}")
         assert accepts(grammar, answer) is not inside
         assert not accepts(grammar, f"{start}Hm</think>Well")
     regex = StructuredOutputs(regex="a+")
-    assert reply_grammar(form, ToolUse(), regex, no_marker, JsonSettings()) is None
+    assert reply_grammar(message_format, ToolUse(), regex, no_marker, JsonSettings()) is None
 
 
 def test_settings_of_json_hold_after_reasoning() -> None:
-    form = MessageForm(tags=THINK, starts_in_reasoning=True)
+    message_format = MessageFormat(tags=THINK, starts_in_reasoning=True)
     schema = {**SCHEMA, "x-guidance": {"whitespace_pattern": "x*"}}
 
     def text(**settings: Any) -> str:
-        return made(form, wanted=StructuredOutputs(json=schema, **settings)).text
+        return made(message_format, wanted=StructuredOutputs(json=schema, **settings)).text
 
     assert accepts(text(), '</think>{ "a": 5, "b": 6}')
     assert not accepts(text(), '</think>{x"a":5}')
@@ -156,14 +156,17 @@ def test_a_call_or_an_answer_of_a_schema(format: ToolFormat, inside: bool | None
     """With `auto` the model decides; whatever it writes is one or the other, and valid."""
     use = ToolUse.read(TOOLS, "auto", None)
     tags = None if inside is None else THINK
-    form = MessageForm(format, use.allowed, tags=tags, starts_in_reasoning=bool(inside))
+    message_format = MessageFormat(format, use.allowed, tags=tags, starts_in_reasoning=bool(inside))
     schema = {"type": "object", "properties": {"mood": {"type": "string"}}, "required": ["mood"]}
-    grammar = made(form, use, StructuredOutputs(json=schema)).text
+    grammar = made(message_format, use, StructuredOutputs(json=schema)).text
     thoughts = {None: "", False: "<think>Hm</think>\n\n", True: "Hm</think>"}[inside]
     call, answer = thoughts + written(format, [ADD]), thoughts + '{"mood": "glad"}'
     assert accepts(grammar, call) and accepts(grammar, answer)
-    assert [one.name for one in form.parse(call).calls] == ["add"]
-    assert form.parse(answer).content == '{"mood": "glad"}' and not form.parse(answer).calls
+    assert [one.name for one in message_format.parse(call).calls] == ["add"]
+    assert (
+        message_format.parse(answer).content == '{"mood": "glad"}'
+        and not message_format.parse(answer).calls
+    )
     for wrong in ("Hello", "{}", written(format, [("add", {})])):
         assert not accepts(grammar, thoughts + wrong)
 
@@ -173,8 +176,11 @@ def test_references_in_calls_beside_json() -> None:
     tree["$defs"] = {"p": {"type": "integer"}}
     function = {"name": "grow", "parameters": tree}
     use = ToolUse.read(chat_tools([{"type": "function", "function": function}]), "auto", None)
-    form, wanted = MessageForm(FORMATS["json"], use.allowed), StructuredOutputs(json={"enum": [1]})
-    grammar = made(form, use, wanted).text
+    message_format, wanted = (
+        MessageFormat(FORMATS["json"], use.allowed),
+        StructuredOutputs(json={"enum": [1]}),
+    )
+    grammar = made(message_format, use, wanted).text
     assert accepts(grammar, written(FORMATS["json"], [("grow", {"left": {"to": 1}})]))
     assert not accepts(grammar, written(FORMATS["json"], [("grow", {"left": {"to": "1"}})]))
 
@@ -183,15 +189,20 @@ def test_references_in_calls_beside_json() -> None:
 def test_other_forms_beside_tools_are_of_the_whole_text(kind: str) -> None:
     use = ToolUse.read(TOOLS, "auto", None)
     text: Any = ["a"] if kind == "choice" else 'start: "a"'
-    form, wanted = MessageForm(FORMATS["json"], use.allowed), StructuredOutputs(**{kind: text})
-    assert reply_grammar(form, use, wanted, no_marker, JsonSettings()) is None
+    message_format, wanted = (
+        MessageFormat(FORMATS["json"], use.allowed),
+        StructuredOutputs(**{kind: text}),
+    )
+    assert reply_grammar(message_format, use, wanted, no_marker, JsonSettings()) is None
 
 
 def test_lines_with_schemas_name_their_fields() -> None:
     use = ToolUse.read(TOOLS, "auto", None)
-    form = MessageForm(FORMATS["hermes"], use.allowed)
+    message_format = MessageFormat(FORMATS["hermes"], use.allowed)
     wanted = StructuredOutputs(json_object=True)
-    grammar = reply_grammar(form, use, wanted, no_marker, JsonSettings(), "response_format")
+    grammar = reply_grammar(
+        message_format, use, wanted, no_marker, JsonSettings(), "response_format"
+    )
     assert grammar is not None
     lines = grammar.text.splitlines()
     found = {name: lines[number - 1].partition(":")[0] for number, name in grammar.fields.items()}
@@ -205,7 +216,7 @@ def test_lines_with_schemas_name_their_fields() -> None:
 def one_tool(parameters: dict[str, Any]) -> str:
     tools = chat_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
     use = ToolUse.read(tools, "required", None)
-    return made(MessageForm(FORMATS["json"], use.allowed), use).text
+    return made(MessageFormat(FORMATS["json"], use.allowed), use).text
 
 
 def accepts_arguments(parameters: dict[str, Any], arguments: Any) -> bool:
