@@ -12,9 +12,14 @@ from starlette.responses import Response
 from quire.frontend.async_llm import OutputStream, RequestTerms
 from quire.frontend.outputs import EmbeddingRequestOutput, RequestOutput
 from quire.frontend.pooling import PoolingParams
-from quire.server.http.disconnect import CLIENT_LEFT, unless_disconnected
-from quire.server.http.event_stream import EventStream
-from quire.server.http.reply_json import encoded, num_values, off_loop
+from quire.server.http.reply import (
+    CLIENT_LEFT,
+    EventStream,
+    encoded,
+    num_values,
+    off_loop,
+    unless_disconnected,
+)
 from quire.server.preparation.context import Prepared
 from quire.server.state import state_of
 

@@ -12,7 +12,7 @@ from quire.config.server import ServerOptions
 from quire.frontend.async_llm import AsyncLLM
 from quire.server.http.auth import Access
 from quire.server.http.limits import BodyMemory
-from quire.server.http.load import Load
+from quire.server.http.middleware import Load
 from quire.server.preparation.context import Preparation, PreparationSettings
 from quire.server.preparation.pool import ForkServer, PreparationPool
 from quire.server.tracing import Tracer

@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import msgspec
-
+from quire.server.http.reply import encode
 from quire.text.deltas import ToolCall
-
-encode = msgspec.json.Encoder().encode
 
 
 def event(kind: str, **content: Any) -> bytes:

@@ -3,24 +3,57 @@ proxy, id, host, key, the size of its body, the count of open requests, logs and
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import re
 import secrets
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.config.server import NetworkOptions
-from quire.server.http.auth import Access, AccessDenied
+from quire.server.http.auth import Access, AccessDenied, Hosts
 from quire.server.http.errors import dialect_of, error_response
-from quire.server.http.hosts import Hosts
 from quire.server.http.limits import BodyLimit
-from quire.server.http.load import Load
 from quire.server.request_log import FinishedRequest, Observer
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+class Load:
+    """How many requests the server is answering: the counts of all its API processes, one of which,
+    at `place`, is this process's to write."""
+
+    def __init__(self, counts: memoryview, place: int = 0) -> None:
+        self._counts = counts.cast("q")
+        self._place = place
+        self._counts[place] = 0  # the process that had the place before is gone
+
+    @classmethod
+    def alone(cls) -> Load:
+        """For an application that is served by one process."""
+        return cls(memoryview(bytearray(8)))
+
+    @classmethod
+    def shared(cls, file: str, place: int) -> Load:
+        with Path(file).open("r+b") as opened:
+            return cls(memoryview(mmap.mmap(opened.fileno(), 0)), place)
+
+    @property
+    def num_requests(self) -> int:
+        return sum(self._counts)
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts a request between its arrival and the end of its reply."""
+        self._counts[self._place] += 1
+        try:
+            yield
+        finally:
+            self._counts[self._place] -= 1
 
 
 class Middleware:
@@ -68,7 +101,7 @@ class Middleware:
             if refusal is not None:
                 await refusal(scope, receive, answer)
             else:
-                with self._load.counted() if is_post else nullcontext():
+                with self._load.counted() if is_post else contextlib.nullcontext():
                     await self._app(scope, self._body_limit.bounded(receive), answer)
         finally:
             if is_post:

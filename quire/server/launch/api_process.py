@@ -40,7 +40,7 @@ from quire.protocol.control import (
 from quire.protocol.errors import QuireError
 from quire.server.app import build_app
 from quire.server.http.connection import bounded_connections
-from quire.server.http.load import Load
+from quire.server.http.middleware import Load
 from quire.server.launch.child import MAX_LINE_BYTES
 from quire.server.preparation.pool import ForkServer
 from quire.server.preparation.routes import PARSERS

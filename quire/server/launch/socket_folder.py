@@ -18,6 +18,8 @@ PREFIX = "quire-"
 LOCK = "server.lock"
 """A file that a living server holds locked; the system unlocks it however the server ends."""
 LOAD = "load"
+COUNT_BYTES = 8
+"""Of an API process's number of open requests in that file."""
 SOCKET_NAME_BYTES = 8
 """Of randomness, twice as many characters."""
 MAX_SOCKET_PATH = 107
@@ -27,7 +29,7 @@ MAX_SOCKET_PATH = 107
 class SocketFolder:
     """A folder that only this user can enter. It must not lie too deep."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_api_processes: int = 1) -> None:
         remove_left_over()
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
         if len(os.fsencode(self.path)) + 1 + 2 * SOCKET_NAME_BYTES > MAX_SOCKET_PATH:
@@ -43,6 +45,7 @@ class SocketFolder:
         with contextlib.suppress(OSError):  # a file system without locks: the folder is never taken
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             unnamed.rename(self.path / LOCK)
+        (self.path / LOAD).write_bytes(bytes(COUNT_BYTES * num_api_processes))
 
     @property
     def load_file(self) -> str:

@@ -30,7 +30,6 @@ from quire.protocol.control import (
     StartEngine,
 )
 from quire.protocol.errors import EngineDeadError
-from quire.server.http.load import Load
 from quire.server.http.tls import check_tls
 from quire.server.launch.child import Child, exit_cause
 from quire.server.launch.listening import (
@@ -58,7 +57,7 @@ class Supervisor:
         self._engine_options = engine_options
         self._options = options
         self._listener = listener
-        self._folder = SocketFolder()
+        self._folder = SocketFolder(options.serving.api_server_count)
         self._log_level: str | None = engine_options.get("log_level")
         self._started = time.monotonic()
         self._was_ready = False
@@ -77,7 +76,6 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
         count = self._options.serving.api_server_count
-        Load.make_file(self._folder.load_file, count)
         keepers = [asyncio.create_task(self._keep_engine())]
         keepers += [asyncio.create_task(self._keep_api(place)) for place in range(count)]
         stop = asyncio.create_task(self._stop.wait())

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from quire.frontend.outputs import CompletionOutput, RequestOutput
 from quire.protocol.output import RequestProgress
 from quire.server.generation import Generation
-from quire.server.http.reply_json import num_values, off_loop
+from quire.server.http.reply import num_values, off_loop, printable
 from quire.server.openai.beam_search import beam_search_params
 from quire.server.openai.bodies import ChatBody
 from quire.server.openai.chat_messages import (
@@ -24,7 +24,7 @@ from quire.server.openai.chat_messages import (
     whole_message,
 )
 from quire.server.openai.logprobs import Candidates, chat_logprobs
-from quire.server.openai.stream import ChunkWriter, printable
+from quire.server.openai.stream import ChunkWriter
 from quire.server.openai.usage import Usage
 from quire.server.preparation.context import Preparation, Prepared
 from quire.server.preparation.conversation import prepare_messages

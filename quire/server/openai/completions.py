@@ -18,7 +18,7 @@ from quire.protocol.output import RequestProgress
 from quire.protocol.sampling import BeamSearchParams, SamplingParams
 from quire.server.generation import Generation
 from quire.server.http.errors import FormFields
-from quire.server.http.reply_json import num_values, off_loop
+from quire.server.http.reply import num_values, off_loop
 from quire.server.openai.beam_search import beam_search_params
 from quire.server.openai.bodies import CompletionBody
 from quire.server.openai.chat_messages import finish_reason, stop_reason

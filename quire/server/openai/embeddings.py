@@ -14,8 +14,7 @@ from quire.frontend.outputs import EmbeddingRequestOutput
 from quire.frontend.pooling import PoolingParams, checked_params
 from quire.protocol.errors import RequestError
 from quire.server.generation import Generation
-from quire.server.http.disconnect import CLIENT_LEFT
-from quire.server.http.reply_json import encoded, off_loop
+from quire.server.http.reply import CLIENT_LEFT, encoded, off_loop
 from quire.server.openai.bodies import EmbeddingBody
 from quire.server.preparation.context import Preparation, Prepared
 from quire.server.preparation.routes import prepared_route

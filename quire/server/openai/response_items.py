@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from quire.server.openai.stream import encode
+from quire.server.http.reply import encode
 
 
 class EventWriter:

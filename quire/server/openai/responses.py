@@ -14,6 +14,7 @@ from quire.frontend.outputs import CompletionOutput, RequestOutput
 from quire.protocol.errors import QuireError
 from quire.protocol.sampling import SamplingParams
 from quire.server.generation import Generation
+from quire.server.http.reply import printable, printable_data
 from quire.server.openai.logprobs import Candidates, chat_logprobs
 from quire.server.openai.response_input import ResponseBody
 from quire.server.openai.response_items import (
@@ -23,7 +24,6 @@ from quire.server.openai.response_items import (
     MessageItem,
     ReasoningItem,
 )
-from quire.server.openai.stream import printable, printable_data
 from quire.server.openai.usage import Usage
 from quire.server.preparation.context import Prepared
 from quire.server.preparation.conversation import prepare_messages

@@ -4,26 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from quire.protocol.output import RequestProgress
-from quire.server.http.reply_json import encoded
-
-encode = msgspec.json.Encoder().encode
-
-
-def printable(text: str) -> str:
-    """A client's text as a reply can repeat it: JSON may hold half a character, UTF-8 may not."""
-    return text.encode("utf-8", "replace").decode()
-
-
-def printable_data(value: Any) -> Any:
-    """The same for JSON data."""
-    if isinstance(value, str):
-        return printable(value)
-    if isinstance(value, dict):
-        return {printable(key): printable_data(item) for key, item in value.items()}
-    return [printable_data(item) for item in value] if isinstance(value, list) else value
+from quire.server.http.reply import encode, encoded
 
 
 class ChunkWriter:

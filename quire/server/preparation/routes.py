@@ -17,8 +17,8 @@ from starlette.responses import Response
 
 from quire.protocol.errors import QuireError
 from quire.protocol.sampling import SamplingParams
-from quire.server.http.disconnect import CLIENT_LEFT, unless_disconnected
 from quire.server.http.errors import InvalidBodyError
+from quire.server.http.reply import CLIENT_LEFT, unless_disconnected
 from quire.server.preparation.bodies import GenerationBody, RequestBody
 from quire.server.preparation.context import Preparation, Prepare, Prepared, PreparedKind
 from quire.server.preparation.conversation import log_parsers

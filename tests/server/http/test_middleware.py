@@ -9,10 +9,8 @@ import pytest
 
 from quire.config.server import NetworkOptions
 from quire.protocol.errors import OptionError
-from quire.server.http.auth import Access, AccessDenied, KeyRing, Tenant
-from quire.server.http.hosts import Hosts
-from quire.server.http.load import Load
-from quire.server.http.middleware import Middleware
+from quire.server.http.auth import Access, AccessDenied, Hosts, KeyRing, Tenant
+from quire.server.http.middleware import Load, Middleware
 
 
 @pytest.mark.parametrize("root", ["", "/llm"])
