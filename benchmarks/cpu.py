@@ -106,7 +106,9 @@ def main(words: Sequence[str] | None = None) -> None:
     add("--streams", type=int, default=2, help="how many requests of lat to run, one by one")
     add("--base", choices=SYSTEMS, metavar="SYSTEM", help="what ratios are to (vLLM, transformers)")
     add(
-        "--model-dir", metavar="FOLDER", help="keep the model's other forms there, for the next run"
+        "--model-dir",
+        metavar="FOLDER",
+        help="keep the model in other formats there, for the next run",
     )
     add("--json", metavar="FILE", help="write all figures there")
     arguments = parser.parse_args(words)

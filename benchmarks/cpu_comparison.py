@@ -18,13 +18,13 @@ before in a cache; not every system can be told to drop them."""
 
 
 class Models:
-    """The forms of the model, made when they are first asked for."""
+    """The formats of the model, made when they are first asked for."""
 
     def __init__(self, folder: Path, python: dict[str, str]) -> None:
         self._folder, self._python = folder, python
 
-    def path(self, form: str) -> str:
-        if form == "gguf":
+    def path(self, format: str) -> str:
+        if format == "gguf":
             return str(embedded_model_path())
         makers: dict[str, tuple[str, Callable[[Path], Path]]] = {
             "safetensors": ("config.json", write_safetensors),
@@ -32,8 +32,8 @@ class Models:
             "openvino-fp32": ("", lambda path: self._openvino(path, "fp32")),
             "openvino-int8": ("", lambda path: self._openvino(path, "int8")),
         }
-        complete, make = makers[form]
-        path = self._folder / (f"{form}.gguf" if form == "q8_0" else form)
+        complete, make = makers[format]
+        path = self._folder / (f"{format}.gguf" if format == "q8_0" else format)
         if not (path / complete if complete else path).exists():
             progress(f"writing {path}")
             make(path)
@@ -111,7 +111,7 @@ class Comparison:
             self.systems[name]["installed_bytes"] = installed_bytes(system.peer, python)
         if name in self.workers:
             self.workers.pop(name).close()
-        model = self._models.path(system.form)
+        model = self._models.path(system.format)
         worker = self.workers[name] = Worker(name, python, model, self._logs / f"{name}.log")
         self.systems[name]["start_s"].append(worker.start_s)
         self.systems[name]["version"] = worker.version

@@ -1,4 +1,4 @@
-"""The embedded model in the forms that the peers of `cpu.py` read, all with the same weights."""
+"""The embedded model in the formats that the peers of `cpu.py` read, all with the same weights."""
 
 from __future__ import annotations
 

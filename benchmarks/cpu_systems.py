@@ -32,8 +32,8 @@ class System:
     """One row of the table: a program with a precision."""
 
     peer: str
-    form: str
-    """Which form of the model it reads."""
+    format: str
+    """Which format of the model it reads."""
     engine: dict[str, Any] = field(default_factory=dict)
     """Options of a Quire engine."""
 

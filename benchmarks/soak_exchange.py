@@ -24,7 +24,7 @@ class DoubledAnswerError(WrongAnswerError):
 
 
 class FailedRequestError(Exception):
-    """An error in the declared form that asks for another try: the engine was down."""
+    """An error in the declared format that asks for another try: the engine was down."""
 
 
 def check(condition: bool, what: str) -> None:

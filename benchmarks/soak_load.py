@@ -201,7 +201,7 @@ class Requests:
         self.num_compared += 1
         check(text == first, f"{prompt!r} at temperature 0 was {first!r}, and now is {text!r}")
 
-    # --- forms and tools --------------------------------------------------------------------------
+    # --- schemas and tools ------------------------------------------------------------------------
 
     def schema(self, chance: random.Random) -> None:
         """A schema that was never seen before."""
@@ -212,14 +212,14 @@ class Requests:
             "flag": {"type": "boolean"},
         }
         names = list(properties)
-        form: dict[str, Any] = {"type": "object", "properties": properties, "required": names}
-        form["additionalProperties"] = False
+        schema: dict[str, Any] = {"type": "object", "properties": properties, "required": names}
+        schema["additionalProperties"] = False
         body = {
             **_chat(chance, "Fill in a form about"),
             "max_tokens": 64,
             "response_format": {
                 "type": "json_schema",
-                "json_schema": {"name": "form", "schema": form},
+                "json_schema": {"name": "form", "schema": schema},
             },
         }
         if chance.random() < 0.5:

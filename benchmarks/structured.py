@@ -200,9 +200,9 @@ def measure_documents(engine: dict[str, Any], count: int) -> dict[str, Any]:
     with LLM(**engine) as llm:
         for place, schema in enumerate(schemas):
             try:
-                form = StructuredOutputs(json=schema)
+                grammar = StructuredOutputs(json=schema)
                 params = SamplingParams(
-                    seed=place, max_tokens=DOCUMENT_TOKENS, structured_outputs=form
+                    seed=place, max_tokens=DOCUMENT_TOKENS, structured_outputs=grammar
                 )
                 (output,) = llm.generate(["An example: "], params, use_tqdm=False)
             except RequestError:
@@ -241,10 +241,10 @@ def seconds(llm: LLM, prompts: list[str], params: SamplingParams) -> tuple[float
 def measure_added_time(llm: LLM, num_tokens: int, rounds: int) -> dict[str, Any]:
     """Each round is free, bound, bound, free, for the machine's speed drifts. Other programs only
     ever add time: the quicker quarters of both kinds are compared, and the middles shown too."""
-    form = StructuredOutputs(regex=r"(.|\n){4000}")
+    grammar = StructuredOutputs(regex=r"(.|\n){4000}")
     plain: dict[str, Any] = {"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": True}
     prompts = [f"Story number {i}: once upon a time" for i in range(BATCH)]
-    free, bound = SamplingParams(**plain), SamplingParams(**plain, structured_outputs=form)
+    free, bound = SamplingParams(**plain), SamplingParams(**plain, structured_outputs=grammar)
     steps: tuple[list[float], list[float]] = [], []
     for is_bound in (False, True, *(False, True, True, False) * rounds):
         spent, count = seconds(llm, prompts, bound if is_bound else free)
@@ -271,8 +271,8 @@ def measure_new_schemas(llm: LLM) -> dict[str, Any]:
     for schema in schemas:
         free, _ = seconds(llm, ["Hello"], SamplingParams(**plain))
         try:
-            form = StructuredOutputs(json=schema)
-            bound, _ = seconds(llm, ["Hello"], SamplingParams(**plain, structured_outputs=form))
+            grammar = StructuredOutputs(json=schema)
+            bound, _ = seconds(llm, ["Hello"], SamplingParams(**plain, structured_outputs=grammar))
         except RequestError:
             continue
         added.append(bound - free)
@@ -285,8 +285,8 @@ def measure_new_schemas(llm: LLM) -> dict[str, Any]:
 
 
 def measure_jump_ahead(engine: dict[str, Any]) -> dict[str, Any]:
-    form = StructuredOutputs(json=KEY_HEAVY, disable_any_whitespace=True)
-    params = SamplingParams(temperature=0.0, max_tokens=400, structured_outputs=form)
+    grammar = StructuredOutputs(json=KEY_HEAVY, disable_any_whitespace=True)
+    params = SamplingParams(temperature=0.0, max_tokens=400, structured_outputs=grammar)
     rates, texts = [], []
     for jump_ahead in (False, True):
         with LLM(**engine, structured_outputs_config={"jump_ahead": jump_ahead}) as llm:

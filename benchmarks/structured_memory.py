@@ -38,8 +38,8 @@ def ask(url: str, numbers: range) -> None:
     """Send a request for each schema over one connection."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=120)
     for number in numbers:
-        form = {"json": schema(number)}
-        body = {"prompt": "In JSON: ", "max_tokens": 4, "structured_outputs": form}
+        grammar = {"json": schema(number)}
+        body = {"prompt": "In JSON: ", "max_tokens": 4, "structured_outputs": grammar}
         headers = {"Content-Type": "application/json"}
         connection.request("POST", "/v1/completions", json.dumps(body), headers)
         reply = connection.getresponse()

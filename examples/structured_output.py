@@ -1,4 +1,4 @@
-"""Answers of a given form: JSON by a Pydantic model, one of several words, XML by a grammar."""
+"""Structured output: JSON by a Pydantic model, one of several words, XML by a grammar."""
 
 from typing import Literal
 
@@ -9,8 +9,8 @@ from quire import LLM, SamplingParams, StructuredOutputs
 llm = LLM()
 
 
-def answer(question: str, form: StructuredOutputs, max_tokens: int = 200) -> str:
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, structured_outputs=form)
+def answer(question: str, grammar: StructuredOutputs, max_tokens: int = 200) -> str:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, structured_outputs=grammar)
     (reply,) = llm.chat([{"role": "user", "content": question}], params, use_tqdm=False)
     return reply.outputs[0].text
 

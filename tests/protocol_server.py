@@ -131,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
             if behaviour == "cut" and event is events[-1]:
                 self.close_connection = True
                 return
-            # In two chunks, since nobody promises that an event comes in one.
+            # In two chunks, since an event need not come in one.
             for part in (event[:7], event[7:]):
                 self.wfile.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
             self.wfile.flush()

@@ -47,7 +47,7 @@ BELOW = {
     "entrypoints": {"server", "config", "quire"},
     "quire": COMMON | {"frontend", "server", "client", "bench"},
 }
-"""What each package may import besides itself; "quire" stands for the files in the root."""
+"""What each package may import in addition to itself; "quire" stands for the files in the root."""
 
 TORCH_FREE = ("protocol", "files", "config", "metrics", "scheduler")
 TORCH_AT_TOP_LEVEL = (

@@ -8,6 +8,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted(
+    path
+    for folder in ("quire", "tests", "examples", "benchmarks")
+    for path in (ROOT / folder).rglob("*.py")
+)
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
 
 
@@ -19,22 +24,21 @@ def anchors(page: Path) -> set[str]:
 
 def test_nothing_names_a_package_that_no_index_has() -> None:
     """Quire is installed from a clone: `pip install '.[otel]'`."""
-    sources = [
-        path
-        for folder in ("quire", "examples", "benchmarks")
-        for path in (ROOT / folder).rglob("*.py")
-    ]
     wrong = re.compile(r"pip install[^\n`]*quire-llm")
-    found = [path for path in [*PAGES, *sources] if wrong.search(path.read_text(encoding="utf-8"))]
+    found = [path for path in [*PAGES, *SOURCES] if wrong.search(path.read_text(encoding="utf-8"))]
     assert not found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_words_that_readers_stumble_over(page: Path) -> None:
-    """Plain technical English, and about the product alone."""
+def test_words_that_readers_stumble_over() -> None:
+    """Plain technical English, and about the product alone, in pages and in sources."""
     words = r"\b(besides|whoever|somebody|nobody|of whatever make|machines? (was|were) lent)\b"
-    text = page.read_text(encoding="utf-8")
-    assert not [found[0] for found in re.finditer(words, text, re.IGNORECASE)]
+    found = [
+        (str(path.relative_to(ROOT)), word[0])
+        for path in [*PAGES, *SOURCES]
+        if path != Path(__file__).resolve()
+        for word in re.finditer(words, path.read_text(encoding="utf-8"), re.IGNORECASE)
+    ]
+    assert not found
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -1,4 +1,4 @@
-"""`quire bench serve`: a load on a running server, of whatever make, as its users would feel it."""
+"""`quire bench serve`: a load on a running server, Quire or another, as its users would feel it."""
 
 from __future__ import annotations
 

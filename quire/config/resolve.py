@@ -32,7 +32,7 @@ class Resolved:
 
     options: EngineOptions
     notes: list[str]
-    """Sentences of the form "X became Y because Z"."""
+    """Sentences such as "X became Y because Z"."""
     fits_max_model_len: bool = False
     """Whether max_model_len is an upper bound, to be lowered to what fits in the KV cache."""
 

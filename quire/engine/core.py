@@ -118,7 +118,7 @@ class EngineCore:
     def add(
         self, request: NewRequest, compilation: Compilation | None = None
     ) -> Future[None] | None:
-        """Take a request in; `compilation` is that of its form if that has begun. Where a
+        """Take a request in; `compilation` is that of its grammar if that has begun. Where a
         future is returned, it tells later whether the request is refused after all, once its
         grammar is compiled."""
         self.check(request)

@@ -298,13 +298,15 @@ class LLM:
         news: Iterable[NewRequest] = self._checked_requests(
             prompts, params, priority, options, streams=streams
         )
-        forms: list[Compilation | None] = [None] * len(prompts)
+        compilations: list[Compilation | None] = [None] * len(prompts)
         if any(one.structured_outputs is not None for one in params):
             news = self._all_checked(news)
-            forms = self._compiled(news)
+            compilations = self._compiled(news)
         elif priority is not None or not self._core.can_start_ahead:
             news = self._all_checked(news)
-        return self._add(zip(news, forms, prompts, strict=True), kind, starts=priority is None)
+        return self._add(
+            zip(news, compilations, prompts, strict=True), kind, starts=priority is None
+        )
 
     def _checked_requests(
         self,
@@ -394,8 +396,8 @@ class LLM:
             while more:
                 with self._loop.engine() as core:
                     before = len(requests)
-                    for new, form, prompt in islice(triples, TAKEN_AT_ONCE):
-                        core.add(new, form)
+                    for new, compilation, prompt in islice(triples, TAKEN_AT_ONCE):
+                        core.add(new, compilation)
                         requests.append(self._loop.open(new, prompt.text, kind))
                         num_tokens += len(new.prompt_token_ids)
                         if starts and num_tokens >= TOKENS_TO_START_WITH and core.can_start_ahead:
@@ -437,9 +439,9 @@ class LLM:
         self, news: list[NewRequest], prompts: list[Prompt], bar: ProgressBar
     ) -> list[OpenRequest]:
         """Run requests whose outputs are no texts; returns them ended."""
-        forms = [None] * len(news)
+        compilations = [None] * len(news)
         kind = RequestOutputKind.FINAL_ONLY
-        requests = self._add(zip(news, forms, prompts, strict=True), kind)
+        requests = self._add(zip(news, compilations, prompts, strict=True), kind)
         self._wait(requests, bar)
         return requests
 

@@ -198,7 +198,7 @@ class NormWeight(Protocol):
 
 
 class Matrix(Protocol):
-    """A weight [outputs, inputs] in the form that its kernel reads."""
+    """A weight [outputs, inputs] in the format that its kernel reads."""
 
     @property
     def num_outputs(self) -> int: ...
@@ -234,7 +234,7 @@ class Matrix(Protocol):
 
 
 class MatrixLayer(WeightedLayer):
-    """A layer with a matrix [outputs, inputs] in the form of its quantisation method."""
+    """A layer with a matrix [outputs, inputs] in the format of its quantisation method."""
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
@@ -274,7 +274,7 @@ class QuantizationMethod(Protocol):
         """Adds to `layer` the parameters that stand for its [outputs, inputs] matrix."""
 
     def finish_loading(self, layer: MatrixLayer) -> None:
-        """Repacks the loaded parameters into the form that `apply` reads."""
+        """Repacks the loaded parameters into the layout that `apply` reads."""
 
     def apply(
         self,

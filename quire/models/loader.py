@@ -151,7 +151,7 @@ def count_weight_bytes(
 
 
 def held_weight_bytes(model: CausalLM) -> int:
-    """What the weights of a loaded model take, in whatever form they are kept."""
+    """What the weights of a loaded model take, in whatever format they are kept."""
     tensors = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     layers = [layer for layer in model.modules() if isinstance(layer, MatrixLayer)]
     # A tied head has the very matrices of the embedding.

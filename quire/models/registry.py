@@ -30,7 +30,7 @@ class WeightMap:
     fused: Mapping[str, Mapping[Shard, str]] = field(default_factory=dict)
     """Module -> shard -> the checkpoint's module: one of ours for several of theirs."""
     rename: Callable[[str], str] = _same_name
-    """Brings a checkpoint's name to the form that the model's own names have."""
+    """Turns a checkpoint's name into a name of the same kind as the model's own."""
     transposed: tuple[str, ...] = ()
     """Endings of names whose tensors are stored [in, out]."""
     ignored: tuple[str, ...] = ()

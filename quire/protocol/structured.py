@@ -1,4 +1,4 @@
-"""`StructuredOutputs`: what form an answer must have. Checked when made."""
+"""`StructuredOutputs`: the grammar that an answer must follow. Checked when made."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class JsonSettings:
 
 @dataclass
 class StructuredOutputs:
-    """One form that the text of an answer must have, exactly one of `KINDS`."""
+    """What the text of an answer must follow: exactly one of `KINDS`."""
 
     json: Any = None
     """A JSON schema: text, a dictionary, or a Pydantic model."""
@@ -151,7 +151,7 @@ class StructuredOutputs:
 
     @property
     def text(self) -> str:
-        """The form as text, whatever its kind."""
+        """Its value as text, whatever its kind."""
         if self.json_object:
             return ANY_OBJECT
         value = getattr(self, self.kind)

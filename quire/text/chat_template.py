@@ -198,7 +198,7 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
 
 
 def _adapt(message: dict[str, Any], where: str, content_format: str, template: str) -> None:
-    """Put the content of a message into the form that the template reads."""
+    """Put the content of a message into the format that the template reads."""
     content = message.get("content")
     if isinstance(content, list):
         parts = [_text_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]

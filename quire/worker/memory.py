@@ -31,7 +31,7 @@ class TrialBytes:
 
     total: int
     used: int
-    """By everybody, before the trial."""
+    """By all processes, before the trial."""
     step: int
     """Rows and the largest step: activations, logits, sampling, libraries, kernels; inputs and
     logits of CUDA graphs."""
@@ -112,9 +112,9 @@ def check_weights_fit(
         remedies.append("free the memory that other programs hold")
     limit = "" if share is None else f", of which gpu_memory_utilization={share:g} allows "
     limit += "" if share is None else f"{max(allowed, 0) / GIB:.2f} GiB"
-    form = options.model.quantization or options.model.dtype
+    dtype = options.model.quantization or options.model.dtype
     raise OptionError(
-        f"the weights of {config.source.name} take {weight_bytes / GIB:.2f} GiB in {form}, but "
+        f"the weights of {config.source.name} take {weight_bytes / GIB:.2f} GiB in {dtype}, but "
         f"{device.name} has {free / GIB:.2f} of {total / GIB:.2f} GiB free{limit}. "
         f"To run it, {', or '.join(remedies)}."
     )

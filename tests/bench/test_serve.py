@@ -303,7 +303,7 @@ def test_mistakes(words: list[str], message: str, capsys: pytest.CaptureFixture[
 
 def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # taken, but nobody listens
+        unused.bind(("127.0.0.1", 0))  # taken, but not listened on
         url = f"127.0.0.1:{unused.getsockname()[1]}"
         assert main(["bench", "serve", "--url", url]) == 2
     assert f"no server listens at http://{url}; start one" in capsys.readouterr().err

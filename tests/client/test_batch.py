@@ -130,7 +130,7 @@ def test_half_a_character_comes_back_as_it_was(run: Run) -> None:
 
 
 def test_a_custom_id_may_come_once(run: Run, server: ProtocolServer, tmp_path: Path) -> None:
-    """Whoever reads the results finds them by it."""
+    """A reader finds the results by it."""
     run(line("a", prompt="x"), line("a", prompt="y"), status=1)
     results = [json.loads(text) for text in (tmp_path / "out.jsonl").read_text().splitlines()]
     (wrong,) = [result for result in results if result["error"]]

@@ -119,7 +119,7 @@ def test_no_server(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
     with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # taken, but nobody listens
+        unused.bind(("127.0.0.1", 0))  # taken, but not listened on
         port = unused.getsockname()[1]
         assert main([*words, "--url", f"localhost:{port}"]) == 2
     assert capsys.readouterr().err == (

@@ -1,4 +1,4 @@
-"""What Quire says on standard error: at which level, in which form, and where to."""
+"""What Quire says on standard error: at which level, in which format, and where to."""
 
 from __future__ import annotations
 

@@ -360,7 +360,7 @@ def test_the_embedded_model_answers_first_and_is_quick_second() -> None:
 def test_keys_and_values_are_halves_beside_packed_weights(
     changes: dict[str, Any], expected: str
 ) -> None:
-    """Unless somebody chooses; float32 stays exact by default, and start-up says what is not."""
+    """Unless a user chooses; float32 stays exact by default, and start-up says what is not."""
     found = resolve(options(**changes), MODEL, CPU)
     assert found.options.cache.kv_cache_dtype == expected
     said = any("kv_cache_dtype became float16 because" in note for note in found.notes)

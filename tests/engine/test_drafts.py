@@ -219,12 +219,12 @@ def test_accepted_drafts_save_steps(folder: Path, plain: list[RequestOutput]) ->
 
 def test_beams_and_grammars_beside_drafts(folder: Path) -> None:
     """They have one line each, and the others' lines lie around theirs."""
-    form = StructuredOutputs(regex="[a-f]{8}[0-9]{8}")
+    grammar = StructuredOutputs(regex="[a-f]{8}[0-9]{8}")
     params = [
         SamplingParams(**{**DRAWN, "ignore_eos": True, "logprobs": 1}),
-        SamplingParams(**DRAWN, structured_outputs=form),
+        SamplingParams(**DRAWN, structured_outputs=grammar),
         SamplingParams(**FEATURES["repetition"]),
-        SamplingParams(**DRAWN, structured_outputs=form, logprobs=2),
+        SamplingParams(**DRAWN, structured_outputs=grammar, logprobs=2),
         SamplingParams(**FEATURES["greedy"]),
     ]
     prompts, beams = prompts_of(5), BeamSearchParams(beam_width=3, max_tokens=12)

@@ -1,4 +1,4 @@
-"""A request that is not ready waits beside the queue: it delays nobody and can still end."""
+"""A request that is not ready waits beside the queue: it delays no other and can still end."""
 
 from __future__ import annotations
 

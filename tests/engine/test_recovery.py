@@ -225,7 +225,7 @@ def test_an_open_stream_ends_with_the_engine(folder: Path) -> None:
 
 
 async def test_async_callers_are_told(folder: Path) -> None:
-    """All open iterators raise; later requests are refused; nobody waits for ever."""
+    """All open iterators raise; later requests are refused; no reader waits for ever."""
     llm = AsyncLLM(str(folder), num_threads=1, kv_cache_memory_bytes="16MiB")
     core = llm.client.core
     core.executor = FlakyExecutor(core.executor, Always(6), "after sample")

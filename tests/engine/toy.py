@@ -107,7 +107,7 @@ class ToyPending:
 
 
 class ToyFailure:
-    """What a failed step leaves; the device works again once somebody has seen it."""
+    """What a failed step leaves; the device works again once the failure was seen."""
 
     def __init__(self, device: ToyExecutor, step: int) -> None:
         self._device, self._step = device, step
@@ -139,7 +139,7 @@ class ToyExecutor:
         self.num_tokens_computed = 0
         self._plan: StepPlan | None = None
         self.is_down = False
-        """A step failed and nobody has noticed: until then all further ones fail too."""
+        """A step failed and that was not seen yet: until then all further ones fail too."""
 
     def execute(self, plan: StepPlan) -> None:
         self._plan = plan

@@ -204,7 +204,7 @@ async def test_stop_strings_and_several_completions(engine: AsyncLLM, llm: LLM) 
 
 
 async def test_an_idle_engine_takes_no_steps(engine: AsyncLLM) -> None:
-    """Its thread sleeps until somebody calls."""
+    """Its thread sleeps until it is called."""
     await last(engine.generate(PROMPTS[0], params()))
     await settled(engine)
     before = await steps(engine)
@@ -234,7 +234,7 @@ async def test_prefixes_metrics_and_health(engine: AsyncLLM) -> None:
 
 
 async def test_shutdown_ends_open_iterators(tiny: Tiny) -> None:
-    """Nobody waits for ever: open streams raise, and so do later calls."""
+    """No reader waits for ever: open streams raise, and so do later calls."""
     llm = AsyncLLM(str(tiny.folder), num_threads=1, kv_cache_memory_bytes="16MiB")
     tasks = [asyncio.create_task(last(llm.generate(p, LONG))) for p in PROMPTS[:6]]
     stream = llm.generate(PROMPTS[7], LONG)

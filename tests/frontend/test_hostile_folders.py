@@ -1,4 +1,4 @@
-"""Model folders that somebody else wrote: each fault is a `ModelError` that names file and field.
+"""Model folders from elsewhere: each fault is a `ModelError` that names file and field.
 
 They run in a process of their own, since some of them would end it, and each has a few seconds: the
 sizes in them would otherwise take minutes or all memory.
@@ -51,7 +51,7 @@ def template(*single: dict[str, Any]) -> dict[str, Any]:
 
 
 CHARSMAP = base64.b64encode(b"\xff" * 100).decode()
-# File, what it holds instead (a dictionary changes keys), and what the error must name besides it.
+# File, what it holds instead (a dictionary changes keys), and what else the error must name.
 CASES: list[tuple[str, Any, str]] = [
     *(("config.json", {key: value}, key) for key in SIZES for value in BAD_SIZES),
     ("config.json", {"num_hidden_layers": 4000, "hidden_size": 4096}, "num_layers=4000"),

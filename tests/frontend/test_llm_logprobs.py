@@ -103,7 +103,7 @@ def test_prompt_tokens(llm: LLM, tiny: Tiny) -> None:
 
 
 def test_flat_logprobs_hold_the_same(llm: LLM) -> None:
-    """The light form reads like a list of dictionaries, sliced or not."""
+    """`FlatLogprobs` reads like a list of dictionaries, sliced or not."""
     values = {"logprobs": 2, "prompt_logprobs": 1, "max_tokens": 6, "seed": 2}
     objects, flat = (
         llm.generate([PROMPT], SamplingParams(**values, flat_logprobs=is_flat), use_tqdm=False)[0]

@@ -140,7 +140,7 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     refuses(lambda: LLM(str(tmp_path / "empty")), "config.json", kind=ModelError)
     # Hub names need the network, which tests do without.
-    refuses(lambda: LLM("nobody/no-such-model"), "nobody/no-such-model", kind=ModelError)
+    refuses(lambda: LLM("nowhere/no-such-model"), "nowhere/no-such-model", kind=ModelError)
 
 
 def test_chat_without_a_template(tiny: Tiny, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_ctrl_c_inside_a_step_does_no_harm(
 def test_broken_books_end_everything_with_an_error(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Should planning itself fail, nobody waits for ever and shutdown still frees the model."""
+    """Should planning itself fail, no call waits for ever and shutdown still frees the model."""
     with tiny_llm(tiny.folder) as llm:
 
         def broken(now: float) -> None:
@@ -144,7 +144,7 @@ def test_options_are_checked_before_a_model_is_looked_for() -> None:
 
 
 async def test_cancelling_while_a_request_is_handed_over(tiny: Tiny) -> None:
-    """A caller that leaves before the engine has its request takes nobody with it."""
+    """A caller that leaves before the engine has its request ends no other one."""
     engine = AsyncLLM(str(tiny.folder), num_threads=1, kv_cache_memory_bytes="16MiB", block_size=4)
 
     async def run(prompt: list[int]) -> list[int]:

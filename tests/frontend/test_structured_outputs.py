@@ -22,7 +22,7 @@ from quire.engine.structured_output.compiler import MAX_CACHED
 from quire.engine.structured_output.matcher import SEQUENCES_PER_START
 from quire.sampling_params import GuidedDecodingParams, StructuredOutputsParams
 from tests.frontend.conftest import Tiny
-from tests.frontend.forms import PERSON, TIGHT, run
+from tests.frontend.grammars import PERSON, TIGHT, run
 from tests.tiny import END_ID, assert_at_rest, text_ids, tiny_llm
 
 pytest.importorskip("llguidance", reason="llguidance is not installed")
@@ -41,7 +41,7 @@ def slow_llm(tiny: Tiny) -> Iterator[LLM]:
         assert_at_rest(engine)
 
 
-# --- any form -----------------------------------------------------------------------------------
+# --- any grammar --------------------------------------------------------------------------------
 
 NAMES = st.text("abcdef_", min_size=1, max_size=8)
 LEAVES = st.one_of(
@@ -90,8 +90,8 @@ SCHEMAS = st.recursive(
 @QUICK
 def test_any_schema_holds(llm: LLM, schema: Any, seed: int, tight: bool) -> None:
     """Every finished document is what `jsonschema` calls valid, and short ones do finish."""
-    form = StructuredOutputs(json=schema, disable_any_whitespace=tight)
-    for completion in run(llm, form, seed=seed, n=2).outputs:
+    grammar = StructuredOutputs(json=schema, disable_any_whitespace=tight)
+    for completion in run(llm, grammar, seed=seed, n=2).outputs:
         assert completion.finish_reason == "stop" or (
             completion.finish_reason == "length" and len(completion.token_ids) == 150
         )
@@ -175,8 +175,8 @@ def test_structural_tags(llm: LLM, tag: dict[str, Any]) -> None:
 
 
 def test_json_object(llm: LLM) -> None:
-    form = StructuredOutputs(json_object=True, disable_any_whitespace=True)
-    texts = [run(llm, form, seed=s, max_tokens=50).outputs[0] for s in range(3)]
+    grammar = StructuredOutputs(json_object=True, disable_any_whitespace=True)
+    texts = [run(llm, grammar, seed=s, max_tokens=50).outputs[0] for s in range(3)]
     assert all(one.text.startswith("{") for one in texts)
     for one in texts:
         if one.finish_reason == "stop":
@@ -189,18 +189,18 @@ class Order(BaseModel):
 
 
 def test_pydantic_models(llm: LLM) -> None:
-    form = StructuredOutputs(json=Order, disable_any_whitespace=True)
-    Order.model_validate_json(run(llm, form).outputs[0].text)
+    grammar = StructuredOutputs(json=Order, disable_any_whitespace=True)
+    Order.model_validate_json(run(llm, grammar).outputs[0].text)
 
 
 def test_closed_objects(llm: LLM) -> None:
     """`disable_additional_properties` closes objects that leave it open, and only objects."""
     schema = {"type": "object", "properties": {"a": {"enum": [{"properties": 1}]}}}
-    form = StructuredOutputs(
+    grammar = StructuredOutputs(
         json=schema, disable_additional_properties=True, disable_any_whitespace=True
     )
     for seed in range(5):
-        text = run(llm, form, seed=seed).outputs[0].text
+        text = run(llm, grammar, seed=seed).outputs[0].text
         assert json.loads(text) in ({}, {"a": {"properties": 1}})
 
 
@@ -208,20 +208,20 @@ def test_closed_objects(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    "form",
+    "grammar",
     [TIGHT, StructuredOutputs(json=PERSON), StructuredOutputs(grammar=LARK)],
     ids=["tight", "loose", "grammar"],
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_jump_ahead_changes_no_token(
-    llm: LLM, slow_llm: LLM, form: StructuredOutputs, temperature: float
+    llm: LLM, slow_llm: LLM, grammar: StructuredOutputs, temperature: float
 ) -> None:
     """Penalties count the tokens that were jumped over, too."""
     params = {"temperature": temperature, "repetition_penalty": 1.3, "frequency_penalty": 0.5}
     before = llm._core.scheduler._next_step
-    fast = run(llm, form, **params).outputs[0]
+    fast = run(llm, grammar, **params).outputs[0]
     num_steps = llm._core.scheduler._next_step - before
-    slow = run(slow_llm, form, **params).outputs[0]
+    slow = run(slow_llm, grammar, **params).outputs[0]
     assert (fast.token_ids, fast.finish_reason) == (slow.token_ids, slow.finish_reason)
     assert num_steps < len(fast.token_ids)
 
@@ -231,10 +231,10 @@ def test_many_at_once(tiny: Tiny, llm: LLM, steps: int) -> None:
     """Constrained and free requests share steps, also with several in flight and where blocks are
     so short that requests are preempted, and get what each would get alone."""
     prompts = ["of the", "def main", "return"] * 2
-    forms = [TIGHT, StructuredOutputs(regex="[a-f]{50}"), None] * 2
+    grammars = [TIGHT, StructuredOutputs(regex="[a-f]{50}"), None] * 2
     params = [
-        SamplingParams(max_tokens=120, seed=i, ignore_eos=True, structured_outputs=form)
-        for i, form in enumerate(forms)
+        SamplingParams(max_tokens=120, seed=i, ignore_eos=True, structured_outputs=grammar)
+        for i, grammar in enumerate(grammars)
     ]
     alone = [
         llm.generate(prompt, one, use_tqdm=False)[0].outputs[0].token_ids
@@ -249,7 +249,7 @@ def test_many_at_once(tiny: Tiny, llm: LLM, steps: int) -> None:
 
 
 def test_sequences_move_while_they_run(tiny: Tiny, llm: LLM) -> None:
-    """Another start of a form that many have is there only after some steps: the sequences that
+    """Another start of a grammar that many have is there only after some steps: the sequences that
     move to it go on where they stand."""
     params = SamplingParams(
         n=3 * SEQUENCES_PER_START,
@@ -281,11 +281,11 @@ def test_sequences_move_while_they_run(tiny: Tiny, llm: LLM) -> None:
 def test_more_forms_than_are_kept(llm: LLM) -> None:
     """One call may have any number of different ones."""
     count = MAX_CACHED + 100
-    forms = [StructuredOutputs(regex=f"([a-f]+[0-9]){{5,30}}|x{i}y") for i in range(count)]
+    grammars = [StructuredOutputs(regex=f"([a-f]+[0-9]){{5,30}}|x{i}y") for i in range(count)]
     x = text_ids("x")[0]
     params = [
-        SamplingParams(max_tokens=9, seed=1, structured_outputs=form, logit_bias={x: 100.0})
-        for form in forms
+        SamplingParams(max_tokens=9, seed=1, structured_outputs=grammar, logit_bias={x: 100.0})
+        for grammar in grammars
     ]
     outputs = llm.generate(["of"] * count, params, use_tqdm=False)
     assert [output.outputs[0].text for output in outputs] == [f"x{i}y" for i in range(count)]
@@ -293,10 +293,10 @@ def test_more_forms_than_are_kept(llm: LLM) -> None:
 
 def test_constrained_requests_keep_pace(tiny: Tiny) -> None:
     """With two steps in flight they take part in every step, beside a free one."""
-    form = StructuredOutputs(regex="[a-f]{150}")
+    grammar = StructuredOutputs(regex="[a-f]{150}")
     params = [
         SamplingParams(max_tokens=40, seed=1, ignore_eos=True, structured_outputs=one)
-        for one in (form, None)
+        for one in (grammar, None)
     ]
     with tiny_llm(tiny.folder, max_steps_in_flight=2) as fast:
         fast.generate(["of the", "return"], params, use_tqdm=False)
@@ -356,12 +356,12 @@ def test_max_tokens_ends_early(llm: LLM) -> None:
 
 def test_end_of_sequence_only_where_the_text_may_end(llm: LLM) -> None:
     """However much it is favoured; and it is not chosen where it is to be ignored."""
-    form = StructuredOutputs(regex="ab{0,40}")
-    favoured = run(llm, form, logit_bias={END_ID: 100.0}).outputs[0]
+    grammar = StructuredOutputs(regex="ab{0,40}")
+    favoured = run(llm, grammar, logit_bias={END_ID: 100.0}).outputs[0]
     assert (favoured.text, favoured.token_ids[-1]) == ("a", END_ID)
-    ignored = run(llm, form, logit_bias={END_ID: 100.0}, ignore_eos=True).outputs[0]
+    ignored = run(llm, grammar, logit_bias={END_ID: 100.0}, ignore_eos=True).outputs[0]
     assert (ignored.text, ignored.finish_reason) == ("a" + "b" * 40, "stop")
-    late = run(llm, form, logit_bias={END_ID: 100.0}, min_tokens=9).outputs[0]
+    late = run(llm, grammar, logit_bias={END_ID: 100.0}, min_tokens=9).outputs[0]
     assert len(late.token_ids) == 10 and late.text == "a" + "b" * (len(late.text) - 1)
     full = run(llm, StructuredOutputs(regex="ab{3}"), min_tokens=100).outputs[0]
     assert (full.text, full.finish_reason) == ("abbb", "stop")
@@ -369,14 +369,14 @@ def test_end_of_sequence_only_where_the_text_may_end(llm: LLM) -> None:
 
 def test_stop_tokens_while_the_end_is_ignored(llm: LLM) -> None:
     """`ignore_eos` is about ends of sequence; a stop token is one the request names itself."""
-    form = StructuredOutputs(regex="ab{0,40}")
+    grammar = StructuredOutputs(regex="ab{0,40}")
     params = {"ignore_eos": True, "stop_token_ids": [END_ID], "logit_bias": {END_ID: 100.0}}
-    stopped = run(llm, form, **params).outputs[0]
+    stopped = run(llm, grammar, **params).outputs[0]
     assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == ("a", "stop", END_ID)
 
 
 def test_min_tokens_against_the_form(llm: LLM) -> None:
-    """The one token that the form allows may not come yet: no other is taken instead, nor is it
+    """The one token that the grammar allows may not come yet: no other is taken instead, nor is it
     an end where one could come."""
     (a,) = text_ids("a")
     for min_tokens in (1, 5):
@@ -393,8 +393,8 @@ def test_min_tokens_against_the_form(llm: LLM) -> None:
 def test_allowed_tokens(llm: LLM) -> None:
     """Both rules hold; where they contradict each other the request ends with the reason."""
     b, c = text_ids("b")[0], text_ids("c")[0]
-    form = StructuredOutputs(regex="[a-f]{5}")
-    assert set(run(llm, form, allowed_token_ids=[b, c, END_ID]).outputs[0].text) <= {"b", "c"}
+    grammar = StructuredOutputs(regex="[a-f]{5}")
+    assert set(run(llm, grammar, allowed_token_ids=[b, c, END_ID]).outputs[0].text) <= {"b", "c"}
     dead = run(llm, StructuredOutputs(regex="[ab]x"), allowed_token_ids=[b]).outputs[0]
     assert dead.finish_reason == "error"
     assert "allowed_token_ids leaves no token" in str(dead.stop_reason)
@@ -412,16 +412,16 @@ def test_prefix_caching(llm: LLM) -> None:
 def test_dead_ends(llm: LLM) -> None:
     """Where a grammar leads nowhere the text is not passed off as complete, also where the model
     would end it there."""
-    form = StructuredOutputs(grammar='start: "a" nowhere\nnowhere: nowhere "b" | nowhere "c"')
+    grammar = StructuredOutputs(grammar='start: "a" nowhere\nnowhere: nowhere "b" | nowhere "c"')
     (b,) = text_ids("b")
     at_end: dict[str, Any] = {"logit_bias": {END_ID: 100.0}}
     at_b: dict[str, Any] = {"logit_bias": {b: 100.0}, "stop_token_ids": [b]}
     for params in ({}, at_end, at_b):
-        dead = run(llm, form, **params).outputs[0]
+        dead = run(llm, grammar, **params).outputs[0]
         assert dead.finish_reason == "error" and "cannot go on" in str(dead.stop_reason)
         assert dead.text == "a"
     with pytest.raises(RequestError, match="cannot go on"):
-        list(llm.stream("a", SamplingParams(structured_outputs=form)))
+        list(llm.stream("a", SamplingParams(structured_outputs=grammar)))
 
 
 # --- callers and names ----------------------------------------------------------------------------
@@ -437,12 +437,12 @@ async def test_an_engine_without_other_work(tiny: Tiny) -> None:
 
 
 async def test_callers_of_one_engine(tiny: Tiny) -> None:
-    """A wrong form is refused to its caller alone; one that leaves while its form is compiled
-    harms nobody."""
+    """A wrong grammar is refused to its caller alone; one that leaves while its grammar is compiled
+    harms no other."""
     engine = AsyncLLM(str(tiny.folder), num_threads=1, kv_cache_memory_bytes="16MiB")
 
-    async def ask(form: StructuredOutputs | None) -> str:
-        params = SamplingParams(max_tokens=40, seed=2, structured_outputs=form)
+    async def ask(grammar: StructuredOutputs | None) -> str:
+        params = SamplingParams(max_tokens=40, seed=2, structured_outputs=grammar)
         return [out async for out in engine.generate("of the", params)][-1].outputs[0].text
 
     leaving = [
@@ -451,8 +451,8 @@ async def test_callers_of_one_engine(tiny: Tiny) -> None:
     await asyncio.sleep(0)
     for task in leaving[1:]:
         task.cancel()
-    forms = [StructuredOutputs(choice=["red", "green"]), StructuredOutputs(regex="["), None]
-    made = await asyncio.gather(*map(ask, forms), return_exceptions=True)
+    grammars = [StructuredOutputs(choice=["red", "green"]), StructuredOutputs(regex="["), None]
+    made = await asyncio.gather(*map(ask, grammars), return_exceptions=True)
     assert made[0] in ("red", "green") and isinstance(made[2], str)
     assert isinstance(made[1], RequestError) and "structured_outputs.regex" in str(made[1])
     assert re.fullmatch("[a-f]{10}", await leaving[0])

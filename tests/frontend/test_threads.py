@@ -176,10 +176,10 @@ def test_shutdown_ends_the_calls_of_other_threads(tiny: Tiny, kind: str) -> None
                 llm.beam_search([{"prompt_token_ids": PROMPTS[0]}], wanted)
             else:
                 started.set()
-                form = {"json": {"type": "array", "maxItems": random.randrange(10**6)}}
+                grammar = {"json": {"type": "array", "maxItems": random.randrange(10**6)}}
                 llm.generate(
                     [PROMPTS[0]],
-                    SamplingParams(structured_outputs=form, max_tokens=8),
+                    SamplingParams(structured_outputs=grammar, max_tokens=8),
                     use_tqdm=False,
                 )
 

@@ -24,7 +24,7 @@ def isa(request: pytest.FixtureRequest, native: None) -> Iterator[str]:
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """torch.empty returns NaN, so that an element nobody writes shows."""
+    """torch.empty returns NaN, so that an element that is never written shows."""
     assert deterministic.fill_uninitialized_memory
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)

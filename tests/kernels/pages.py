@@ -1,7 +1,7 @@
 """Random paged batches full of traps, and dense attention in float64 to compare with.
 
 Every slot of the cache that no query may see is NaN: what lies behind a request's last token,
-before its window, in blocks nobody owns. Table entries without a visible token point to such a
+before its window, in blocks without an owner. Table entries without a visible token point to such a
 block.
 """
 
@@ -135,8 +135,8 @@ def make_pages(case: Case, dtype: torch.dtype = torch.float32) -> Pages:
     counts = [-(-context // case.block_size) for _, context in case.requests]
     num_blocks = sum(counts) + 3
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(case.seed)).tolist()
-    nobody = order.pop()
-    tables = torch.full((len(counts), max(counts, default=0) + 1), nobody, dtype=torch.int32)
+    unowned = order.pop()
+    tables = torch.full((len(counts), max(counts, default=0) + 1), unowned, dtype=torch.int32)
     kv_layer = torch.full(
         (2, num_blocks, case.num_kv_heads, case.block_size, case.head_dim), torch.nan, dtype=kept
     )

@@ -1,5 +1,5 @@
 """Memory for weights: what an arena gives out overlaps with nothing, is whole for as long as
-anybody holds it, and costs nothing before it is written to."""
+anything holds it, and costs nothing before it is written to."""
 
 from __future__ import annotations
 

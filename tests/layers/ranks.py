@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Meeting:
-    """Where the ranks swap tensors: everybody brings one and leaves with all of them."""
+    """Where the ranks swap tensors: each rank brings one and leaves with all of them."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=30)

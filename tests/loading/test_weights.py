@@ -135,7 +135,7 @@ def test_shards_without_an_index(tmp_path: Path) -> None:
 
 
 def test_the_same_tensor_twice(tmp_path: Path) -> None:
-    """Without an index nobody can say which of two copies is meant."""
+    """Without an index it is unknown which of two copies is meant."""
     save_file(TENSORS, tmp_path / "a.safetensors")
     save_file(TENSORS, tmp_path / "b.safetensors")
     with pytest.raises(ModelError, match=r"model\.\S+ is in both .*a\.safetensors and"):

@@ -86,7 +86,7 @@ class Traffic:
         self.running.append((root, tokens, blocks, full))
 
     def go(self) -> None:
-        """Generate tokens that nobody else generates, publish everything, leave."""
+        """Generate tokens that no other generates, publish everything, leave."""
         if not self.running:
             return
         index = self.dice.randrange(len(self.running))

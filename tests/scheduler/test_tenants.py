@@ -144,7 +144,7 @@ def test_a_tenant_that_returns_has_its_past(others_stay: bool) -> None:
 
 
 def test_a_preempted_request_keeps_its_place() -> None:
-    """It returns before anybody who has not run, whatever its tenant has had meanwhile."""
+    """It returns before any request that has not run, whatever its tenant has had meanwhile."""
     engine = Engine(14, enable_prefix_caching=False, max_num_seqs=2)
     first = engine.add(numbers(20), max_tokens=20, tenant="a")
     second = engine.add(numbers(20, start=1), max_tokens=20, tenant="a")

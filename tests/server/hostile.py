@@ -72,7 +72,7 @@ VALID: dict[str, list[dict[str, Any]]] = {
     "/v1/embeddings": [{"input": "Hi"}],
     "/tokenize": [{"prompt": "Hi"}, {"messages": CALLED, "tools": [TOOL]}],
     "/detokenize": [{"tokens": [1, 2]}],
-    "/admin/abort": [{"request_id": "nobody"}],
+    "/admin/abort": [{"request_id": "unknown"}],
     "/admin/log_level": [{"level": "INFO"}],
 }
 """What is spoilt is the last of a list, so those that need it come before."""
@@ -84,7 +84,7 @@ def routes_with_bodies(document: dict[str, Any]) -> dict[str, list[str]]:
     found = {}
     for path, operations in document["paths"].items():
         body = operations.get("post", {}).get("requestBody")
-        if body is None or path == "/admin/pause":  # after which nobody is answered
+        if body is None or path == "/admin/pause":  # after which no request is answered
             continue
         reference = body["content"]["application/json"]["schema"].get("$ref", "")
         fields = schemas.get(reference.rpartition("/")[2], {}).get("properties", {})

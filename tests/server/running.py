@@ -65,7 +65,7 @@ class HttpReply:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error that the body holds; fails if it is of another form."""
+        """The error that the body holds; fails if it is of another format."""
         error: dict[str, Any] = self.json["error"]
         assert set(error) == {"message", "type", "param", "code"}
         assert error["code"] in (self.status, "context_length_exceeded")
@@ -78,7 +78,7 @@ class RunningServer:
     url: str = ""
     lines: list[str] = field(default_factory=list)
     certificate: Path | None = None
-    """Which one its HTTPS clients trust, besides the system's."""
+    """Which one its HTTPS clients trust, in addition to the system's."""
 
     @classmethod
     def start(
@@ -144,7 +144,7 @@ class RunningServer:
     def send(
         self, body: Any, path: str = "/v1/completions", headers: dict[str, str] | None = None
     ) -> socket.socket:
-        """A connection on which a request was sent; nobody reads the reply."""
+        """A connection on which a request was sent; the reply is not read."""
         connection = self.connect()
         connection.sendall(http_request(path, body, headers))
         return connection

@@ -40,8 +40,8 @@ def num_waiting(server: RunningServer) -> float:
 
 
 def fill_queue(server: RunningServer) -> list[socket.socket]:
-    """A's thousand requests, in a few HTTP requests whose replies nobody waits for; A calls itself
-    a new tenant in each of them."""
+    """A's thousand requests, in a few HTTP requests whose replies are not read; in each of them it
+    is a new tenant."""
     body = {"prompt": [f"{i} is a number" for i in range(100)], "max_tokens": 50}
     return [
         server.send(body | {"ignore_eos": True}, headers=bearer("a", **{"X-Tenant": f"part-{i}"}))

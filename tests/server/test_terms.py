@@ -41,7 +41,7 @@ def test_time_is_up_while_waiting_and_while_writing(small: RunningServer) -> Non
             body = {**LONG, "timeout_s": 0.2, "stream": stream}
             reply = small.request("POST", "/v1/completions", body)
             assert reply.status == 408 and "timeout_s" in reply.error["message"]
-        assert abort(small, "nobody") == 0
+        assert abort(small, "unknown") == 0
         assert abort(small, "runs") == 1
         ended = running.result()
     assert ended.status == 200 and ended.json["choices"][0]["finish_reason"] == "abort"

@@ -59,7 +59,7 @@ class LocalExecutor:
         # Libraries load code when it is first used. Where that fails for want of memory, it fails
         # from then on; so nothing is launched before some memory is free.
         if self._was_short:
-            return_free_memory()  # what this process freed since then is free for everybody
+            return_free_memory()  # what this process freed since then
             if is_exhausted(self._worker.device):
                 raise StepMemoryError("next to no memory is free", is_exhausted=True)
         with self._worker.at_work(), self._reporting_memory():

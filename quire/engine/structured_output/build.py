@@ -1,4 +1,4 @@
-"""What llguidance makes of a form: the same in the process that tries it and in the engine."""
+"""What llguidance makes of a grammar: the same in the process that tries it and in the engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ANYTHING = r"(.|\n){1,100}"
 """The largest such set; tokens are hardly ever longer."""
 STACK_BYTES = 1 << 30
 """Of a thread that compiles: llguidance follows rules and references by recursion, and a stack that
-overflows ends the process. Address space; memory is taken as far as a form goes down. A form of
+overflows ends the process. Address space; memory is taken as far as a grammar goes down. One of
 1 MiB needs 400 MB."""
 
 _stack_lock = threading.Lock()
@@ -61,7 +61,7 @@ class Vocabulary:
 
 
 def where(wanted: StructuredOutputs) -> str:
-    """The name of a form's field, for messages."""
+    """The name of the request's field, for messages."""
     return f"structured_outputs.{wanted.kind}"
 
 

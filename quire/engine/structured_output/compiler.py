@@ -1,4 +1,4 @@
-"""`GrammarCompiler`: turns forms into grammars on threads of its own, once for each form."""
+"""`GrammarCompiler`: compiles grammars on threads of its own, each of them once."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NUM_AT_ONCE = 8
-"""Forms that are tried at the same time."""
+"""Grammars that are tried at the same time."""
 NUM_BUILT_AT_ONCE = 2
 MAX_CACHED = 256
 TRIM_AFTER = 128
 """Grammars that are let go of until the memory they leave is handed back: they are made of small
 pieces on several threads, and what is free between others' pieces would pile up."""
 MAX_WAIT_S = 30.0
-"""For its turn, while forms that are too dear take all of them."""
+"""For its turn, while grammars that cost too much take all of them."""
 FORGET_S = 10.0
-"""After that a form that was refused is tried again: the machine may have been too busy for it."""
+"""After that a grammar that was refused is tried again: the machine may have been too busy."""
 SHUT_DOWN = "structured_outputs: the engine was shut down."
 
 
@@ -80,7 +80,7 @@ class Compilation:
         except CancelledError:
             raise EngineDeadError(SHUT_DOWN) from None
         if error is not None:
-            # It is raised for each request that has the form: its traceback would grow for ever.
+            # It is raised for each request that has the grammar: its traceback would grow for ever.
             raise error.with_traceback(None)
         return self._future.result()
 
@@ -88,7 +88,7 @@ class Compilation:
 class GrammarCompiler:
     def __init__(self, settings: GrammarSettings) -> None:
         self._settings = settings
-        self._askers = ThreadPoolExecutor(NUM_AT_ONCE, "quire-grammar-form")
+        self._askers = ThreadPoolExecutor(NUM_AT_ONCE, "quire-grammar-trial")
         self._builders = ThreadPoolExecutor(NUM_BUILT_AT_ONCE, "quire-grammar")
         self._vocabulary: Callable[[], Vocabulary] | None = None
         self._tokenizer: Future[LLTokenizer] | None = None
@@ -113,7 +113,7 @@ class GrammarCompiler:
             self._begin_tokenizer()
 
     def compile(self, wanted: StructuredOutputs) -> Compilation:
-        """Begin to compile a form, unless it is there already."""
+        """Begin to compile a grammar, unless it is there already."""
         if self._vocabulary is None:
             raise RequestError(
                 "structured_outputs needs a tokenizer, but the engine has none "
@@ -171,7 +171,7 @@ class GrammarCompiler:
     def _make_tokenizer(self) -> LLTokenizer:
         assert self._vocabulary is not None
         vocabulary = self._vocabulary()
-        with contextlib.suppress(OverloadedError):  # the form that needs it is told
+        with contextlib.suppress(OverloadedError):  # the grammar that needs it is told
             self._living_trial(vocabulary)  # it makes its own tokenizer meanwhile
         return make_tokenizer(vocabulary)
 

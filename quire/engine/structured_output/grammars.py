@@ -1,4 +1,4 @@
-"""`Grammars`: everything the step loop does for requests whose answers must have a form.
+"""`Grammars`: everything the step loop does for requests with structured output.
 
 A request waits, not ready, until its grammar is compiled. Then, in each step, the masks of the
 constrained rows are made while the device computes, tokens are matched when their step is applied,
@@ -54,7 +54,7 @@ class Grammars:
     # --- requests come and go -------------------------------------------------------------------
 
     def compile(self, new: NewRequest) -> Compilation | None:
-        """Begin to compile a request's form, if it has one; raises if that is known to be wrong."""
+        """Begin to compile a request's grammar, if it has one; raises if it is wrong for sure."""
         if new.params.structured_outputs is None:
             return None
         compilation = self.compiler.compile(new.params.structured_outputs)
@@ -64,7 +64,7 @@ class Grammars:
 
     def add(self, new: NewRequest, compilation: Compilation) -> Future[None] | None:
         """Take in a request that the scheduler has. None: it can run; otherwise it is held back,
-        and the future tells whether its form can be enforced."""
+        and the future tells whether its grammar can be enforced."""
         accepted: Future[None] = Future()
         accepted.set_running_or_notify_cancel()  # a waiting caller may not cancel it
         self._pending[new.request_id] = new, compilation, accepted
@@ -76,7 +76,7 @@ class Grammars:
         return bool(self._pending)
 
     def poll(self) -> None:
-        """Let requests run whose grammars are there; refuse those whose forms are wrong."""
+        """Let requests run whose grammars are compiled; refuse those whose grammars are wrong."""
         if self._growth.poll(self._matchers.values()):
             self._batch = None
         for request_id, (new, compilation, accepted) in list(self._pending.items()):

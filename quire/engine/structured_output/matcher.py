@@ -1,5 +1,5 @@
-"""`Grammar`, `Matcher`, `Growth`: a compiled form, the sequences that have it and where each stands
-in it, and the starting points that they share."""
+"""`Grammar`, `Matcher`, `Growth`: a compiled grammar, the sequences that have it and where each
+stands in it, and the starting points that they share."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class Growth:
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
-        # One after the other, and apart from the forms that requests wait for.
+        # One after the other, and apart from the grammars that requests wait for.
         self._pool: ThreadPoolExecutor | None = None
         self._growing: dict[Grammar, Future[LLMatcher]] = {}
 

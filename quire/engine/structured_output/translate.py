@@ -17,7 +17,7 @@ FREE_TEXT = r"(.|\n)*"
 
 
 def grammar_text(wanted: StructuredOutputs, settings: GrammarSettings) -> str:
-    """A grammar in llguidance's own form; it is not checked yet."""
+    """A grammar in llguidance's own notation; it is not checked yet."""
     from llguidance import LLMatcher
 
     if wanted.regex is not None:
@@ -64,8 +64,8 @@ def _as_lark(grammar: str) -> str:
 
 
 def _tags(tag: Any, settings: JsonSettings) -> str:
-    """Free text with tagged parts. Both of vLLM's forms are read: `structures` and `triggers`, and
-    `format` of type "triggered_tags"."""
+    """Free text with tagged parts. Both of vLLM's notations are read: `structures` and `triggers`,
+    and `format` of type "triggered_tags"."""
     parts, triggers = _tag_parts(tag)
     texts = [text for begin, _, end in parts for text in (begin, end)] + triggers
     if not parts or not triggers or not all(isinstance(text, str) for text in texts):
@@ -99,8 +99,10 @@ def _tag_parts(tag: Any) -> tuple[list[tuple[str, Any, str]], list[str]]:
         if "structures" in tag:
             parts = [(one["begin"], one["schema"], one["end"]) for one in tag["structures"]]
             return parts, list(tag["triggers"])
-        form = tag["format"]
-        parts = [(one["begin"], one["content"]["json_schema"], one["end"]) for one in form["tags"]]
-        return parts, list(form["triggers"])
+        layout = tag["format"]
+        parts = [
+            (one["begin"], one["content"]["json_schema"], one["end"]) for one in layout["tags"]
+        ]
+        return parts, list(layout["triggers"])
     except (TypeError, KeyError):
         return [], []

@@ -1,7 +1,7 @@
-"""`Trial`: a process in which forms are compiled before the engine compiles them.
+"""`Trial`: a process in which grammars are compiled before the engine compiles them.
 
-Some forms take llguidance minutes, gigabytes or more stack than there is, and nothing ends a thread
-that compiles one. A process can be ended, and what it took goes with it.
+Some grammars take llguidance minutes, gigabytes or more stack than there is, and nothing ends a
+thread that compiles one. A process can be ended, and what it took goes with it.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Trial:
         return not self._cases.have_failed and self._process.poll() is None
 
     def grammar_text(self, wanted: StructuredOutputs) -> str:
-        """The grammar of a form that can be compiled; raises `RequestError` for any other. Several
+        """The text of a grammar that can be compiled; raises `RequestError` for any other. Several
         threads may ask at once."""
         case, answer = self._cases.open(wanted)
         self._send(case)

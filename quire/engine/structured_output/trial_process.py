@@ -1,5 +1,5 @@
-"""The process behind `Trial`. Each form is compiled in a fork that the clock ends: the vocabulary
-stays, whatever becomes of the form."""
+"""The process behind `Trial`. Each grammar is compiled in a fork that the clock ends: the
+vocabulary stays, whatever becomes of the grammar."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.protocol.control import line, read_line
 from quire.protocol.errors import RequestError
 
 MAX_COMPILE_S = 0.7
-"""So that an answer about a form that is too dear comes within a second."""
+"""So that an answer about a grammar that costs too much comes within a second."""
 MAX_BYTES = STACK_BYTES + (1 << 30)
 """Of address space."""
 ORDERS = 0
@@ -30,7 +30,7 @@ ANSWERS = 1
 
 @dataclass
 class Fork:
-    """A process that compiles a form; it writes its verdict into a pipe."""
+    """A process that compiles a grammar; it writes its verdict into a pipe."""
 
     case: Case
     pid: int
@@ -56,7 +56,7 @@ class TrialProcess:
         self._settings = start.settings
 
     def run(self, orders: bytes) -> None:
-        """Judge forms until no more can come. `orders` are the bytes that were read already."""
+        """Judge grammars until no more can come. `orders` are the bytes that were read already."""
         with selectors.DefaultSelector() as sources:
             sources.register(ORDERS, selectors.EVENT_READ)
             while True:
@@ -88,7 +88,7 @@ class TrialProcess:
     # --- in a fork ------------------------------------------------------------------------------
 
     def _compile_and_exit(self, case: Case, pipe: int) -> NoReturn:
-        """Write a verdict and end. A form that takes too much time or memory ends it before."""
+        """Write a verdict and end. A grammar that takes too much time or memory ends it before."""
         try:
             signal.setitimer(signal.ITIMER_REAL, MAX_COMPILE_S)
             _limit_memory()

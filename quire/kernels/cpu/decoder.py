@@ -69,7 +69,7 @@ class DecoderCall(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix in the library's form, with its bias."""
+    """A matrix in the library's format, with its bias."""
 
     matrix: MatrixHandle
     bias: Tensor | None

@@ -21,7 +21,7 @@ def norm_linear(
     gated: bool,
 ) -> tuple[Tensor, Tensor]:
     """(norm(x + residual) W^T + bias, x + residual), with silu(gate) * up of the first if `gated`;
-    the residual is overwritten. `matrix` names a weight in any form that the library packs."""
+    the residual is overwritten. `matrix` names a weight in any format that the library packs."""
     weight = matrix.contents
     num_inputs, num_outputs = weight.num_inputs, weight.num_outputs
     num_tokens, x_stride = x.shape[0], require_rows("x", x, num_inputs)

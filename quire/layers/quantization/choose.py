@@ -23,7 +23,7 @@ PACKERS: dict[str, Callable[[], Packer]] = {
 def choose_methods(
     quantization: str | None, dtype: torch.dtype, device: torch.device | str, parallel: Parallel
 ) -> MethodFor:
-    """The form of weights that is asked for, or the quickest that keeps every number."""
+    """The format of weights that is asked for, or the quickest that keeps every number."""
     method = _choose_method(quantization, dtype, torch.device(device), parallel)
     return lambda path: method
 

@@ -1,4 +1,4 @@
-"""Weights on a CPU, packed for their kernels as they arrive and kept in that form alone."""
+"""Weights on a CPU, packed for their kernels as they arrive and kept in that format alone."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class ToolUse:
 
     @classmethod
     def read(cls, tools: Sequence[Tool], choice: Any, parallel: bool | None) -> ToolUse:
-        """From a `tool_choice` in any of OpenAI's forms."""
+        """From a `tool_choice` in any of OpenAI's formats."""
         if not isinstance(choice, dict):
             return cls.of(tools, choice, parallel=parallel)
         if choice.get("type") == "allowed_tools":
@@ -88,7 +88,7 @@ class ToolUse:
 
 
 def _named_function(choice: Any) -> str:
-    """The name in `{"type": "function", "function": {"name": ...}}`, or in its flat form."""
+    """The name in `{"type": "function", "function": {"name": ...}}`, or in its inner object."""
     function = choice.get("function", choice) if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):

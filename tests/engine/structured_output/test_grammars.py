@@ -70,7 +70,7 @@ def test_sequences_move_to_new_starts(grammar: Grammar) -> None:
 
 
 def test_a_start_that_comes_too_late(grammar: Grammar) -> None:
-    """It holds megabytes, and nobody is left who would ever give it up."""
+    """It holds megabytes, and nothing is left that would ever free it."""
     matchers = [Matcher(grammar, SamplingParams(), (END_ID,)) for _ in range(10)]
     growth = Growth(num_threads=8)
     growth.consider(grammar)

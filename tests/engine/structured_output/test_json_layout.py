@@ -17,7 +17,7 @@ BYTES = LLTokenizer("byte")
 DOCUMENT = {"a": [1, {"b": "x"}], "c": {"d": None}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "array"}, "c": {"type": "object"}}}
 TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f>"]}
-FORMS: dict[str, tuple[dict[str, Any], str]] = {
+WANTED: dict[str, tuple[dict[str, Any], str]] = {
     "json": ({"json": SCHEMA}, "{}"),
     "anything": ({"json": True}, "{}"),
     "json_object": ({"json_object": True}, "{}"),
@@ -34,30 +34,30 @@ LAYOUTS = {
 ENDLESS = ['{"a":%s[]}', '{%s"a": []}', '{"a"%s: []}', '{"a": [%s]}', '{"a": []%s}', '{"a": [1%s]}']
 
 
-def accepts(text: str, engine: GrammarSettings | None = None, **form: Any) -> bool:
-    grammar = grammar_text(StructuredOutputs(**form), engine or GrammarSettings())
+def accepts(text: str, engine: GrammarSettings | None = None, **wanted: Any) -> bool:
+    grammar = grammar_text(StructuredOutputs(**wanted), engine or GrammarSettings())
     matcher = LLMatcher(BYTES, grammar)
     assert not matcher.is_error(), matcher.get_error()
     tokens = BYTES.tokenize_str(text)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
-@pytest.mark.parametrize(("form", "around"), FORMS.values(), ids=FORMS)
-def test_usual_layouts_pass(form: dict[str, Any], around: str) -> None:
+@pytest.mark.parametrize(("wanted", "around"), WANTED.values(), ids=WANTED)
+def test_usual_layouts_pass(wanted: dict[str, Any], around: str) -> None:
     for name, text in LAYOUTS.items():
-        assert accepts(around.replace("{}", text), **form), name
+        assert accepts(around.replace("{}", text), **wanted), name
 
 
-@pytest.mark.parametrize(("form", "around"), FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize(("wanted", "around"), WANTED.values(), ids=WANTED)
 @pytest.mark.parametrize("space", [" ", "\n", "\t", "\r", "\n ", " \n"])
-def test_white_space_ends(form: dict[str, Any], around: str, space: str) -> None:
+def test_white_space_ends(wanted: dict[str, Any], around: str, space: str) -> None:
     """Wherever it may stand; a request or the engine can allow any."""
     free = GrammarSettings(disable_any_whitespace=False)
     for pattern in ENDLESS:
         text = around.replace("{}", pattern % (space * 60))
-        assert not accepts(text, **form), text
-        assert accepts(text, **form, disable_any_whitespace=False), text
-        assert accepts(text, free, **form), text
+        assert not accepts(text, **wanted), text
+        assert accepts(text, **wanted, disable_any_whitespace=False), text
+        assert accepts(text, free, **wanted), text
 
 
 def test_the_request_decides_before_the_engine() -> None:

@@ -1,4 +1,4 @@
-"""Forms that llguidance would compile for ever, or die of: in a process of their own."""
+"""Grammars that llguidance would compile for ever, or die of: in a process of their own."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ for extra in (1 << 20, 1 << 30):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_a_form_that_takes_too_much_memory() -> None:
-    """With a limit so low that it is reached before the clock ends the form."""
+    """With a limit so low that it is reached before the clock ends the grammar."""
     command = [sys.executable, "-c", LIMITED.format(size=VOCAB, end=END_ID)]
     given = vocabulary().tokenizer_json
     ended = subprocess.run(command, input=given, capture_output=True, text=True)
@@ -123,9 +123,9 @@ def test_an_answer_that_is_cut_off(said: str, monkeypatch: pytest.MonkeyPatch) -
     program = program.replace("{", "{{") + "  # {path} {module}"
     monkeypatch.setattr("quire.engine.structured_output.trial.PROGRAM", program)
     trial = Trial(vocabulary(), GrammarSettings())
-    for form in ("a", "b"):
+    for grammar in ("a", "b"):
         with pytest.raises(OverloadedError, match="try again"):
-            trial.grammar_text(StructuredOutputs(regex=form))
+            trial.grammar_text(StructuredOutputs(regex=grammar))
     trial.close()
 
 
@@ -178,13 +178,13 @@ def test_a_compiler_that_nobody_uses_any_more() -> None:
 def test_a_shutdown_in_the_middle_is_no_error_of_a_form(
     compiler: GrammarCompiler, caplog: pytest.LogCaptureFixture
 ) -> None:
-    forms = [compiler.compile(StructuredOutputs(regex=f"[a-f]{{{i}}}")) for i in range(1, 60)]
-    forms += [compiler.compile(endless())]
-    forms[0].result()
+    grammars = [compiler.compile(StructuredOutputs(regex=f"[a-f]{{{i}}}")) for i in range(1, 60)]
+    grammars += [compiler.compile(endless())]
+    grammars[0].result()
     compiler.shutdown()
-    for form in forms:
+    for grammar in grammars:
         with contextlib.suppress(EngineDeadError, OverloadedError):
-            form.result()
+            grammar.result()
     assert not caplog.records
 
 
@@ -198,7 +198,7 @@ def test_good_forms_beside_endless_ones(compiler: GrammarCompiler) -> None:
 
 
 def test_a_process_that_is_gone_is_replaced(compiler: GrammarCompiler) -> None:
-    """Ended by the system for its memory, say: no form suffers."""
+    """Ended by the system for its memory, say: no grammar suffers."""
     before = children_of(os.getpid())
     compiler.compile(StructuredOutputs(regex="a")).result()
     [trial] = set(children_of(os.getpid())) - set(before)
@@ -210,17 +210,17 @@ def test_a_process_that_is_gone_is_replaced(compiler: GrammarCompiler) -> None:
 def test_a_form_whose_process_is_ended_may_be_sent_again(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It need not be the form's fault; nor need it be where a busy machine took too long."""
+    """It need not be the grammar's fault; nor need it be where a busy machine took too long."""
     before = children_of(os.getpid())
     compiler.compile(StructuredOutputs(regex="a")).result()
     [trial] = set(children_of(os.getpid())) - set(before)
-    form = compiler.compile(endless())
+    grammar = compiler.compile(endless())
     while not children_of(trial):
         pass
     os.kill(trial, signal.SIGKILL)
     with pytest.raises(OverloadedError, match="try again"):
-        form.result()
-    assert compiler.compile(endless()) is form, "not at once"
+        grammar.result()
+    assert compiler.compile(endless()) is grammar, "not at once"
     monkeypatch.setattr("quire.engine.structured_output.compiler.FORGET_S", 0.0)
     with pytest.raises(RequestError, match="takes more than"):
         compiler.compile(endless()).result()

@@ -30,7 +30,7 @@ struct Case {
 
 constexpr quire::Stored kStored[] = {quire::Stored::kFloat32, quire::Stored::kFloat16};
 
-// Keys or values in memory, in either form.
+// Keys or values in memory, in either type.
 class Stored {
  public:
   Stored() = default;

@@ -25,7 +25,7 @@ constexpr float kEpsilon = 1e-5f;
 
 size_t size(int64_t count) { return static_cast<size_t>(count); }
 
-// Random weights of the float form, kept alive by `store`.
+// Random weights as floats, kept alive by `store`.
 quire::PackedMatrix matrix(int outputs, int inputs, Random& random, std::vector<Floats>& store) {
   const int groups = (outputs + quire::kPacked - 1) / quire::kPacked;
   store.push_back(random.normals(size(groups * inputs) * size(quire::kPacked)));

@@ -111,7 +111,7 @@ def test_keys_are_not_passed_to_child_processes_by_their_command_lines(
 
 @pytest.mark.parametrize("fault", ["missing", "other_key", "locked_key", "garbage"])
 def test_files_that_cannot_be_used_end_the_start(files: Files, fault: str, tmp_path: Path) -> None:
-    """No model is loaded first, nobody is asked for a password, and the last line says it all."""
+    """No model is loaded first, no password is asked for, and the last line says it all."""
     garbage = tmp_path / "garbage"
     garbage.write_text("no certificate")
     certificate = {"missing": tmp_path / "none", "garbage": garbage}.get(fault, files.certificate)

@@ -132,7 +132,7 @@ def test_texts_that_cannot_fit_are_refused_untokenised(server: RunningServer) ->
 
 
 def test_work_ends_when_the_client_leaves(server: RunningServer) -> None:
-    """A text that takes minutes is no longer worked on once nobody waits for it."""
+    """A text that takes minutes is no longer worked on once its client has left."""
     server.request("POST", "/v1/chat/completions", CHAT)
     before = set(pool_pids(server))
     cut = {"prompt": "ab " * 8_000_000, "truncate_prompt_tokens": 4, "max_tokens": 1}

@@ -1,4 +1,4 @@
-// Linear layers with what comes before and after them, for any form of the weight.
+// Linear layers with what comes before and after them, for any format of the weight.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-"""Forms that are refused, and hostile ones that must not cost anybody else anything."""
+"""Grammars that are refused, and hostile ones that must not cost other requests anything."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, RequestError, SamplingParams, StructuredOutputs
-from tests.frontend.forms import PERSON, run
+from tests.frontend.grammars import PERSON, run
 from tests.frontend.refusals import refuses
 
 pytest.importorskip("llguidance", reason="llguidance is not installed")
@@ -20,7 +20,7 @@ def _tag(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("form", "parts"),
+    ("grammar", "parts"),
     [
         ({"json": {"uniqueItems": True}}, ("structured_outputs.json", "uniqueItems")),
         ({"json": {"not": {}, "x-guidance": {"lenient": True}}}, ("json", '"not"')),
@@ -44,9 +44,9 @@ def _tag(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_what_cannot_be_enforced_is_refused(
-    llm: LLM, form: dict[str, Any], parts: tuple[str, ...]
+    llm: LLM, grammar: dict[str, Any], parts: tuple[str, ...]
 ) -> None:
-    params = SamplingParams(structured_outputs=StructuredOutputs(**form))
+    params = SamplingParams(structured_outputs=StructuredOutputs(**grammar))
     refuses(lambda: llm.generate(["x", "y"], params), "prompts[0]", *parts)
 
 
@@ -67,14 +67,14 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("form", HOSTILE.values(), ids=HOSTILE.keys())
-def test_hostile_forms_are_refused(llm: LLM, form: dict[str, Any]) -> None:
+@pytest.mark.parametrize("grammar", HOSTILE.values(), ids=HOSTILE.keys())
+def test_hostile_grammars_are_refused(llm: LLM, grammar: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="structured_outputs"):
-        run(llm, StructuredOutputs(**form))
+        run(llm, StructuredOutputs(**grammar))
 
 
 @pytest.mark.parametrize(
-    "form",
+    "grammar",
     [
         {"regex": "a\ud800"},
         {"choice": ["a", "\ud800"]},
@@ -83,9 +83,9 @@ def test_hostile_forms_are_refused(llm: LLM, form: dict[str, Any]) -> None:
         {"json": PERSON, "whitespace_pattern": "\ud800"},
     ],
 )
-def test_half_a_character_is_refused(form: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match=f"{list(form)[-1]} has half a character, '.ud800'"):
-        StructuredOutputs(**form)
+def test_half_a_character_is_refused(grammar: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=f"{list(grammar)[-1]} has half a character, '.ud800'"):
+        StructuredOutputs(**grammar)
 
 
 def test_a_long_pattern_for_whitespace_is_refused() -> None:
@@ -94,10 +94,10 @@ def test_a_long_pattern_for_whitespace_is_refused() -> None:
 
 
 def test_forms_beside_a_bad_one_are_not_compiled(llm: LLM) -> None:
-    """Nobody waits for them: neither the next call nor the end of the program does."""
+    """Nothing waits for them: neither the next call nor the end of the program does."""
     many = [{"title": f"beside {i}", "type": "integer", "multipleOf": 99999989} for i in range(60)]
-    forms = [StructuredOutputs(regex="(beside"), *(StructuredOutputs(json=one) for one in many)]
-    params = [SamplingParams(structured_outputs=form) for form in forms]
+    grammars = [StructuredOutputs(regex="(beside"), *(StructuredOutputs(json=one) for one in many)]
+    params = [SamplingParams(structured_outputs=grammar) for grammar in grammars]
     with pytest.raises(RequestError, match=r"prompts\[0\]"):
         llm.generate(["a"] * len(params), params, use_tqdm=False)
     last = [*llm._core.grammars.compiler._cache.values()][-1]
@@ -107,15 +107,15 @@ def test_forms_beside_a_bad_one_are_not_compiled(llm: LLM) -> None:
 def test_long_chains_do_not_overflow_the_stack(llm: LLM) -> None:
     """llguidance follows them by recursion; an overflow would end the process."""
     rules = "".join(f"r{i}: r{i + 1}\n" for i in range(5000))
-    form = StructuredOutputs(grammar=f'start: r0\n{rules}r5000: "a"')
-    assert run(llm, form).outputs[0].text == "a"
+    grammar = StructuredOutputs(grammar=f'start: r0\n{rules}r5000: "a"')
+    assert run(llm, grammar).outputs[0].text == "a"
     parts: dict[str, Any] = {
         f"a{i}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/a{i + 1}"}], "minItems": 1}
         for i in range(1000)
     }
     schema = {"$defs": {**parts, "a1000": {"type": "null"}}, "$ref": "#/$defs/a0"}
-    form = StructuredOutputs(json=schema, disable_any_whitespace=True)
-    assert run(llm, form, max_tokens=20).outputs[0].text.startswith("[[[")
+    grammar = StructuredOutputs(json=schema, disable_any_whitespace=True)
+    assert run(llm, grammar, max_tokens=20).outputs[0].text.startswith("[[[")
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+b", "((a{0,50}){0,50}b){0,50}", "(.*a){30}.{30}"])

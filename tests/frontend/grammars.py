@@ -1,4 +1,4 @@
-"""A form, and a model made to follow one."""
+"""A JSON schema, and a model made to follow one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ PERSON = {
 TIGHT = StructuredOutputs(json=PERSON, disable_any_whitespace=True)
 
 
-def run(llm: LLM, form: StructuredOutputs, prompt: Any = "of the", **params: Any) -> RequestOutput:
+def run(
+    llm: LLM, grammar: StructuredOutputs, prompt: Any = "of the", **params: Any
+) -> RequestOutput:
     values = {"max_tokens": 150, "seed": 1, **params}
-    wanted = SamplingParams(structured_outputs=form, **values)
+    wanted = SamplingParams(structured_outputs=grammar, **values)
     return llm.generate(prompt, wanted, use_tqdm=False)[0]
