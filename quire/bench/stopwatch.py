@@ -11,9 +11,8 @@ import numpy as np
 
 from quire.bench.runs import inputs
 from quire.bench.workload import BenchRequest
-from quire.protocol.output import StepOutput
+from quire.protocol.output import DeviceMemory, StepOutput
 from quire.protocol.plan import Int32Array, StepPlan, StepResult
-from quire.protocol.snapshot import DeviceMemory
 
 if TYPE_CHECKING:
     from quire import LLM

@@ -1,7 +1,7 @@
 """The engine in a process of its own: `python -m quire.engine.process`, started by the server.
 
 Clients talk to it over a local socket (`protocol/messages.py`), the supervisor over pipes
-(`protocol/control.py`). It ends when its standard input does, and so dies with its parent.
+(`protocol/messages.py`). It ends when its standard input does, and so dies with its parent.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ from quire.config.options import EngineOptions
 from quire.engine.core import EngineCore
 from quire.engine.monitor import Advisor, StatusLog
 from quire.engine.startup import find_model, start_engine
-from quire.protocol.codec import Decoder, encode
-from quire.protocol.control import EngineReady, Failed, StartEngine, line, read_line
+from quire.protocol.codec import Decoder, encode, line, read_line
 from quire.protocol.errors import QuireError
 from quire.protocol.messages import (
     NOTHING,
     AbortRequest,
     AddRequest,
+    EngineReady,
     ErrorRecord,
+    Failed,
     Outputs,
     Reply,
+    StartEngine,
     ToEngine,
     client_identity,
 )

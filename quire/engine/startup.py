@@ -11,7 +11,7 @@ from quire.config.options import EngineOptions
 from quire.config.resolve import check_options, resolve
 from quire.config.structured import GrammarSettings
 from quire.engine.core import EngineCore
-from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.sequence import SchedulerLimits
 
 logger = logging.getLogger(__name__)
 

@@ -27,10 +27,9 @@ from quire.protocol.errors import (
     RequestTimeoutError,
 )
 from quire.protocol.messages import ID_SEPARATOR
-from quire.protocol.output import RequestProgress, StepOutput
+from quire.protocol.output import EngineSnapshot, RequestProgress, StepOutput
 from quire.protocol.request import KEY_BITS, NewRequest
 from quire.protocol.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
-from quire.protocol.snapshot import EngineSnapshot
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ import numpy as np
 
 from quire.protocol.errors import RequestError
 from quire.protocol.plan import Float32Array
-from quire.protocol.sampling import RequestOutputKind, SamplingParams
-from quire.protocol.unknown_arguments import refuse_unknown
+from quire.protocol.sampling import RequestOutputKind, SamplingParams, refuse_unknown
 
 POOLINGS = ("last", "mean")
 

@@ -1,4 +1,5 @@
-"""msgpack for what crosses a socket: dataclasses by their types, numpy arrays as raw bytes."""
+"""msgpack for what crosses a socket: dataclasses by their types, numpy arrays as raw bytes. For
+pipes, lines of JSON."""
 
 from __future__ import annotations
 
@@ -62,3 +63,11 @@ class Decoder(Generic[T]):
         except RecursionError:
             raise msgspec.DecodeError("a value is nested too deeply") from None
         return message
+
+
+def line(message: Any) -> bytes:
+    return msgspec.json.encode(message) + b"\n"
+
+
+def read_line(data: bytes, kind: Any) -> Any:
+    return msgspec.json.decode(data, type=kind)

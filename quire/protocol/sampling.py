@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from enum import IntEnum
 from typing import Any
 
 from quire.protocol.errors import RequestError
 from quire.protocol.structured import StructuredOutputs, as_structured_outputs
-from quire.protocol.unknown_arguments import refuse_unknown
+
+
+def refuse_unknown(
+    owner: str, given: Mapping[str, Any], known: Collection[str], reasons: Mapping[str, str]
+) -> None:
+    """Raise for the first name in `given` that is not known, with its reason or the name that is
+    most like it."""
+    for name, value in given.items():
+        if name in known:
+            continue
+        if name in reasons:
+            raise RequestError(f"{owner}.{name} does not exist (got {value!r}): {reasons[name]}.")
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+        hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(known)}."
+        raise RequestError(f"{owner}.{name} does not exist (got {value!r}); {hint}")
+
 
 GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 1e-2

@@ -6,14 +6,574 @@ has let go of the blocks that no further token sees, and what it had there is no
 
 from __future__ import annotations
 
+import contextlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
+from hashlib import blake2b
+from itertools import chain, islice
+from typing import NamedTuple
+
 import numpy as np
 
-from quire.protocol.plan import Int32Array
-from quire.scheduler.block_pool import BlockPool
-from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.plan_builder import PlanBuilder
-from quire.scheduler.radix_tree import NO_BLOCK, PrefixMatch, RadixTree
-from quire.scheduler.sequence import Columns, Sequence, Status
+from quire.protocol.plan import Int32Array, PlanBuilder
+from quire.scheduler.sequence import Columns, SchedulerLimits, Sequence, Status
+
+
+class BlockPool:
+    """Hands out blocks one at a time. A freed block keeps its content until it is reused.
+
+    The free list is ordered by future utility, lowest first: blocks that cannot be found again,
+    then findable (cached) ones, least recently freed first. A sequence is freed with its
+    deepest block first, so a block is always evicted before the one it depends on.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        # As quick as lists where they are read and written one block at a time, unlike numpy's
+        # arrays, and numpy can look at all of them at once.
+        self.ref_counts = array("i", bytes(4 * num_blocks))
+        self.cached = bytearray(num_blocks)
+        """Whether the prefix cache can find the block; kept by the cache."""
+        self.on_evict: Callable[[list[int]], None] = lambda blocks: None
+        """Called with cached blocks that are about to be reused."""
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.num_allocated_total = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks, each with one reference. The caller has checked `num_free`."""
+        take, cached, counts = self._free.popitem, self.cached, self.ref_counts
+        blocks = [take(last=False)[0] for _ in range(count)]
+        evicted = [block for block in blocks if cached[block]]
+        if evicted:
+            self.on_evict(evicted)
+        for block in blocks:
+            counts[block] = 1
+        self.num_allocated_total += count
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Add a reference to each block, reviving those that were free."""
+        counts = self.ref_counts
+        for block in blocks:
+            if counts[block] == 0:
+                del self._free[block]
+            counts[block] += 1
+
+    def free(self, blocks: Iterable[int]) -> None:
+        """Drop one reference from each block, deepest block of a sequence first."""
+        free, cached, counts = self._free, self.cached, self.ref_counts
+        for block in blocks:
+            assert counts[block] > 0, f"block {block} freed twice"
+            counts[block] -= 1
+            if counts[block] == 0:
+                free[block] = None
+                if not cached[block]:
+                    free.move_to_end(block, last=False)
+
+    def is_free(self, block: int) -> bool:
+        return block in self._free
+
+    def free_blocks(self) -> Int32Array:
+        """Free blocks, in the order in which they are reused."""
+        return np.fromiter(self._free, np.int32, len(self._free))
+
+
+HASH_BYTES = 16
+MAX_PARTIAL_CANDIDATES = 16  # newest nodes compared when a prompt diverges inside a block
+NO_BLOCK = -1
+
+Digests = Mapping[int, bytes]
+"""Block index -> digest of the media whose placeholder tokens lie in it."""
+
+
+@lru_cache(maxsize=1024)  # most requests have the same
+def chain_root(*parts: str) -> bytes:
+    """Root of a hash chain. Every part that changes the KV of equal tokens belongs here."""
+    digest = blake2b(digest_size=HASH_BYTES)
+    for part in parts:
+        data = part.encode(errors="surrogatepass")
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.digest()
+
+
+def chain_hash(parent: bytes, token_ids: Int32Array, digest: bytes = b"") -> bytes:
+    """Name of a block: equal names mean equal content from the first token on."""
+    return blake2b(token_ids.tobytes() + digest, digest_size=HASH_BYTES, key=parent).digest()
+
+
+def common_prefix(a: Int32Array, b: Int32Array) -> int:
+    """Length of the longest common prefix of two token arrays."""
+    length = min(len(a), len(b))
+    differs = a[:length] != b[:length]
+    first = int(differs.argmax()) if length else 0
+    return first if length and differs[first] else length
+
+
+def _agreement(a: list[int], b: list[int]) -> int:
+    """`common_prefix` of short lists that mostly differ early."""
+    length = 0
+    for one, other in zip(a, b, strict=False):
+        if one != other:
+            break
+        length += 1
+    return length
+
+
+class PrefixMatch(NamedTuple):
+    """A reusable prefix: whole blocks to share and, beyond them, part of one block to copy."""
+
+    blocks: list[list[int]]
+    """Of each group."""
+    firsts: list[int]
+    """Of each group, where the blocks begin that the next token sees; those before are not used."""
+    num_blocks: int
+    """Whole blocks, in each group."""
+    num_tokens: int
+    partial: list[int]
+    """A block of each group, or nothing."""
+
+    def held(self) -> Iterator[int]:
+        """All blocks to share."""
+        return chain.from_iterable(
+            table[first:] for table, first in zip(self.blocks, self.firsts, strict=True)
+        )
+
+
+class Node:
+    """Blocks that follow each other. The last may be filled in part."""
+
+    __slots__ = (
+        "blocks",
+        "by_token",
+        "children",
+        "digests",
+        "name",
+        "parent",
+        "steps",
+        "token_ids",
+    )
+
+    def __init__(self, parent: Node | None, token_ids: Int32Array, num_groups: int) -> None:
+        self.parent = parent
+        self.token_ids = token_ids
+        self.blocks: list[list[int]] = [[] for _ in range(num_groups)]
+        """Of each group."""
+        self.steps: list[int] = []
+        """The step that writes each block's last token; from the next on it may be copied."""
+        self.digests: dict[int, bytes] = {}
+        self.children: dict[bytes, Node] = {}
+        """By the first block, where that is full."""
+        self.by_token: dict[int, dict[Node, None]] = {}
+        """All children by their first token, in order of insertion."""
+        self.name = b""
+        """Chain root, of a root node."""
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.steps)
+
+    def matching(self, token_ids: Int32Array, digests: Digests, start: int, size: int) -> int:
+        """How many of its blocks hold the beginning of `token_ids`, whose blocks count from
+        `start`."""
+        count = common_prefix(self.token_ids, token_ids) // size
+        if self.digests or digests:
+            for i in range(count):
+                if self.digests.get(i, b"") != digests.get(start + i, b""):
+                    return i
+        return count
+
+
+class RadixTree:
+    """Finds blocks whose KV a prompt can reuse, whole or in part.
+
+    A node holds consecutive blocks of one sequence; sequences that part have a node each below the
+    one that they share. An edge is keyed by the tokens of the node's first block and by the digests
+    of the media in it. A node has a block in each KV group, or none where that block was reused: a
+    group with a window needs the blocks of the last window only, and the tree stays whole without
+    the others.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        enabled: bool = True,
+        windows: tuple[int | None, ...] = (None,),
+    ) -> None:
+        """`windows` has an entry for each KV group."""
+        self.pool = pool
+        self.block_size = block_size
+        self.enabled = enabled
+        self.windows = windows
+        self._roots: dict[bytes, Node] = {}
+        self._node_of: list[Node | None] = [None] * pool.num_blocks
+        self._has_windows = any(window is not None for window in self.windows)
+        self._nothing = self.bounded([[] for _ in self.windows], 0)
+        pool.on_evict = self.evict
+
+    def __len__(self) -> int:
+        return sum(node is not None for node in self._node_of)
+
+    # --- matching -------------------------------------------------------------------------------
+
+    def match(
+        self, root: bytes, token_ids: Int32Array, step: int, digests: Digests | None = None
+    ) -> PrefixMatch:
+        """Longest reusable prefix of `token_ids` for a plan of the given step."""
+        if not self.enabled or root not in self._roots:
+            return self._nothing
+        digests = digests or {}
+        path, found = self._walk(root, token_ids, digests)
+        if not path and not (len(token_ids) and int(token_ids[0]) in self._roots[root].by_token):
+            return self._nothing
+        tables: list[list[int]] = [[] for _ in self.windows]
+        for node, count in path:
+            for table, blocks in zip(tables, node.blocks, strict=True):
+                table += blocks[:count]
+        num_blocks = self._longest_whole(tables, found) if found else 0
+        partial: list[int] = []
+        extra = 0
+        if num_blocks == found:
+            rest = token_ids[found * self.block_size :]
+            partial, extra = self._match_inside(root, path, rest, digests.get(found, b""), step)
+        else:
+            tables = [table[:num_blocks] for table in tables]
+        return self.bounded(tables, num_blocks * self.block_size + extra, partial)
+
+    def bounded(
+        self, tables: list[list[int]], num_tokens: int, partial: list[int] | None = None
+    ) -> PrefixMatch:
+        """These blocks, as far as the token after the first `num_tokens` sees them."""
+        num_blocks = num_tokens // self.block_size
+        firsts = [0] * len(tables)
+        if self._has_windows:
+            firsts = [min(self.first_needed(one, num_tokens), num_blocks) for one in self.windows]
+        return PrefixMatch(tables, firsts, num_blocks, num_tokens, partial or [])
+
+    def first_needed(self, window: int | None, num_tokens: int) -> int:
+        """First block that the token after the first `num_tokens` sees; it sees itself too."""
+        return 0 if window is None else max(num_tokens - window + 1, 0) // self.block_size
+
+    def _longest_whole(self, tables: list[list[int]], longest: int) -> int:
+        """Most leading blocks, up to `longest`, of which no group lacks one that the next token
+        sees."""
+        while True:
+            shorter = longest
+            for table, window in zip(tables, self.windows, strict=True):
+                first = self.first_needed(window, longest * self.block_size)
+                # What is missing is missing for every shorter prefix that does not end before it.
+                with contextlib.suppress(ValueError):
+                    shorter = min(shorter, table.index(NO_BLOCK, first, longest))
+            if shorter == longest:
+                return longest
+            longest = shorter
+
+    def _walk(
+        self, root: bytes, token_ids: Int32Array, digests: Digests
+    ) -> tuple[list[tuple[Node, int]], int]:
+        """Nodes that hold the beginning of `token_ids`, and how many blocks of each, all of every
+        node but the last; and how many blocks in all."""
+        size, node, start = self.block_size, self._roots.get(root), 0
+        path: list[tuple[Node, int]] = []
+        while node is not None and (start + 1) * size <= len(token_ids):
+            rest = token_ids[start * size :]
+            child = node.children.get(rest[:size].tobytes() + digests.get(start, b""))
+            if child is None:
+                break
+            count = child.matching(rest, digests, start, size)
+            path.append((child, count))
+            start += count
+            node = child if count == child.num_blocks else None
+        return path, start
+
+    def _match_inside(
+        self,
+        root: bytes,
+        path: list[tuple[Node, int]],
+        rest: Int32Array,
+        digest: bytes,
+        step: int,
+    ) -> tuple[list[int], int]:
+        """The block after those of a walk that agrees longest with `rest`, and how long."""
+        size = self.block_size
+        best: list[int] = []
+        best_length = 0
+        if not len(rest):
+            return best, best_length
+        node, at = path[-1] if path else (self._roots.get(root), 0)
+        if node is None:
+            return best, best_length
+        candidates: Iterable[Node]
+        if path and at < node.num_blocks:
+            candidates = (node,)
+        else:
+            at, siblings = 0, node.by_token.get(int(rest[0]))
+            if siblings is None:
+                return best, best_length
+            candidates = islice(reversed(siblings), MAX_PARTIAL_CANDIDATES)
+        tokens = rest[:size].tolist()
+        for one in candidates:
+            blocks = [table[at] for table in one.blocks]
+            if (
+                one.steps[at] < step
+                and NO_BLOCK not in blocks
+                and one.digests.get(at, b"") == digest
+            ):
+                held = one.token_ids[at * size : (at + 1) * size].tolist()
+                length = _agreement(held, tokens)
+                if length > best_length:
+                    best, best_length = blocks, length
+        return best, best_length
+
+    # --- inserting ------------------------------------------------------------------------------
+
+    def insert(
+        self,
+        root: bytes,
+        token_ids: Int32Array,
+        tables: list[list[int]],
+        start: int,
+        step: int,
+        digests: Digests | None = None,
+    ) -> None:
+        """Make the blocks from `start` on findable; those before were found or inserted earlier.
+
+        Each group's table holds `token_ids` from the first on, with `NO_BLOCK` where the group has
+        let go; the last block may be filled in part.
+        """
+        size, digests = self.block_size, digests or {}
+        if not self.enabled or len(token_ids) <= start * size:
+            return
+        node, known = self._own_end(tables, start), start
+        if node is None:
+            path, known = self._walk(root, token_ids, digests)
+            if known < start:
+                return  # what comes before was forgotten
+            if known > start:
+                self._fill_gaps(path, tables, start, step)
+            rest = token_ids[known * size :]
+            if len(rest) < size:
+                digest = digests.get(known, b"")
+                if self._match_inside(root, path, rest, digest, step + 1)[1] == len(rest):
+                    return  # other blocks hold all of these tokens too
+            node = self._end_of(root, path)
+        rest = token_ids[known * size :]
+        if node.parent is not None and not node.by_token:
+            node.token_ids = np.concatenate([node.token_ids, rest])
+        else:
+            node = Node(node, rest.copy(), len(self.windows))
+        first, stop = node.num_blocks, known + -(-len(rest) // size)
+        for index in range(known, stop) if digests else ():
+            if index in digests:
+                node.digests[first + index - known] = digests[index]
+        node.steps += [step] * (stop - known)
+        for blocks, table in zip(node.blocks, tables, strict=True):
+            added = table[known:stop]
+            blocks += added
+            self._place(node, added)
+        if first == 0:
+            self._attach(node)
+        if self._has_windows:
+            self._prune(node)  # all groups may have let go of the last blocks
+
+    def _own_end(self, tables: list[list[int]], start: int) -> Node | None:
+        """The node that ends with the sequence's own block before `start`, if nothing follows."""
+        for group, table in enumerate(tables if start else ()):
+            block = table[start - 1]
+            node = self._node_of[block] if block >= 0 else None
+            if (
+                node is not None
+                and not node.by_token
+                and node.blocks[group][-1] == block
+                and len(node.token_ids) == node.num_blocks * self.block_size
+            ):
+                return node
+        return None
+
+    def _fill_gaps(
+        self,
+        path: list[tuple[Node, int]],
+        tables: list[list[int]],
+        start: int,
+        step: int,
+    ) -> None:
+        """Blocks from `start` on take the place of those that were reused meanwhile."""
+        position = 0
+        for node, count in path:
+            if position + count > start:
+                for group, blocks in enumerate(node.blocks):
+                    if NO_BLOCK not in blocks:
+                        continue
+                    for i in range(max(start - position, 0), count):
+                        if blocks[i] == NO_BLOCK and tables[group][position + i] != NO_BLOCK:
+                            blocks[i] = tables[group][position + i]
+                            node.steps[i] = max(node.steps[i], step)
+                            self._place(node, blocks[i : i + 1])
+            position += count
+
+    def _end_of(self, root: bytes, path: list[tuple[Node, int]]) -> Node:
+        """The node that ends where a walk does; one that goes on is split there."""
+        if not path:
+            if root not in self._roots:
+                self._roots[root] = Node(None, np.empty(0, np.int32), len(self.windows))
+                self._roots[root].name = root
+            return self._roots[root]
+        node, count = path[-1]
+        if count < node.num_blocks:
+            self._split(node, count)
+        return node
+
+    def _split(self, node: Node, at: int) -> None:
+        """Let a node end after `at` blocks; a child of it holds the others."""
+        size = self.block_size
+        back = Node(node, node.token_ids[at * size :], len(self.windows))
+        node.token_ids = node.token_ids[: at * size]
+        back.steps, node.steps = node.steps[at:], node.steps[:at]
+        back.children, node.children = node.children, {}
+        back.by_token, node.by_token = node.by_token, {}
+        back.digests = {i - at: one for i, one in node.digests.items() if i >= at}
+        node.digests = {i: one for i, one in node.digests.items() if i < at}
+        for siblings in back.by_token.values():
+            for child in siblings:
+                child.parent = back
+        for group, blocks in enumerate(node.blocks):
+            back.blocks[group], node.blocks[group] = blocks[at:], blocks[:at]
+            self._place(back, blocks[at:])
+        self._attach(back)
+
+    def _attach(self, node: Node) -> None:
+        parent, size = node.parent, self.block_size
+        assert parent is not None
+        if len(node.token_ids) >= size:
+            key = node.token_ids[:size].tobytes() + node.digests.get(0, b"")
+            parent.children[key] = node
+        parent.by_token.setdefault(int(node.token_ids[0]), {})[node] = None
+
+    def _place(self, node: Node, blocks: list[int]) -> None:
+        """Note which node these blocks are in."""
+        node_of, cached = self._node_of, self.pool.cached
+        for block in blocks:
+            if block >= 0:
+                node_of[block] = node
+                cached[block] = True
+
+    # --- evicting -------------------------------------------------------------------------------
+
+    def evict(self, blocks: Iterable[int]) -> None:
+        """Forget blocks that are reused."""
+        node_of, cached = self._node_of, self.pool.cached
+        touched: dict[Node, None] = {}
+        for block in blocks:
+            node = node_of[block]
+            if node is None:
+                continue
+            node_of[block] = None
+            cached[block] = False
+            touched[node] = None
+            if len(node.blocks) == 1 and not node.by_token:
+                (table,) = node.blocks
+                if table[-1] == block:
+                    table.pop()  # the rule: blocks are evicted deepest first
+                    node.steps.pop()
+                    continue
+            for table in node.blocks:
+                if block in table:
+                    table[table.index(block)] = NO_BLOCK
+                    break
+        for node in touched:
+            self._prune(node)
+
+    def _prune(self, node: Node) -> None:
+        """Cut off what has no block left, at the ends of the tree."""
+        size = self.block_size
+        while node.parent is not None and not node.by_token:
+            length = node.num_blocks
+            for table in node.blocks:
+                if length and table[length - 1] >= 0:
+                    break  # as nearly always
+            else:
+                while length and all(table[length - 1] < 0 for table in node.blocks):
+                    length -= 1
+            if length:
+                if length < node.num_blocks:
+                    del node.steps[length:]
+                    for table in node.blocks:
+                        del table[length:]
+                if len(node.token_ids) > length * size:
+                    node.token_ids = node.token_ids[: length * size]
+                    if node.digests:
+                        node.digests = {i: one for i, one in node.digests.items() if i < length}
+                return
+            parent = node.parent
+            self._detach(node, parent)
+            node.parent, node = None, parent
+        if node.parent is None and node.name and not node.by_token:
+            del self._roots[node.name]
+
+    def _detach(self, node: Node, parent: Node) -> None:
+        size = self.block_size
+        if len(node.token_ids) >= size:
+            del parent.children[node.token_ids[:size].tobytes() + node.digests.get(0, b"")]
+        siblings = parent.by_token[int(node.token_ids[0])]
+        del siblings[node]
+        if not siblings:
+            del parent.by_token[int(node.token_ids[0])]
+
+    def withdraw(self, step: int) -> None:
+        """Forget blocks that a failed step, or any later one, was to write."""
+        for node in self._nodes():
+            if not any(one >= step for one in node.steps):
+                continue
+            for i, one in enumerate(node.steps):
+                for table in node.blocks if one >= step else ():
+                    if table[i] >= 0:
+                        self._node_of[table[i]] = None
+                        self.pool.cached[table[i]] = False
+                        table[i] = NO_BLOCK
+            self._prune(node)
+
+    def reset(self) -> None:
+        """Forget everything; blocks in use stay with their owners."""
+        for block, node in enumerate(self._node_of):
+            if node is not None:
+                self._node_of[block] = None
+                self.pool.cached[block] = False
+        self._roots.clear()
+
+    def _nodes(self) -> set[Node]:
+        return {node for node in self._node_of if node is not None}
+
+    # --- names ----------------------------------------------------------------------------------
+
+    def name_of(self, block: int) -> bytes | None:
+        """What the block is called outside of this process, if it is findable and full: the same
+        in every process and after a restart."""
+        node = self._node_of[block]
+        if node is None:
+            return None
+        group = next(group for group, table in enumerate(node.blocks) if block in table)
+        index = node.blocks[group].index(block)
+        if (index + 1) * self.block_size > len(node.token_ids):
+            return None
+        path = [node]
+        while path[-1].parent is not None:
+            path.append(path[-1].parent)
+        name, size = path[-1].name, self.block_size
+        for one in path[-2::-1]:
+            for i in range(index + 1 if one is node else one.num_blocks):
+                tokens = one.token_ids[i * size : (i + 1) * size]
+                name = chain_hash(name, tokens, one.digests.get(i, b""))
+        return blake2b(b"%d" % group, digest_size=HASH_BYTES, key=name).digest() if group else name
 
 
 class KVCache:
@@ -64,7 +624,7 @@ class KVCache:
             return None
         full, rest = divmod(num_tokens, self.limits.block_size)
         tables = self.columns.block_tables[:, row]
-        partial = tables[:, full].tolist() if rest else ()
+        partial = tables[:, full].tolist() if rest else []
         return self.tree.bounded(tables[:, :full].tolist(), num_tokens, partial)
 
     def without_partial(self, match: PrefixMatch, fork_of: int) -> tuple[PrefixMatch, int]:

@@ -19,8 +19,7 @@ from quire.protocol.errors import OverloadedError
 from quire.protocol.output import RequestProgress
 from quire.protocol.plan import Int32Array, Int64Array
 from quire.protocol.request import NewRequest
-from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.sequence import Sequence
+from quire.scheduler.sequence import SchedulerLimits, Sequence
 
 RETURNING = -1
 FULLEST = 2

@@ -16,19 +16,29 @@ import numpy as np
 from quire.metrics.engine import EngineMetrics
 from quire.protocol.errors import RequestError
 from quire.protocol.output import FinishedSequence, StepOutput
-from quire.protocol.plan import BoolArray, Float32Array, Int32Array, StepPlan, StepResult
+from quire.protocol.plan import (
+    BoolArray,
+    Float32Array,
+    Int32Array,
+    PlanBuilder,
+    StepPlan,
+    StepResult,
+)
 from quire.protocol.request import NewRequest
-from quire.protocol.seeds import random_seed
 from quire.scheduler.beam_search import BeamGroup
-from quire.scheduler.kv_cache import KVCache
-from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.plan_builder import PlanBuilder
+from quire.scheduler.kv_cache import KVCache, PrefixMatch, chain_root
 from quire.scheduler.prefill_budget import PrefillBudget
 from quire.scheduler.prefix_groups import PrefixGroups
 from quire.scheduler.queue import LazyHeap, ProgressReports, WaitingQueue
-from quire.scheduler.radix_tree import PrefixMatch, chain_root
-from quire.scheduler.results import AcceptedTokens, accept, collect_output
-from quire.scheduler.sequence import Columns, Sequence, Status, make_sequences
+from quire.scheduler.sequence import (
+    AcceptedTokens,
+    Columns,
+    SchedulerLimits,
+    Sequence,
+    Status,
+    make_sequences,
+    random_seed,
+)
 from quire.scheduler.speculation import Speculation
 
 logger = logging.getLogger(__name__)
@@ -53,9 +63,7 @@ class Scheduler:
         self.max_step_tokens = limits.max_num_batched_tokens
         """Most tokens in a step; less than the limit while memory is short."""
         self.metrics = metrics or EngineMetrics()
-        self.columns = Columns(
-            limits.max_num_seqs, limits.max_model_len, limits.block_size, limits.windows
-        )
+        self.columns = Columns(limits)
         self.kv = KVCache(limits, self.columns)
         self.prefix_groups: PrefixGroups | None = None
         if limits.groups_prefixes:
@@ -401,8 +409,8 @@ class Scheduler:
         c.in_flight[plan.rows[live]] -= 1
         if plan.has_drafts:
             self._give_back(plan, result, live)
-        accepted = accept(c, plan, result, live, complete)
-        output = collect_output(c, plan, result, live, accepted)
+        accepted = c.accept(plan, result, live, complete)
+        output = c.output(plan, result, live, accepted)
         if len(accepted.rows) < len(result.counts):
             self._advance_beams(plan, result, live)
         if result.pooled is not None:  # what rows have that changed hands is dropped below

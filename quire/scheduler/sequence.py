@@ -1,4 +1,7 @@
-"""`Sequence` and `Columns`: a sequence on the host; while it has a row its numbers are there."""
+"""`Sequence` and `Columns`: a sequence on the host; while it has a row its numbers are there.
+
+Beside them `SchedulerLimits`, which say how many rows there are and how long.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,95 @@ from enum import IntEnum
 
 import numpy as np
 
-from quire.protocol.output import FinishedSequence
-from quire.protocol.plan import AddedRow, BoolArray, Int32Array, Int64Array
+from quire.protocol.errors import RequestError
+from quire.protocol.kv_spec import held_blocks, most_blocks
+from quire.protocol.output import FinishedSequence, SequencePromptLogprobs, StepOutput
+from quire.protocol.plan import (
+    AddedRow,
+    BoolArray,
+    Int32Array,
+    Int64Array,
+    StepPlan,
+    StepResult,
+)
 from quire.protocol.request import MediaSpan, NewRequest
 from quire.protocol.sampling import SamplingParams
-from quire.protocol.seeds import derive_seed
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """All of it is known once the KV cache has its size."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    windows: tuple[int | None, ...] = (None,)
+    """Of each KV group, how many tokens a query sees; None: all."""
+    policy: str = "fcfs"
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    """Most tokens of one prompt per step; 0 leaves it to the budget."""
+    target_itl_s: float | None = None
+    """Gap between two tokens that prompts may stretch those of running streams to; None: chosen
+    from step times, 0: any."""
+    graph_tokens: int = 0
+    """Most tokens of a step with prompts that runs as one CUDA graph; 0 without graphs."""
+    reserves_max_length: bool = False
+    """Reserve `max_model_len` tokens on admission, as engines without paging do (benchmarks)."""
+    max_num_queued_reqs: int = 0
+    """Most requests that wait and have never run; 0 for no limit."""
+    max_num_queued_tokens: int = 0
+    """Most prompt tokens of these; 0 for no limit."""
+    groups_prefixes: bool = False
+    """Tell the workers which running requests share leading blocks."""
+    seed: int = 0
+    cache_identity: tuple[str, ...] = ()
+    """Model, dtype and layout: what the KV of equal tokens depends on."""
+
+    @property
+    def max_blocks_per_row(self) -> int:
+        return self.blocks_for(self.max_model_len)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def max_held_blocks(self, group: int) -> int:
+        """Most blocks of a sequence in a group."""
+        window = self.windows[group]
+        if window is None:
+            return self.max_blocks_per_row
+        return held_blocks(window, self.block_size, self.max_num_batched_tokens)
+
+    def blocks_held(self, num_tokens: int) -> int:
+        """Most blocks of a sequence of so many tokens, in all groups."""
+        return most_blocks(self.windows, num_tokens, self.block_size, self.max_num_batched_tokens)
+
+    def max_total(self, new: NewRequest) -> int:
+        """Prompt and output tokens at which a request ends by length."""
+        if new.params.max_tokens is None:
+            return self.max_model_len
+        return min(len(new.prompt_token_ids) + new.params.max_tokens, self.max_model_len)
+
+    def check_fits(self, new: NewRequest) -> None:
+        """Refuse a request that the cache or the rows could not hold even alone."""
+        num_prompt, total = len(new.prompt_token_ids), self.max_total(new)
+        need = self.blocks_held(total) * max(new.beam_width, 1)
+        if need > self.num_blocks:
+            raise RequestError(
+                f"request {new.request_id!r} can never fit: {num_prompt} prompt tokens and up to "
+                f"{total - num_prompt} generated ones need {need} KV blocks of {self.block_size} "
+                f"tokens, but the cache has {self.num_blocks}. Lower max_tokens or beam_width, or "
+                "give the cache more memory (kv_cache_memory_bytes, gpu_memory_utilization)."
+            )
+        if new.beam_width > self.max_num_seqs:
+            raise RequestError(
+                f"beam_width={new.beam_width} exceeds max_num_seqs={self.max_num_seqs}: all beams "
+                "run at once. Lower beam_width or raise max_num_seqs."
+            )
+
 
 CANDIDATES_PER_BEAM = 2
 """Most likely tokens of each beam that are looked at, times the number of beams."""
@@ -32,18 +119,10 @@ class Columns:
     counts the tokens whose ids the host has.
     """
 
-    def __init__(
-        self,
-        max_rows: int,
-        max_model_len: int,
-        block_size: int,
-        windows: tuple[int | None, ...] = (None,),
-    ) -> None:
-        """`windows` has an entry for each KV group."""
-        num_groups = len(windows)
-        self.has_windows = windows != (None,) * num_groups
-        max_blocks = -(-max_model_len // block_size)
-        self.block_size = block_size
+    def __init__(self, limits: SchedulerLimits) -> None:
+        num_groups, max_rows = len(limits.windows), limits.max_num_seqs
+        self.has_windows = limits.windows != (None,) * num_groups
+        self.block_size = limits.block_size
 
         def ints() -> Int32Array:
             return np.zeros(max_rows, np.int32)
@@ -51,8 +130,10 @@ class Columns:
         def flags() -> BoolArray:
             return np.zeros(max_rows, np.bool_)
 
-        self.token_ids: Int32Array = np.zeros((max_rows, max_model_len), np.int32)
-        self.block_tables: Int32Array = np.zeros((num_groups, max_rows, max_blocks), np.int32)
+        self.token_ids: Int32Array = np.zeros((max_rows, limits.max_model_len), np.int32)
+        self.block_tables: Int32Array = np.zeros(
+            (num_groups, max_rows, limits.max_blocks_per_row), np.int32
+        )
         self.epoch = ints()
         """Bumped when a row changes hands, so that late results are dropped."""
         self.running = flags()
@@ -167,6 +248,94 @@ class Columns:
             self.stop_ids = np.concatenate([self.stop_ids, more], axis=1)
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(ids)] = ids
+
+    # --- taking results in ----------------------------------------------------------------------
+
+    def accept(
+        self, plan: StepPlan, result: StepResult, live: BoolArray, complete: BoolArray | None
+    ) -> AcceptedTokens:
+        """Which tokens of a result rows take in. `live` says of each of `plan.rows` whether its
+        sequence still holds it, `complete` of each row that samples whether nothing can follow its
+        token."""
+        samples, counts = plan.samples, result.counts
+        rows = plan.rows[samples]
+        keep = live[samples] & ~self.host_chooses[rows]
+        if len(result.tokens) == len(rows):  # a token each, as in most steps
+            places, tokens = np.arange(len(rows), dtype=np.int32), result.tokens
+            if not keep.all():
+                places = places[keep]
+                rows, tokens = rows[places], tokens[places]
+            num_known = self.num_known[rows] + 1
+            stops, ends = self._ends(rows, tokens, num_known)
+            if complete is not None:
+                stops |= complete[places]
+                ends |= stops
+            return AcceptedTokens(rows, np.ones_like(rows), tokens, places, ends, stops)
+        index = np.repeat(np.arange(len(rows)), counts)
+        offset = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
+        num_known = (self.num_known[rows[index]] + offset + 1).astype(np.int32)
+        stops, ends = self._ends(rows[index], result.tokens, num_known)
+        if complete is not None:
+            stops |= complete[index]
+            ends |= stops
+        num_tokens = counts.copy()
+        np.minimum.at(num_tokens, index[ends], offset[ends] + 1)
+        taken = keep[index] & (offset < num_tokens[index])
+        is_last = taken & (offset == num_tokens[index] - 1)
+        return AcceptedTokens(
+            rows=rows[keep],
+            counts=num_tokens[keep].astype(np.int32),
+            tokens=result.tokens[taken],
+            places=np.flatnonzero(taken).astype(np.int32),
+            ends=ends[is_last],
+            stops=stops[is_last],
+        )
+
+    def _ends(
+        self, rows: Int32Array, tokens: Int32Array, num_known: Int32Array
+    ) -> tuple[BoolArray, BoolArray]:
+        """Which tokens are stop tokens, where a row has enough for one; and which end a sequence,
+        by that or by its length."""
+        stops: BoolArray = (self.stop_ids[rows] == tokens[:, None]).any(axis=1)
+        stops &= num_known >= self.min_total[rows]
+        return stops, stops | (num_known >= self.max_total[rows])
+
+    def output(
+        self, plan: StepPlan, result: StepResult, live: BoolArray, accepted: AcceptedTokens
+    ) -> StepOutput:
+        """New tokens and logprobs of streaming rows whose sequence still holds the row (`live`)."""
+        rows = accepted.rows
+        if len(accepted.tokens) != len(rows):
+            rows = np.repeat(rows, accepted.counts)
+        streams = self.streams[rows]
+        output = StepOutput(keys=self.keys[rows[streams]], tokens=accepted.tokens[streams])
+        if result.logprobs is not None:
+            shown = np.zeros(len(result.tokens), np.bool_)
+            shown[accepted.places[streams]] = True
+            output.logprobs = result.logprobs.select(shown)
+        for part in result.prompt_logprobs:
+            if live[plan.rows == part.row].any():
+                key = int(self.keys[part.row])
+                output.prompt_logprobs.append(SequencePromptLogprobs(key, part.arrays))
+        return output
+
+
+@dataclass(slots=True)
+class AcceptedTokens:
+    """Sampled tokens that rows take in: those of sequences that still hold their row and whose
+    tokens the sampler chooses, up to the first token that ends the sequence."""
+
+    rows: Int32Array
+    counts: Int32Array
+    """Tokens of each row, at least 1."""
+    tokens: Int32Array
+    """Row after row."""
+    places: Int32Array
+    """Where each lies in `StepResult.tokens`."""
+    ends: BoolArray
+    """Of each row, whether its sequence ends with the last of its tokens."""
+    stops: BoolArray
+    """Of each row, whether that token is a stop token, or nothing can follow it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -354,3 +523,32 @@ def make_sequences(
     for follower in leader.followers:
         follower.parent, follower.num_shared = leader, leader.num_prompt - 1
     return sequences
+
+
+# Seeds: splitmix64, so that neighbouring inputs give unrelated ones, equal on every machine.
+
+_MASK = (1 << 64) - 1
+_STRIDE = 0x9E3779B97F4A7C15
+
+
+def _mix(value: int) -> int:
+    """splitmix64's output function: a bijection of 64-bit integers."""
+    value &= _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """Seed of completion `index` of a request; completion 0 keeps the request's own seed.
+
+    So the first of `n` completions is the one that `n=1` would have given.
+    """
+    if index == 0:
+        return seed & _MASK
+    return _mix(seed + index * _STRIDE)
+
+
+def random_seed(engine_seed: int, counter: int) -> int:
+    """Seed of the `counter`-th request that brought none, reproducible from the engine's seed."""
+    return _mix(_mix(engine_seed + _STRIDE) + counter * _STRIDE)

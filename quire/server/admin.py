@@ -10,8 +10,8 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
-from quire.protocol.control import LogLevel
 from quire.protocol.errors import EngineDeadError
+from quire.protocol.messages import LogLevel
 from quire.server.state import state_of
 
 router = APIRouter(prefix="/admin")

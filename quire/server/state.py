@@ -29,7 +29,7 @@ class ServerState:
         report: Callable[[msgspec.Struct], None] = lambda message: None,
     ) -> None:
         """`fork_server` prepares requests; started when it is needed unless one is given. `report`
-        tells the supervisor, if there is one, something (`protocol/control.py`)."""
+        tells the supervisor, if there is one, something (`protocol/messages.py`)."""
         self.llm = llm
         self.options = options
         session, serving = self.llm.session, options.serving

@@ -25,7 +25,7 @@ from quire.models.loader import (
 )
 from quire.protocol.errors import ModelError, OptionError
 from quire.protocol.kv_spec import PAD_LAYER, KVGroup, KVLayout, KVSpec
-from quire.protocol.snapshot import DeviceMemory
+from quire.protocol.output import DeviceMemory
 from quire.worker.kv_tensors import KVTensors
 from quire.worker.memory import (
     MIB,

@@ -11,8 +11,7 @@ from quire.protocol.output import FinishedSequence, RequestProgress, StepOutput
 from quire.protocol.plan import StepPlan
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams
-from quire.protocol.seeds import derive_seed
-from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.sequence import SchedulerLimits, derive_seed
 from tests.engine.toy import ToyExecutor, entries_of, next_token
 
 VOCAB = 97

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quire.metrics.instruments import GaugeReading
-from quire.protocol.snapshot import BlockState
+from quire.protocol.output import BlockState
 from tests.engine.driver import Engine, numbers
 
 

@@ -14,6 +14,7 @@ from hashlib import blake2b
 import numpy as np
 
 from quire.engine.executors.base import PendingResult
+from quire.protocol.output import DeviceMemory
 from quire.protocol.plan import (
     AddedRow,
     Int32Array,
@@ -23,7 +24,6 @@ from quire.protocol.plan import (
     StepResult,
     TokenMasks,
 )
-from quire.protocol.snapshot import DeviceMemory
 
 Windows = tuple[int | None, ...]
 

@@ -15,7 +15,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from quire import LLM, RequestOutput, SamplingParams
-from quire.protocol.seeds import derive_seed
+from quire.scheduler.sequence import derive_seed
 from tests.decoding import reference
 from tests.frontend.conftest import Tiny
 from tests.models.reference import VOCAB, random_tokens, reference_logits

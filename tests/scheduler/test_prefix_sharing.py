@@ -10,8 +10,7 @@ import pytest
 
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams
-from quire.scheduler.block_pool import BlockPool
-from quire.scheduler.radix_tree import RadixTree, chain_hash, chain_root
+from quire.scheduler.kv_cache import BlockPool, RadixTree, chain_hash, chain_root
 from tests.engine.driver import Engine, numbers
 
 

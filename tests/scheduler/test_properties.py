@@ -19,9 +19,7 @@ from quire.protocol.output import FinishedSequence
 from quire.protocol.plan import StepPlan
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams
-from quire.protocol.seeds import derive_seed
-from quire.scheduler.limits import SchedulerLimits
-from quire.scheduler.sequence import Status
+from quire.scheduler.sequence import SchedulerLimits, Status, derive_seed
 from tests.engine.toy import (
     InjectedError,
     ToyExecutor,

@@ -7,8 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from quire.scheduler.block_pool import BlockPool
-from quire.scheduler.radix_tree import NO_BLOCK, PrefixMatch, RadixTree, chain_root
+from quire.scheduler.kv_cache import NO_BLOCK, BlockPool, PrefixMatch, RadixTree, chain_root
 
 SIZE = 4
 NUM_BLOCKS = 40

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from quire.protocol.output import DeviceMemory
 from quire.protocol.plan import Int32Array, StepPlan, StepResult, TokenMasks
-from quire.protocol.snapshot import DeviceMemory
 
 
 class PendingResult(Protocol):

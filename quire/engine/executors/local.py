@@ -11,8 +11,8 @@ from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.engine.executors.base import PendingResult
 from quire.protocol.errors import StepMemoryError
+from quire.protocol.output import DeviceMemory
 from quire.protocol.plan import Int32Array, StepPlan, TokenMasks
-from quire.protocol.snapshot import DeviceMemory
 from quire.worker.device import detect_device
 from quire.worker.memory import is_exhausted, is_out_of_memory, return_free_memory
 from quire.worker.model_runner import ModelRunner

@@ -19,7 +19,7 @@ import msgspec
 
 from quire.config.structured import GrammarSettings
 from quire.engine.structured_output.build import Vocabulary
-from quire.protocol.control import line, read_line
+from quire.protocol.codec import line, read_line
 from quire.protocol.errors import OverloadedError, RequestError
 from quire.protocol.structured import StructuredOutputs
 

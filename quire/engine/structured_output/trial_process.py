@@ -15,7 +15,7 @@ from typing import NoReturn
 from quire.engine.structured_output.build import STACK_BYTES, build, make_tokenizer, submit, where
 from quire.engine.structured_output.translate import grammar_text
 from quire.engine.structured_output.trial import Case, StartTrial, Verdict
-from quire.protocol.control import line, read_line
+from quire.protocol.codec import line, read_line
 from quire.protocol.errors import RequestError
 
 MAX_COMPILE_S = 0.7

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from quire import __version__
 from quire.metrics.instruments import Metric, Readings
 from quire.protocol.messages import ID_SEPARATOR
-from quire.protocol.snapshot import BlockState, EngineSnapshot, SequenceSnapshot
+from quire.protocol.output import BlockState, EngineSnapshot, SequenceSnapshot
 from quire.server.http.auth import Tenant
 from quire.server.state import ServerState, state_of
 

@@ -23,7 +23,9 @@ from quire.event_loop import run_on_event_loop
 from quire.frontend.async_llm import AsyncLLM
 from quire.frontend.session import Session, session_tokenizer
 from quire.frontend.socket_client import SocketEngineClient
-from quire.protocol.control import (
+from quire.protocol.codec import line, read_line
+from quire.protocol.errors import QuireError
+from quire.protocol.messages import (
     Answered,
     Ask,
     Drain,
@@ -34,10 +36,7 @@ from quire.protocol.control import (
     LogLevel,
     StartApi,
     ToApi,
-    line,
-    read_line,
 )
-from quire.protocol.errors import QuireError
 from quire.server.app import build_app
 from quire.server.http.connection import bounded_connections
 from quire.server.http.middleware import Load

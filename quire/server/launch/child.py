@@ -1,4 +1,4 @@
-"""`Child`: a process of the server, spoken to in lines of JSON (`protocol/control.py`)."""
+"""`Child`: a process of the server, spoken to in lines of JSON (`protocol/messages.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from quire.protocol.control import line, read_line
+from quire.protocol.codec import line, read_line
 
 MAX_LINE_BYTES = 1 << 24
 

@@ -16,7 +16,8 @@ import msgspec
 from quire.config.log import configure_logging
 from quire.config.server import ServerOptions
 from quire.frontend.socket_client import SocketEngineClient
-from quire.protocol.control import (
+from quire.protocol.errors import EngineDeadError
+from quire.protocol.messages import (
     Answered,
     Ask,
     Drain,
@@ -29,7 +30,6 @@ from quire.protocol.control import (
     StartApi,
     StartEngine,
 )
-from quire.protocol.errors import EngineDeadError
 from quire.server.http.tls import check_tls
 from quire.server.launch.child import Child, exit_cause
 from quire.server.launch.listening import (

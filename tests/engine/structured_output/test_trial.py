@@ -17,7 +17,7 @@ from quire.config.structured import GrammarSettings
 from quire.engine.structured_output.build import Vocabulary
 from quire.engine.structured_output.compiler import NUM_AT_ONCE, GrammarCompiler
 from quire.engine.structured_output.trial import MODULE, PROGRAM, Case, StartTrial, Trial
-from quire.protocol.control import line
+from quire.protocol.codec import line
 from quire.protocol.errors import EngineDeadError, OverloadedError, RequestError
 from quire.protocol.structured import StructuredOutputs
 from tests.models.reference import VOCAB

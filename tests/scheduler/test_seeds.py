@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.protocol.seeds import derive_seed, random_seed
+from quire.scheduler.sequence import derive_seed, random_seed
 
 
 def test_children_follow_splitmix64():
