@@ -36,7 +36,7 @@ from typing import Any, TextIO
 import quire
 from harness import markdown_table
 from soak_exchange import Exchange, FailedRequestError, LostAnswerError, WrongAnswerError
-from soak_load import FIXED_PROMPTS, Books, Clients, Requests, ask
+from soak_load import FIXED_PROMPTS, Clients, Requests, Tally, ask
 from soak_processes import Sample, Watch
 
 ADMIN_KEY = "soak"
@@ -178,10 +178,10 @@ class Soak:
         self._log = log
         self._server = _start_server(arguments, log)
         self._exchange = Exchange("127.0.0.1", self._server.port, ADMIN_KEY)
-        self._books = Books()
+        self._tally = Tally()
         self._chance = random.Random(arguments.seed)
         self._requests = Requests(self._exchange)
-        self._clients = Clients(self._requests, self._books, arguments.clients, arguments.seed)
+        self._clients = Clients(self._requests, self._tally, arguments.clients, arguments.seed)
         self._watch = Watch(self._server.process.pid)
         self._stop = threading.Event()
         self._told = 0.0
@@ -251,13 +251,13 @@ class Soak:
         self._told = time.monotonic()
         self._collect()
         memory = {role: round(one.memory_mib) for role, one in self._watch.look().items()}
-        self.say(f"{dict(self._books.outcomes)} MiB {memory}")
+        self.say(f"{dict(self._tally.outcomes)} MiB {memory}")
 
     def _collect(self) -> None:
-        results, books = self.results, self._books
-        with books.lock:
-            results.outcomes, results.kinds = dict(books.outcomes), dict(books.kinds)
-            results.faults = list(books.faults)
+        results, tally = self.results, self._tally
+        with tally.lock:
+            results.outcomes, results.kinds = dict(tally.outcomes), dict(tally.kinds)
+            results.faults = list(tally.faults)
         results.num_grammars = self._requests.num_grammars
         results.num_compared = self._requests.num_compared
         if self._start is not None:
@@ -273,20 +273,20 @@ class Soak:
                 self._ask_fixed(prompt, streams)
         # Memory of the cache is taken when a block is first used: all of it, before it is measured.
         for _ in range(CACHE_FILLS):
-            ask(self._books, self._requests.fill_cache, self._chance, self._stop)
+            ask(self._tally, self._requests.fill_cache, self._chance, self._stop)
         self._await_idle()
-        books = self._exchange.post("/admin/check_books", {})
+        tally = self._exchange.post("/admin/check_integrity", {})
         processes = self._watch.look()
         self.results.rests.append(
-            Rest(name, processes, books["used_blocks"], books["open_requests"])
+            Rest(name, processes, tally["used_blocks"], tally["open_requests"])
         )
-        self.say(f"at rest ({name}): {books}, {processes}")
+        self.say(f"at rest ({name}): {tally}, {processes}")
 
     def _ask_fixed(self, prompt: str, streams: bool) -> None:
         def fixed(chance: random.Random) -> None:
             self._requests.ask_fixed(prompt, streams)
 
-        ask(self._books, fixed, self._chance, self._stop)
+        ask(self._tally, fixed, self._chance, self._stop)
 
     def _await_idle(self) -> None:
         """Requests whose clients have left end a little later than their connections."""
@@ -303,16 +303,16 @@ class Soak:
         if engine is None:
             raise StoppedError("there is no engine process")
         started = time.monotonic()
-        with self._books.lock:
-            self._books.down.append([started, float("inf")])
+        with self._tally.lock:
+            self._tally.down.append([started, float("inf")])
         for pid in engine.pids:
             os.kill(pid, signal.SIGKILL)
         self._await_health(120, engine.pids)
         taken = time.monotonic() - started
         self.results.restarts_s.append(taken)
         # Those who asked before the engine was back may read their error a little later.
-        with self._books.lock:
-            self._books.down[-1][1] = time.monotonic() + 2
+        with self._tally.lock:
+            self._tally.down[-1][1] = time.monotonic() + 2
         self.say(f"the engine was killed and is back after {taken:.1f} s")
 
     def _await_health(self, patience_s: float, killed: tuple[int, ...] = ()) -> None:

@@ -42,7 +42,7 @@ PREFIX = "You are a careful assistant who answers briefly. " * 12
 
 
 @dataclass
-class Books:
+class Tally:
     """What came of all requests so far. Clients share it."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -344,9 +344,9 @@ def _chat(chance: random.Random, verb: str) -> dict[str, Any]:
 class Clients:
     """A closed loop: each client asks, waits for the answer and asks again."""
 
-    def __init__(self, requests: Requests, books: Books, count: int, seed: int) -> None:
+    def __init__(self, requests: Requests, tally: Tally, count: int, seed: int) -> None:
         self._requests = requests
-        self._books = books
+        self._tally = tally
         self._go = threading.Event()
         self._end = threading.Event()
         self._busy = threading.Semaphore(count)
@@ -382,11 +382,11 @@ class Clients:
             self._go.wait()
             with self._busy:
                 if self._go.is_set() and not self._end.is_set():
-                    ask(self._books, chance.choices(kinds, weights)[0], chance, self._end)
+                    ask(self._tally, chance.choices(kinds, weights)[0], chance, self._end)
 
 
 def ask(
-    books: Books,
+    tally: Tally,
     kind: Callable[[random.Random], None],
     chance: random.Random,
     end: threading.Event,
@@ -398,22 +398,22 @@ def ask(
         try:
             kind(chance)
         except FailedRequestError as error:
-            if not books.was_down(started, time.monotonic()):
-                books.note(name, "failed", str(error))
+            if not tally.was_down(started, time.monotonic()):
+                tally.note(name, "failed", str(error))
                 return
-            books.note(name, "retried")
+            tally.note(name, "retried")
             if end.wait(RETRY_S):
                 return
             continue
         except LostAnswerError as error:
-            books.note(name, "lost", str(error))
+            tally.note(name, "lost", str(error))
         except DoubledAnswerError as error:
-            books.note(name, "doubled", str(error))
+            tally.note(name, "doubled", str(error))
         except WrongAnswerError as error:
-            books.note(name, "wrong", str(error))
+            tally.note(name, "wrong", str(error))
         except Exception as error:
-            books.note(name, "wrong", repr(error))
+            tally.note(name, "wrong", repr(error))
         else:
-            books.note(name, "left" if name.startswith("leave") else "answered")
+            tally.note(name, "left" if name.startswith("leave") else "answered")
         return
-    books.note(name, "failed", f"no answer in {RETRIES} tries")
+    tally.note(name, "failed", f"no answer in {RETRIES} tries")

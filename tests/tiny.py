@@ -122,8 +122,8 @@ def is_greedy(model: PreTrainedModel, prompt: Tokens, made: Tokens, tie: float =
 
 
 def assert_at_rest(llm: LLM) -> None:
-    """Nothing is running or waiting, every block is free, and the books add up."""
+    """Nothing is running or waiting, every block is free, and the integrity check passes."""
     core = llm._core
     assert not core.has_work
     assert core.scheduler.kv.pool.num_used == 0
-    core.scheduler.check_books()
+    core.scheduler.check_integrity()

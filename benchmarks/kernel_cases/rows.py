@@ -1,4 +1,4 @@
-"""Row bookkeeping of a decode step: the batch from its rows, sampled tokens into them."""
+"""Rows of a decode step: the batch from its rows, sampled tokens into them."""
 
 from __future__ import annotations
 

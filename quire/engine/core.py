@@ -49,14 +49,14 @@ FIRST_PAUSE_S = 0.1
 MAX_PAUSES = 5
 """Each pause is twice as long as the one before: about 3 s in all for the memory to come back."""
 MAX_CONSECUTIVE_FAILURES = 3
-BOOKS_INTERVAL_S = 10.0
-"""An idle engine checks its books, but not so often that single requests wait for it: looking at
-all blocks takes milliseconds."""
+INTEGRITY_CHECK_INTERVAL_S = 10.0
+"""Between two integrity checks of an idle engine, which single requests must not wait for often:
+looking at all blocks takes milliseconds."""
 LONGEST_SLEEP_S = 3600.0
 """A deadline may lie further off than the numbers of a system call reach."""
 COMMANDS = (
     *("reset_prefix_cache", "read_metrics", "snapshot", "abort_named", "abort_client", "abort_all"),
-    *("pause", "resume", "set_log_level", "set_vocabulary", "answer", "check_books"),
+    *("pause", "resume", "set_log_level", "set_vocabulary", "answer", "check_integrity"),
 )
 """Methods of `EngineCore` that a client may call by name, beside requests. Their arguments and
 values cross a socket as they are."""
@@ -93,7 +93,7 @@ class EngineCore:
         """Called with each plan before it runs: the moment to look at who holds which blocks."""
         self._in_flight: deque[tuple[StepPlan, PendingResult]] = deque()
         self._num_failures = 0
-        self._books_due = -math.inf
+        self._integrity_check_due = -math.inf
 
     @property
     def has_work(self) -> bool:
@@ -181,8 +181,8 @@ class EngineCore:
                     output = self._apply(plan)
             self._end_step(plan, output)
         except Exception as error:
-            # Planning or applying broke off half-way: the books can no longer be trusted.
-            self.die(f"the engine's bookkeeping failed: {error!r}", error)
+            # Planning or applying broke off half-way: its state can no longer be trusted.
+            self.die(f"a step could not be planned or applied: {error!r}", error)
         output.finished.extend(self.scheduler.take_ended())
         self.grammars.forget(output.finished)
         return output
@@ -230,9 +230,9 @@ class EngineCore:
         with self.monitor.host:
             output.progress = self.scheduler.progress.collect(self.clock())
             self.monitor.step_ends(self.clock(), has_plan=plan is not None)
-        if not self.has_work and self.clock() >= self._books_due:
-            self.scheduler.check_books()
-            self._books_due = self.clock() + BOOKS_INTERVAL_S
+        if not self.has_work and self.clock() >= self._integrity_check_due:
+            self.scheduler.check_integrity()
+            self._integrity_check_due = self.clock() + INTEGRITY_CHECK_INTERVAL_S
 
     # --- failures ---------------------------------------------------------------------------------
 
@@ -304,9 +304,9 @@ class EngineCore:
         self.scheduler.reset_prefix_cache()
         return True
 
-    def check_books(self) -> int:
+    def check_integrity(self) -> int:
         """Raise unless every block is accounted for; returns how many are in use."""
-        self.scheduler.check_books()
+        self.scheduler.check_integrity()
         return self.scheduler.kv.pool.num_used
 
     def set_vocabulary(

@@ -806,7 +806,7 @@ class KVCache:
 
     # --- integrity ------------------------------------------------------------------------------
 
-    def check_books(self, sequences: list[Sequence]) -> None:
+    def check_integrity(self, sequences: list[Sequence]) -> None:
         """Every block is free or owned by one of these, and reference counts add up."""
         pool, c, limits = self.pool, self.columns, self.limits
         references = np.zeros(pool.num_blocks, np.int32)

@@ -289,8 +289,8 @@ class Scheduler:
         return self._ranked
 
     def _compute(self, plan: PlanBuilder, rows: Int32Array, counts: Int32Array) -> None:
-        """Book `counts` tokens for `rows`. Rows that reach their last token sample the next; what
-        they compute beyond it are drafts, of which the result says how many were accepted."""
+        """Let `rows` compute `counts` tokens. Rows that reach their last token sample the next;
+        what they compute beyond it are drafts, of which the result says how many were accepted."""
         c = self.columns
         c.computed_before[rows] = c.num_computed[rows]
         c.num_computed[rows] += counts
@@ -430,7 +430,7 @@ class Scheduler:
         return output
 
     def _give_back(self, plan: StepPlan, result: StepResult, live: BoolArray) -> None:
-        """Rejected drafts were booked, and so were blocks for them."""
+        """Rejected drafts were counted as tokens, and blocks were allocated for them."""
         c, samples = self.columns, plan.samples
         rows = plan.rows[samples]
         rejected = plan.num_samples[samples] - result.counts
@@ -669,10 +669,10 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         self.kv.tree.reset()
 
-    def check_books(self) -> None:
+    def check_integrity(self) -> None:
         """Raise AssertionError if a block or a row is leaked, lost or counted wrongly."""
         held = [sequence for sequence in self.by_row if sequence is not None]
-        self.kv.check_books(held)
+        self.kv.check_integrity(held)
         assert len(held) + len(self.free_rows) == len(self.by_row), (
             "a row is neither free nor owned"
         )

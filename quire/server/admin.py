@@ -57,12 +57,13 @@ async def resume(request: Request) -> dict[str, Any]:
     return {"paused": None}
 
 
-@router.post("/check_books")
-async def check_books(request: Request) -> dict[str, Any]:
+@router.post("/check_books", include_in_schema=False)  # its name before
+@router.post("/check_integrity")
+async def check_integrity(request: Request) -> dict[str, Any]:
     """Whether every block of the KV cache is accounted for; an error if not. Requests are those
     whose outputs the API process that answers still keeps."""
     llm = state_of(request).llm
-    used = await llm.client.command("check_books", int)
+    used = await llm.client.command("check_integrity", int)
     return {"used_blocks": used, "open_requests": llm.num_open}
 
 

@@ -60,7 +60,7 @@ class Engine:
                 assert sequence.key not in self.ended
                 self.ended[sequence.key] = sequence
                 self.order.append(sequence.key)
-            self.core.scheduler.check_books()
+            self.core.scheduler.check_integrity()
         return output.progress
 
     def finish(self) -> None:

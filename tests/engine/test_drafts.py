@@ -284,7 +284,7 @@ def test_a_row_that_is_cut_back_goes_on_as_before(folder: Path) -> None:
 
 @pytest.mark.parametrize("family", ["mistral", "qwen3", "gpt2"])
 def test_other_families_with_windows_and_without(tmp_path: Path, family: str) -> None:
-    """Blocks behind a window are given back by what was accepted, not by what was booked."""
+    """Blocks behind a window are given back by what was accepted, not by what was allocated."""
     save_tiny(tmp_path, family, **({"sliding_window": 24} if family == "mistral" else {}))
     kinds = ("greedy", "drawn", "repetition", "logprobs", "to_the_end")
     params = [SamplingParams(**FEATURES[kind]) for kind in kinds]

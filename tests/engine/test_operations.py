@@ -112,7 +112,9 @@ def test_commands_are_run_by_name() -> None:
     engine = Engine(max_num_seqs=2)
     engine.add(numbers(5), max_tokens=50)
     engine.step()
-    assert engine.core.run_command("check_books", {}) == engine.core.scheduler.kv.pool.num_used > 0
+    assert (
+        engine.core.run_command("check_integrity", {}) == engine.core.scheduler.kv.pool.num_used > 0
+    )
     engine.core.run_command("pause", {"mode": "hold"})
     assert engine.core.scheduler.pause is Pause.HOLD
     engine.core.run_command("resume", {})

@@ -49,10 +49,10 @@ async def last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
 
 
 async def settled(llm: AsyncLLM) -> None:
-    """Nothing runs or waits, no block is in use, and the books add up."""
+    """Nothing runs or waits, no block is in use, and the integrity check passes."""
 
     def check(core: Any) -> bool:
-        core.scheduler.check_books()
+        core.scheduler.check_integrity()
         return bool(core.has_work) or core.scheduler.kv.pool.num_used > 0
 
     for _ in range(1000):

@@ -1,6 +1,7 @@
 """Bad input: a clear error that names the field, its value and the remedy, before any work is done.
 
-Each test also sees that nothing was started, that the books balance, and that the engine goes on.
+Each test also sees that nothing was started, that the integrity check passes, and that the engine
+goes on.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def test_ctrl_c_inside_a_step_does_no_harm(
         assert generate(llm) == expected
 
 
-def test_broken_books_end_everything_with_an_error(
+def test_a_scheduler_that_fails_ends_everything_with_an_error(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Should planning itself fail, no call waits for ever and shutdown still frees the model."""

@@ -191,7 +191,7 @@ def run(setting: Setting, work: list[Job]) -> dict[int, FinishedSequence]:
 
 
 def drive(core: EngineCore, work: list[Job]) -> dict[int, FinishedSequence]:
-    """Drive the engine to the end, checking its books after every step."""
+    """Drive the engine to the end, with an integrity check after every step."""
     ended: dict[int, FinishedSequence] = {}
     streamed: dict[int, list[int]] = {}
 
@@ -209,7 +209,7 @@ def drive(core: EngineCore, work: list[Job]) -> dict[int, FinishedSequence]:
             if step in job.cuts:
                 cut_back(core, f"r{i}", streamed, step)
         output = core.step()
-        core.scheduler.check_books()
+        core.scheduler.check_integrity()
         check_steps_in_flight(core)
         check_windows(core)
         check_bounds(core)
@@ -252,7 +252,7 @@ def check_steps_in_flight(core: EngineCore) -> None:
 
 
 def check_bounds(core: EngineCore) -> None:
-    """What the host books, if all drafts are accepted, stays within each row's end."""
+    """What the host allocates, if all drafts are accepted, stays within each row's end."""
     columns, rows = core.scheduler.columns, core.scheduler.ranked_rows()
     assert (columns.num_tokens[rows] <= columns.max_total[rows]).all()
     if columns.has_windows:

@@ -84,7 +84,7 @@ def test_tokens_and_memory(case: str, steps_in_flight: int, tmp_path: Path) -> N
                 assert held == -(-(116 + STEPS - 1) // BLOCK)
             else:
                 assert held <= -(-(window + CHUNK) // BLOCK) + 1
-        scheduler.check_books()
+        scheduler.check_integrity()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -150,7 +150,7 @@ class RunningServer:
         return connection
 
     def assert_at_rest(self, headers: dict[str, str] | None = None) -> None:
-        """No request is left, no block is in use, and the engine's books balance."""
+        """No request is left, no block is in use, and the engine passes its integrity check."""
 
         def no_requests() -> bool:
             names = ("num_requests_running", "num_requests_waiting")
@@ -161,8 +161,9 @@ class RunningServer:
             lambda: self.request("GET", "/load", headers=headers).json == {"server_load": 0},
             "the end of all replies",
         )
-        books = self.request("POST", "/admin/check_books", None, ADMIN)
-        assert books.json == {"used_blocks": 0, "open_requests": 0}
+        for name in ("check_integrity", "check_books"):  # the second is its name before
+            checked = self.request("POST", f"/admin/{name}", None, ADMIN)
+            assert checked.json == {"used_blocks": 0, "open_requests": 0}
 
     def memory_bytes(self) -> dict[str, int]:
         """What the engine and the API process have in memory."""

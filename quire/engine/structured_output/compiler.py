@@ -21,7 +21,7 @@ from quire.engine.structured_output.build import (
     where,
 )
 from quire.engine.structured_output.matcher import Grammar, Start
-from quire.engine.structured_output.trial import Trial
+from quire.engine.structured_output.sandbox import Sandbox
 from quire.protocol.errors import EngineDeadError, OverloadedError, QuireError, RequestError
 from quire.protocol.structured import StructuredOutputs
 
@@ -88,15 +88,15 @@ class Compilation:
 class GrammarCompiler:
     def __init__(self, settings: GrammarSettings) -> None:
         self._settings = settings
-        self._askers = ThreadPoolExecutor(NUM_AT_ONCE, "quire-grammar-trial")
+        self._askers = ThreadPoolExecutor(NUM_AT_ONCE, "quire-grammar-compile")
         self._builders = ThreadPoolExecutor(NUM_BUILT_AT_ONCE, "quire-grammar")
         self._vocabulary: Callable[[], Vocabulary] | None = None
         self._tokenizer: Future[LLTokenizer] | None = None
         self._cache: OrderedDict[tuple[Any, ...], Compilation] = OrderedDict()
         self._num_let_go = 0
         self._lock = threading.Lock()
-        self._trial: Trial | None = None
-        self._trial_lock = threading.Lock()
+        self._sandbox: Sandbox | None = None
+        self._sandbox_lock = threading.Lock()
         self._is_shut_down = False
 
     @property
@@ -158,9 +158,9 @@ class GrammarCompiler:
         self._is_shut_down = True
         self._askers.shutdown(wait=False, cancel_futures=True)
         self._builders.shutdown(wait=False, cancel_futures=True)
-        with self._trial_lock:
-            if self._trial is not None:
-                self._trial.close()
+        with self._sandbox_lock:
+            if self._sandbox is not None:
+                self._sandbox.close()
 
     def _begin_tokenizer(self) -> None:
         if self._tokenizer is None:
@@ -172,7 +172,7 @@ class GrammarCompiler:
         assert self._vocabulary is not None
         vocabulary = self._vocabulary()
         with contextlib.suppress(OverloadedError):  # the grammar that needs it is told
-            self._living_trial(vocabulary)  # it makes its own tokenizer meanwhile
+            self._living_sandbox(vocabulary)  # it makes its own tokenizer meanwhile
         return make_tokenizer(vocabulary)
 
     def _run(self, wanted: StructuredOutputs, asked: float) -> Grammar:
@@ -183,7 +183,7 @@ class GrammarCompiler:
                 raise OverloadedError(
                     f"{where(wanted)} waited {MAX_WAIT_S:g} s to be compiled; try again later."
                 )
-            text = self._living_trial().grammar_text(wanted)
+            text = self._living_sandbox().grammar_text(wanted)
 
             def make_start() -> LLMatcher:
                 return build(tokenizer, text, where(wanted))
@@ -208,11 +208,11 @@ class GrammarCompiler:
                 f"structured_outputs: the grammar cannot be compiled now: {error}."
             ) from None
 
-    def _living_trial(self, vocabulary: Vocabulary | None = None) -> Trial:
-        with self._trial_lock:
+    def _living_sandbox(self, vocabulary: Vocabulary | None = None) -> Sandbox:
+        with self._sandbox_lock:
             if self._is_shut_down:
                 raise EngineDeadError(SHUT_DOWN)
-            if self._trial is None or not self._trial.is_alive:
+            if self._sandbox is None or not self._sandbox.is_alive:
                 assert self._vocabulary is not None
-                self._trial = Trial(vocabulary or self._vocabulary(), self._settings)
-            return self._trial
+                self._sandbox = Sandbox(vocabulary or self._vocabulary(), self._settings)
+            return self._sandbox

@@ -1,4 +1,4 @@
-"""Row bookkeeping on the device: the batch of a step, sampled and accepted tokens into rows."""
+"""Rows on the device: the batch of a step, sampled and accepted tokens into rows."""
 
 from __future__ import annotations
 

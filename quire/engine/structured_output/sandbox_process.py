@@ -1,4 +1,4 @@
-"""The process behind `Trial`. Each grammar is compiled in a fork that the clock ends: the
+"""The process behind `Sandbox`. Each grammar is compiled in a fork that the clock ends: the
 vocabulary stays, whatever becomes of the grammar."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from quire.engine.structured_output.build import STACK_BYTES, build, make_tokenizer, submit, where
+from quire.engine.structured_output.sandbox import Case, StartSandbox, Verdict
 from quire.engine.structured_output.translate import grammar_text
-from quire.engine.structured_output.trial import Case, StartTrial, Verdict
 from quire.protocol.codec import line, read_line
 from quire.protocol.errors import RequestError
 
@@ -50,8 +50,8 @@ class Fork:
         )
 
 
-class TrialProcess:
-    def __init__(self, start: StartTrial) -> None:
+class SandboxProcess:
+    def __init__(self, start: StartSandbox) -> None:
         self._tokenizer = make_tokenizer(start.vocabulary)
         self._settings = start.settings
 
@@ -151,7 +151,7 @@ def main() -> None:
     if not first:
         return
     try:
-        process = TrialProcess(read_line(first, StartTrial))
+        process = SandboxProcess(read_line(first, StartSandbox))
     except RequestError:
         return  # the engine, which makes a tokenizer too, says what is wrong
     with contextlib.suppress(BrokenPipeError):  # the engine ended meanwhile

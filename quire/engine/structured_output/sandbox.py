@@ -1,4 +1,4 @@
-"""`Trial`: a process in which grammars are compiled before the engine compiles them.
+"""`Sandbox`: a process in which grammars are compiled before the engine compiles them.
 
 Some grammars take llguidance minutes, gigabytes or more stack than there is, and nothing ends a
 thread that compiles one. A process can be ended, and what it took goes with it.
@@ -24,11 +24,11 @@ from quire.protocol.errors import OverloadedError, RequestError
 from quire.protocol.structured import StructuredOutputs
 
 PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import main; main()"
-MODULE = "quire.engine.structured_output.trial_process"
+MODULE = "quire.engine.structured_output.sandbox_process"
 ENDED = "structured_outputs: the process that compiles grammars was ended; try again."
 
 
-class StartTrial(msgspec.Struct):
+class StartSandbox(msgspec.Struct):
     """The first line to the process."""
 
     vocabulary: Vocabulary
@@ -83,7 +83,7 @@ class OpenCases:
             answer.set_exception(OverloadedError(ENDED))
 
 
-class Trial:
+class Sandbox:
     """Ends its process when it is not used any more, or the program ends."""
 
     def __init__(self, vocabulary: Vocabulary, settings: GrammarSettings) -> None:
@@ -106,10 +106,10 @@ class Trial:
         threading.Thread(
             target=_read,
             args=(self._process.stdout, self._cases),
-            name="quire-grammar-trial",
+            name="quire-grammar-sandbox",
             daemon=True,
         ).start()
-        self._send(StartTrial(vocabulary, settings))
+        self._send(StartSandbox(vocabulary, settings))
 
     @property
     def pid(self) -> int:
@@ -129,7 +129,7 @@ class Trial:
             raise RequestError(verdict.refusal)
         return verdict.text
 
-    def _send(self, message: StartTrial | Case) -> None:
+    def _send(self, message: StartSandbox | Case) -> None:
         assert self._process.stdin is not None
         data = line(message)
         try:
@@ -142,7 +142,7 @@ class Trial:
 
 def _read(answers: IO[bytes], cases: OpenCases) -> None:
     """Give verdicts to those who wait for them, until the process ends. On a thread, which does not
-    hold the `Trial`: it would never be let go."""
+    hold the `Sandbox`: it would never be let go."""
     # What cannot be read was cut off by the end, or something else in it prints.
     with answers, contextlib.suppress(msgspec.MsgspecError):
         for data in answers:

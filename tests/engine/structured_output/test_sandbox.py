@@ -16,7 +16,7 @@ import pytest
 from quire.config.structured import GrammarSettings
 from quire.engine.structured_output.build import Vocabulary
 from quire.engine.structured_output.compiler import NUM_AT_ONCE, GrammarCompiler
-from quire.engine.structured_output.trial import MODULE, PROGRAM, Case, StartTrial, Trial
+from quire.engine.structured_output.sandbox import MODULE, PROGRAM, Case, Sandbox, StartSandbox
 from quire.protocol.codec import line
 from quire.protocol.errors import EngineDeadError, OverloadedError, RequestError
 from quire.protocol.structured import StructuredOutputs
@@ -36,8 +36,8 @@ def vocabulary() -> Vocabulary:
 
 
 @pytest.fixture
-def trial() -> Iterator[Trial]:
-    made = Trial(vocabulary(), GrammarSettings())
+def sandbox() -> Iterator[Sandbox]:
+    made = Sandbox(vocabulary(), GrammarSettings())
     yield made
     made.close()
 
@@ -56,27 +56,27 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for threads_own in found for child in threads_own.read_text().split()]
 
 
-def test_an_endless_form_ends_and_leaves_nothing(trial: Trial) -> None:
+def test_an_endless_form_ends_and_leaves_nothing(sandbox: Sandbox) -> None:
     with pytest.raises(RequestError, match=r"structured_outputs\.json takes more than 0\.7 s"):
-        trial.grammar_text(endless())
-    assert not children_of(trial.pid)
-    assert "a" in trial.grammar_text(StructuredOutputs(regex="a"))
+        sandbox.grammar_text(endless())
+    assert not children_of(sandbox.pid)
+    assert "a" in sandbox.grammar_text(StructuredOutputs(regex="a"))
 
 
 LIMITED = """
 import sys
 from quire.config.structured import GrammarSettings
-from quire.engine.structured_output import trial_process
+from quire.engine.structured_output import sandbox_process
 from quire.engine.structured_output.build import Vocabulary
-from quire.engine.structured_output.trial import Case, StartTrial
+from quire.engine.structured_output.sandbox import Case, StartSandbox
 from quire.protocol.structured import StructuredOutputs
 vocabulary = Vocabulary(sys.stdin.read(), {size}, ({end},))
-process = trial_process.TrialProcess(StartTrial(vocabulary, GrammarSettings()))
+process = sandbox_process.SandboxProcess(StartSandbox(vocabulary, GrammarSettings()))
 case = Case(7, StructuredOutputs(choice=["xy" * 40_000]))
 for extra in (1 << 20, 1 << 30):
     status = open("/proc/self/status").read()
     used = int(status.split("VmSize:")[1].split()[0]) << 10
-    trial_process.MAX_BYTES = used + trial_process.STACK_BYTES + extra
+    sandbox_process.MAX_BYTES = used + sandbox_process.STACK_BYTES + extra
     pipe, fork = process._fork(case)
     fork.written += open(pipe, "rb").read()
     print(fork.verdict().refusal)
@@ -107,7 +107,7 @@ def test_an_engine_that_ends_before_it_has_an_answer() -> None:
     )
     assert process.stdin and process.stdout and process.stderr
     process.stdout.close()
-    orders = StartTrial(vocabulary(), GrammarSettings()), Case(0, StructuredOutputs(regex="a"))
+    orders = StartSandbox(vocabulary(), GrammarSettings()), Case(0, StructuredOutputs(regex="a"))
     process.stdin.write(b"".join(line(order) for order in orders))
     process.stdin.flush()
     assert process.wait(60) == 0
@@ -121,19 +121,19 @@ def test_an_answer_that_is_cut_off(said: str, monkeypatch: pytest.MonkeyPatch) -
     """The process was ended while it wrote, or something else in it prints."""
     program = f"import sys; [input() for _ in range(2)]; sys.stdout.write({said!r})"
     program = program.replace("{", "{{") + "  # {path} {module}"
-    monkeypatch.setattr("quire.engine.structured_output.trial.PROGRAM", program)
-    trial = Trial(vocabulary(), GrammarSettings())
+    monkeypatch.setattr("quire.engine.structured_output.sandbox.PROGRAM", program)
+    sandbox = Sandbox(vocabulary(), GrammarSettings())
     for grammar in ("a", "b"):
         with pytest.raises(OverloadedError, match="try again"):
-            trial.grammar_text(StructuredOutputs(regex=grammar))
-    trial.close()
+            sandbox.grammar_text(StructuredOutputs(regex=grammar))
+    sandbox.close()
 
 
 def test_a_path_with_what_is_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere"), "/b\udcff\n{'", None])
-    trial = Trial(vocabulary(), GrammarSettings())
-    assert "a" in trial.grammar_text(StructuredOutputs(regex="a"))
-    trial.close()
+    sandbox = Sandbox(vocabulary(), GrammarSettings())
+    assert "a" in sandbox.grammar_text(StructuredOutputs(regex="a"))
+    sandbox.close()
 
 
 def test_a_program_that_ignores_signals() -> None:
@@ -142,11 +142,11 @@ def test_a_program_that_ignores_signals() -> None:
     before = [signal.signal(one, signal.SIG_IGN) for one in ignored]
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
     try:
-        trial = Trial(vocabulary(), GrammarSettings())
-        assert "a" in trial.grammar_text(StructuredOutputs(regex="a"))
+        sandbox = Sandbox(vocabulary(), GrammarSettings())
+        assert "a" in sandbox.grammar_text(StructuredOutputs(regex="a"))
         with pytest.raises(RequestError, match="takes more than"):
-            trial.grammar_text(endless())
-        trial.close()
+            sandbox.grammar_text(endless())
+        sandbox.close()
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
         for one, handler in zip(ignored, before, strict=True):
@@ -168,11 +168,11 @@ def test_a_compiler_that_nobody_uses_any_more() -> None:
     compiler.set_vocabulary(vocabulary)
     before = children_of(os.getpid())
     compiler.compile(StructuredOutputs(regex="a")).result()
-    [trial] = set(children_of(os.getpid())) - set(before)
+    [sandbox] = set(children_of(os.getpid())) - set(before)
     del compiler
     gc.collect()
     with pytest.raises(ProcessLookupError):
-        os.kill(trial, 0)
+        os.kill(sandbox, 0)
 
 
 def test_a_shutdown_in_the_middle_is_no_error_of_a_form(
@@ -201,9 +201,9 @@ def test_a_process_that_is_gone_is_replaced(compiler: GrammarCompiler) -> None:
     """Ended by the system for its memory, say: no grammar suffers."""
     before = children_of(os.getpid())
     compiler.compile(StructuredOutputs(regex="a")).result()
-    [trial] = set(children_of(os.getpid())) - set(before)
-    os.kill(trial, signal.SIGKILL)
-    os.waitid(os.P_PID, trial, os.WEXITED | os.WNOWAIT)
+    [sandbox] = set(children_of(os.getpid())) - set(before)
+    os.kill(sandbox, signal.SIGKILL)
+    os.waitid(os.P_PID, sandbox, os.WEXITED | os.WNOWAIT)
     assert compiler.compile(StructuredOutputs(regex="b")).result().starts
 
 
@@ -213,11 +213,11 @@ def test_a_form_whose_process_is_ended_may_be_sent_again(
     """It need not be the grammar's fault; nor need it be where a busy machine took too long."""
     before = children_of(os.getpid())
     compiler.compile(StructuredOutputs(regex="a")).result()
-    [trial] = set(children_of(os.getpid())) - set(before)
+    [sandbox] = set(children_of(os.getpid())) - set(before)
     grammar = compiler.compile(endless())
-    while not children_of(trial):
+    while not children_of(sandbox):
         pass
-    os.kill(trial, signal.SIGKILL)
+    os.kill(sandbox, signal.SIGKILL)
     with pytest.raises(OverloadedError, match="try again"):
         grammar.result()
     assert compiler.compile(endless()) is grammar, "not at once"
