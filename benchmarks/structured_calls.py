@@ -7,11 +7,10 @@ from typing import Any
 
 from quire import LLM, SamplingParams, StructuredOutputs
 from quire.protocol.structured import JsonSettings
-from quire.text.chat_template import select_template, template_variables
+from quire.text.chat_template import find_tool_format, select_template, template_variables
 from quire.text.message_stream import MessageFormat
 from quire.text.tool_calls.declared import ToolUse, chat_tools
 from quire.text.tool_calls.enforcement import reply_grammar
-from quire.text.tool_calls.formats import find_format
 from quire.text.tool_calls.prompting import prepare_conversation
 
 CALL_TOKENS = 400
@@ -63,7 +62,7 @@ def forced_call(llm: LLM, seed: int, settings: JsonSettings) -> tuple[Any, Sampl
     """A conversation in which one random tool must be called, and the parameters of its reply."""
     tokenizer = llm.get_tokenizer()
     template = select_template(tokenizer.chat_template, None, has_tools=True)
-    format, tool = find_format(template), random_tool(seed)
+    format, tool = find_tool_format(template), random_tool(seed)
     use = ToolUse.read(chat_tools([tool]), "required", parallel=False)
     message_format = MessageFormat(format, use.allowed, use.max_calls)
     grammar = reply_grammar(message_format, use, None, tokenizer.special_ids.get, settings)

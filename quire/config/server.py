@@ -9,13 +9,8 @@ from typing import Any
 
 from quire.config.fields import option
 from quire.config.options import CheckedOptions, as_bytes, as_text
+from quire.config.reply_formats import REASONING_PARSERS, TOOL_FORMATS
 from quire.protocol.errors import OptionError
-
-TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "json")
-REASONING_PARSERS = (
-    *("auto", "none", "deepseek_r1", "qwen3", "mistral", "thinking", "reasoning", "thought"),
-    *("seed_oss", "cohere_command"),
-)
 
 _HOST_NAME = re.compile(r"\*|(\*\.)?[\w.-]+|[0-9A-Fa-f:.]+")
 
@@ -143,13 +138,13 @@ class ServingOptions(CheckedOptions):
     tool_call_parser: str = option(
         "auto",
         "How the model writes tool calls; auto: as its chat template shows.",
-        choices=TOOL_CALL_PARSERS,
+        choices=("auto", *TOOL_FORMATS),
     )
     reasoning_parser: str = option(
         "auto",
         "Which tags the model writes around its reasoning; auto: those of its chat template; none: "
         "reasoning stays in the text.",
-        choices=REASONING_PARSERS,
+        choices=("auto", "none", *REASONING_PARSERS),
     )
     api_server_count: int = option(
         1, "Processes that speak HTTP; all use the one engine.", minimum=1

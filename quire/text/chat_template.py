@@ -15,6 +15,14 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from quire.config.reply_formats import (
+    JSON,
+    REASONING_PARSERS,
+    TOOL_FORMAT_SIGNS,
+    TOOL_FORMATS,
+    ReasoningTags,
+    ToolFormat,
+)
 from quire.protocol.errors import RequestError
 from quire.text.tool_calls.prompting import prepare_conversation
 
@@ -37,12 +45,11 @@ def render_chat(
     continue_final_message: bool | str = False,
     content_format: str = "auto",
     variables: Mapping[str, Any] | None = None,
-    tells_tools: bool = False,
-    short_ids: bool = False,
+    tool_call_parser: str | None = None,
 ) -> str:
     """The prompt of one conversation, which is checked here. `variables` are passed to the template
-    as they are. `tells_tools`: a template that has no place for tools and their calls gets them as
-    text, and one that wants `short_ids` of calls gets such."""
+    as they are. With a `tool_call_parser`, a template that has no place for tools and their calls
+    gets them as text, and one that wants short ids of calls gets such."""
     if content_format not in CONTENT_FORMATS:
         raise RequestError(
             f"chat_template_content_format must be one of {', '.join(CONTENT_FORMATS)}, "
@@ -56,10 +63,12 @@ def render_chat(
     compiled = _compile(template)
     wanted = detect_content_format(template) if content_format == "auto" else content_format
     conversation, declared = _checked(messages), _plain(tools, "tools")
-    if tells_tools:
-        takes_tools = "tools" in template_variables(template)
+    if tool_call_parser is not None:
         conversation, declared = prepare_conversation(
-            conversation, declared, takes_tools=takes_tools, short_ids=short_ids
+            conversation,
+            declared,
+            takes_tools="tools" in template_variables(template),
+            short_ids=find_tool_format(template, tool_call_parser).has_short_ids,
         )
     for index, message in enumerate(conversation):
         _adapt(message, f"messages[{index}]", wanted, template)
@@ -146,6 +155,34 @@ def detect_content_format(template: str) -> ContentFormat:
                 names |= {p.name for p, argument in given if _is_content(argument, names)}
     loops = tree.find_all(nodes.For)
     return "openai" if any(_is_content(loop.iter, names) for loop in loops) else "string"
+
+
+def find_tool_format(template: str, parser: str = "auto") -> ToolFormat:
+    """How calls are written: as the parser of that name reads them, or as the template asks."""
+    return _detect_tool_format(template) if parser == "auto" else TOOL_FORMATS[parser]
+
+
+@lru_cache(maxsize=64)
+def _detect_tool_format(template: str) -> ToolFormat:
+    if "tools" not in template_variables(template):
+        return JSON
+    return next((found for sign, found in TOOL_FORMAT_SIGNS if sign in template), JSON)
+
+
+def find_reasoning_tags(template: str, parser: str = "auto") -> ReasoningTags | None:
+    """The tags around reasoning: those of the parser of that name, or those in the template."""
+    if parser == "auto":
+        return _detect_reasoning_tags(template)
+    return None if parser == "none" else REASONING_PARSERS[parser]
+
+
+@lru_cache(maxsize=64)
+def _detect_reasoning_tags(template: str) -> ReasoningTags | None:
+    """Templates write the end tag where they leave old reasoning out, or open the first one."""
+    for tags in dict.fromkeys(REASONING_PARSERS.values()):
+        if tags.start in template or tags.end in template:
+            return tags
+    return None
 
 
 def _is_content(node: nodes.Node, names: set[str]) -> bool:

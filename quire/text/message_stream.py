@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quire.config.reply_formats import ReasoningTags, ToolFormat
 from quire.text.deltas import Delta, Message, TextDelta, merged
-from quire.text.reasoning import ReasoningStream, ReasoningTags
+from quire.text.reasoning import ReasoningStream
 from quire.text.tool_calls.call_stream import CallStream
-from quire.text.tool_calls.formats import ToolFormat
 
 
 @dataclass(frozen=True)

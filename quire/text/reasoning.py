@@ -1,49 +1,9 @@
-"""Reasoning: the tags that models put around it, and its separation from the answer."""
+"""`ReasoningStream`: separates a reply's reasoning from its answer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
-
-from quire.text.deltas import Delta, ReasoningDelta, TextDelta
-from quire.text.markers import overlap
-
-
-@dataclass(frozen=True)
-class ReasoningTags:
-    start: str
-    end: str
-
-
-THINK = ReasoningTags("<think>", "</think>")
-BRACKETS = ReasoningTags("[THINK]", "[/THINK]")
-# As vLLM names its parsers, where the tags are the same.
-REASONING_PARSERS = {
-    "deepseek_r1": THINK,
-    "qwen3": THINK,
-    "mistral": BRACKETS,
-    "thinking": ReasoningTags("<thinking>", "</thinking>"),
-    "reasoning": ReasoningTags("<reasoning>", "</reasoning>"),
-    "thought": ReasoningTags("<thought>", "</thought>"),
-    "seed_oss": ReasoningTags("<seed:think>", "</seed:think>"),
-    "cohere_command": ReasoningTags("<|START_THINKING|>", "<|END_THINKING|>"),
-}
-
-
-def find_tags(template: str, chosen: str = "auto") -> ReasoningTags | None:
-    """The tags of a model: `chosen` by a parser's name, or those that its chat template has."""
-    if chosen == "auto":
-        return _detect(template)
-    return None if chosen == "none" else REASONING_PARSERS[chosen]
-
-
-@lru_cache(maxsize=64)
-def _detect(template: str) -> ReasoningTags | None:
-    """Templates write the end tag where they leave old reasoning out, or open the first one."""
-    for tags in dict.fromkeys(REASONING_PARSERS.values()):
-        if tags.start in template or tags.end in template:
-            return tags
-    return None
+from quire.config.reply_formats import ReasoningTags
+from quire.text.deltas import Delta, ReasoningDelta, TextDelta, overlap
 
 
 class ReasoningStream:

@@ -20,7 +20,6 @@ from quire.text.detokenizer import TextStreams
 from quire.text.tokenizer_check import is_panic
 from quire.text.tokenizer_files import TokenizerParts, read_folder
 from quire.text.tokenizer_gguf import read_gguf
-from quire.text.tool_calls.formats import find_format
 
 if TYPE_CHECKING:
     from quire.config.locate import ModelSource
@@ -269,8 +268,7 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             content_format=content_format,
             variables={**self.special_tokens_map, **variables},
-            tells_tools=True,
-            short_ids=find_format(template, tool_call_parser).has_short_ids,
+            tool_call_parser=tool_call_parser,
         )
 
     def apply_chat_template(

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.config.reply_formats import THINK, TOOL_FORMATS
 from quire.text.deltas import CallDelta, Delta, Message, TextDelta
 from quire.text.message_stream import MessageFormat
-from quire.text.reasoning import THINK
-from quire.text.tool_calls.formats import FORMATS
 
 NAMES = ("add", "f")
 FRAGMENTS = [
@@ -28,7 +27,7 @@ FRAGMENTS = [
 texts = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=14).map("".join)
 message_formats = st.builds(
     MessageFormat,
-    tool_format=st.sampled_from([None, *FORMATS.values()]),
+    tool_format=st.sampled_from([None, *TOOL_FORMATS.values()]),
     tool_names=st.just(NAMES),
     max_calls=st.sampled_from([None, 1]),
     tags=st.sampled_from([None, THINK]),
@@ -99,7 +98,7 @@ WRITERS: dict[str, Any] = {
 
 
 @given(
-    st.sampled_from(sorted(FORMATS)),
+    st.sampled_from(sorted(TOOL_FORMATS)),
     st.lists(calls, min_size=1, max_size=3),
     st.booleans(),
     st.sampled_from(["", "Let me see."]),
@@ -121,7 +120,7 @@ def test_any_calls_are_found(
     ]
     text = f"<think>\n{reasoning}\n</think>\n\n" if reasoning else ""
     text += content + "\n" + WRITERS[format](written)
-    message_format = MessageFormat(FORMATS[format], NAMES, tags=THINK)
+    message_format = MessageFormat(TOOL_FORMATS[format], NAMES, tags=THINK)
     message, _ = streamed(message_format, pieces_of(text, cuts))
     assert (message.content, message.reasoning) == (content, reasoning)
     assert [(one.name, json.loads(one.arguments)) for one in message.calls] == made
@@ -129,7 +128,7 @@ def test_any_calls_are_found(
 
 def test_a_special_token_at_the_end_is_hidden() -> None:
     message_format = MessageFormat(
-        FORMATS["llama3_json"], NAMES, hidden_ends=("<|eot|>", "<|eom|>")
+        TOOL_FORMATS["llama3_json"], NAMES, hidden_ends=("<|eot|>", "<|eom|>")
     )
     stream = message_format.open()
     assert stream.feed("<|eot|> is the end") + stream.finish("<|eot|>") == [
@@ -149,7 +148,7 @@ def test_a_special_token_at_the_end_is_hidden() -> None:
 )
 def test_models_that_are_stuck_cost_little(format: str, text: str, piece: int) -> None:
     """Each of these took 7 s or more where the time grew with the square of the length."""
-    stream, started = MessageFormat(FORMATS[format], NAMES).open(), time.process_time()
+    stream, started = MessageFormat(TOOL_FORMATS[format], NAMES).open(), time.process_time()
     for at in range(0, len(text), piece):
         stream.feed(text[at : at + piece])
     stream.finish()
@@ -158,7 +157,7 @@ def test_models_that_are_stuck_cost_little(format: str, text: str, piece: int) -
 
 @pytest.mark.parametrize("length", [300, 301])
 def test_long_names_in_pieces(length: int) -> None:
-    message_format = MessageFormat(FORMATS["mistral"], NAMES)
+    message_format = MessageFormat(TOOL_FORMATS["mistral"], NAMES)
     text = f"[TOOL_CALLS]{'a' * length}{{}}"
     message, _ = streamed(message_format, list(text))
     assert without_ids(message) == without_ids(message_format.parse(text))

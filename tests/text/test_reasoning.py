@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from quire.config.reply_formats import THINK
 from quire.text.deltas import Message, ReasoningDelta, TextDelta
 from quire.text.message_stream import MessageFormat
-from quire.text.reasoning import THINK
 
 
 @pytest.mark.parametrize(

@@ -42,12 +42,6 @@ _unknown_fields: set[str] = set()
 _warned_of: set[str] = set()
 
 
-class RepetitionDetection(BaseModel):
-    max_pattern_size: int
-    min_pattern_size: int = 1
-    min_count: int = 2
-
-
 class RequestBody(BaseModel):
     """What every request to the engine can say."""
 
@@ -105,7 +99,12 @@ class RequestBody(BaseModel):
 
 def _sampling_fields() -> dict[str, Any]:
     """Of bodies: None stands for the default of the server."""
-    types = {**get_type_hints(SamplingParams), "repetition_detection": RepetitionDetection}
+    detection: dict[str, Any] = {
+        item.name: (int, ... if item.default is dataclasses.MISSING else item.default)
+        for item in dataclasses.fields(RepetitionDetectionParams)
+    }
+    repetition_detection = create_model("RepetitionDetection", **detection)
+    types = {**get_type_hints(SamplingParams), "repetition_detection": repetition_detection}
     return {
         name: ((info.body_type or types[name]) | None, None)
         for name, info in PARAMETERS.items()

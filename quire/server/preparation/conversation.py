@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from typing import Any
 
+from quire.config.reply_formats import JSON
 from quire.config.structured import GrammarSettings
 from quire.frontend.inputs import Prompt
 from quire.protocol.errors import RequestError
@@ -14,12 +15,10 @@ from quire.protocol.structured import StructuredOutputs
 from quire.server.http.errors import FormFields
 from quire.server.preparation.bodies import ConversationBody, RequestBody
 from quire.server.preparation.context import Preparation, Prepared
-from quire.text.chat_template import select_template
+from quire.text.chat_template import find_reasoning_tags, find_tool_format, select_template
 from quire.text.message_stream import MessageFormat
-from quire.text.reasoning import find_tags
 from quire.text.tool_calls.declared import ToolUse
 from quire.text.tool_calls.enforcement import reply_grammar
-from quire.text.tool_calls.formats import JSON, find_format
 
 logger = logging.getLogger(__name__)
 
@@ -97,9 +96,10 @@ def _message_form(
     """How to read the replies to a prompt."""
     tokenizer, serving = state.tokenizer, state.serving
     template = select_template(tokenizer.chat_template, chosen_template, use.mode != "none")
-    tags = find_tags(template, serving.reasoning_parser)
+    calls = None if use.mode == "none" else find_tool_format(template, serving.tool_call_parser)
+    tags = find_reasoning_tags(template, serving.reasoning_parser)
     return MessageFormat(
-        tool_format=None if use.mode == "none" else find_format(template, serving.tool_call_parser),
+        tool_format=calls,
         tool_names=use.allowed,
         max_calls=use.max_calls,
         tags=tags,
@@ -145,7 +145,7 @@ def log_parsers(state: Preparation, body: RequestBody) -> bytes:
     template = select_template(templates, None, has_tools=True)
     serving = state.serving
     with state.limited(f"chat_template is refused: that of model {state.model_names[0]!r}"):
-        found = find_format(template, serving.tool_call_parser)
+        found = find_tool_format(template, serving.tool_call_parser)
     if found is JSON and serving.tool_call_parser == "auto":
         logger.debug(
             "tool calls: the chat template shows no format that is known here, so they are read as "
@@ -153,7 +153,7 @@ def log_parsers(state: Preparation, body: RequestBody) -> bytes:
         )
     else:
         logger.debug("tool calls are read in the format %s", found.name)
-    tags = find_tags(template, serving.reasoning_parser)
+    tags = find_reasoning_tags(template, serving.reasoning_parser)
     if tags is not None:
         logger.debug("reasoning is what stands between %s and %s", tags.start, tags.end)
     return b""

@@ -7,10 +7,9 @@ import secrets
 import string
 from collections.abc import Callable, Collection
 
-from quire.text.deltas import CallDelta, Delta, TextDelta
-from quire.text.markers import overlap
+from quire.config.reply_formats import ToolFormat
+from quire.text.deltas import CallDelta, Delta, TextDelta, overlap
 from quire.text.tool_calls.call_scanner import CallScanner
-from quire.text.tool_calls.formats import ToolFormat
 from quire.text.tool_calls.json_scanner import WHITESPACE
 
 _LINE_START = re.compile(r"\n[ \t]*([{\[])")

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.config.reply_formats import ToolFormat
 from quire.protocol.structured import JsonSettings, StructuredOutputs, choice_terminal, subschemas
 from quire.text.message_stream import MessageFormat
 from quire.text.tool_calls.declared import Tool, ToolUse
-from quire.text.tool_calls.formats import ToolFormat
 
 SpecialTokens = Callable[[str], int | None]
 """The id of a marker that is a special token, which a grammar cannot spell out."""

@@ -10,13 +10,13 @@ from typing import Any
 from quire.protocol.errors import RequestError
 from quire.text.chat_template import (
     detect_content_format,
+    find_reasoning_tags,
+    find_tool_format,
     read_chat_template,
     render_chat,
     template_variables,
 )
-from quire.text.reasoning import find_tags
 from quire.text.tool_calls.declared import ToolUse, chat_tools
-from quire.text.tool_calls.formats import find_format
 from tests.fuzz.mutations import Mutator
 from tests.fuzz.target import Target
 from tests.text.tool_calls import templates
@@ -60,8 +60,7 @@ class ChatTemplate(Target):
                     template,
                     messages,
                     tools=tools,
-                    tells_tools=True,
-                    short_ids=find_format(template).has_short_ids,
+                    tool_call_parser="auto",
                     add_generation_prompt=given.get("add_generation_prompt") is True,
                     continue_final_message=given.get("continue_final_message") is True,
                     variables=variables if isinstance(variables, dict) else None,
@@ -76,8 +75,8 @@ class ChatTemplate(Target):
             read_chat_template("{" + template)
             template_variables(template)
             detect_content_format(template)
-            find_format(template)
-            find_tags(template)
+            find_tool_format(template)
+            find_reasoning_tags(template)
 
     def mutate(self, corpus: Sequence[bytes], mutator: Mutator) -> bytes:
         return mutator.mutate_json(mutator.chance.choice(corpus), corpus)

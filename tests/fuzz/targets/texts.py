@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
+from quire.config.reply_formats import MISTRAL_NAMES_FIRST, REASONING_PARSERS, THINK, TOOL_FORMATS
 from quire.text.deltas import CallDelta, Message
 from quire.text.message_stream import MessageFormat
-from quire.text.reasoning import REASONING_PARSERS, THINK
-from quire.text.tool_calls.formats import FORMATS, MISTRAL_NAMES_FIRST
 from tests.fuzz.target import Target
 
 NAMES = ("add", "f", "get_weather")
-MARKERS = [marker for one in FORMATS.values() for marker in one.markers]
+MARKERS = [marker for one in TOOL_FORMATS.values() for marker in one.markers]
 
 
 class ToolCalls(Target):
@@ -35,7 +34,7 @@ class ToolCalls(Target):
     def check(self, data: bytes) -> None:
         text = data.decode("utf-8", "replace")
         chance = random.Random(zlib.crc32(data))
-        for style in chance.sample((*FORMATS.values(), MISTRAL_NAMES_FIRST), 2):
+        for style in chance.sample((*TOOL_FORMATS.values(), MISTRAL_NAMES_FIRST), 2):
             check_text(
                 MessageFormat(
                     style,

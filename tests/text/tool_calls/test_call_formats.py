@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
+from quire.config.reply_formats import TOOL_FORMATS
 from quire.text.deltas import CallDelta, Message, TextDelta
 from quire.text.message_stream import MessageFormat
-from quire.text.tool_calls.formats import FORMATS
 
 NAMES = ("get_current_temperature", "get_weather", "add")
 PARIS = {"location": "Paris, France", "unit": "celsius"}
 
 
 def parse(format: str, text: str, **settings: Any) -> Message:
-    return MessageFormat(FORMATS[format], NAMES, **settings).parse(text)
+    return MessageFormat(TOOL_FORMATS[format], NAMES, **settings).parse(text)
 
 
 def calls_of(message: Message) -> list[tuple[str, Any]]:
@@ -152,7 +152,7 @@ def test_only_one_call_where_no_more_are_allowed() -> None:
 
 
 def test_arguments_come_as_soon_as_they_are_certain() -> None:
-    stream = MessageFormat(FORMATS["hermes"], NAMES).open()
+    stream = MessageFormat(TOOL_FORMATS["hermes"], NAMES).open()
     assert stream.feed("Well: <") == [TextDelta("Well:")]
     assert stream.feed('tool_call>{"name": "add"') == []
     first, second = stream.feed(', "arguments": {"a": "x')
@@ -165,6 +165,6 @@ def test_arguments_come_as_soon_as_they_are_certain() -> None:
 
 
 def test_content_is_not_held_back_without_need() -> None:
-    stream = MessageFormat(FORMATS["json"], NAMES).open()
+    stream = MessageFormat(TOOL_FORMATS["json"], NAMES).open()
     for word in ("One", " {two}", ' "three":', " [4]"):
         assert stream.feed(word) == [TextDelta(word)]

@@ -9,13 +9,12 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from quire.config.reply_formats import MISTRAL_NAMES_FIRST, THINK, TOOL_FORMATS, ToolFormat
 from quire.protocol.errors import RequestError
 from quire.protocol.structured import JsonSettings, StructuredOutputs
 from quire.text.message_stream import MessageFormat
-from quire.text.reasoning import THINK
 from quire.text.tool_calls.declared import ToolUse, chat_tools
 from quire.text.tool_calls.enforcement import ReplyGrammar, SpecialTokens, reply_grammar
-from quire.text.tool_calls.formats import FORMATS, MISTRAL_NAMES_FIRST, ToolFormat
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TOOLS = chat_tools(
@@ -26,7 +25,7 @@ TOOLS = chat_tools(
 )
 ADD, NOW = ("add", {"a": 7}), ("now", {})
 BYTES = LLTokenizer("byte")
-ALL_FORMATS = [*FORMATS.values(), MISTRAL_NAMES_FIRST]
+ALL_FORMATS = [*TOOL_FORMATS.values(), MISTRAL_NAMES_FIRST]
 
 
 def accepts(grammar: str, text: str) -> bool:
@@ -107,7 +106,7 @@ def test_many_tools() -> None:
     tools = chat_tools([{"type": "function", "function": {"name": name}} for name in names])
     use = ToolUse.read(tools, "required", None)
     assert list(use.allowed) == names
-    grammar = made(MessageFormat(FORMATS["json"], use.allowed), use).text
+    grammar = made(MessageFormat(TOOL_FORMATS["json"], use.allowed), use).text
     assert grammar.count("%json") == len(names)
 
 
@@ -177,12 +176,12 @@ def test_references_in_calls_beside_json() -> None:
     function = {"name": "grow", "parameters": tree}
     use = ToolUse.read(chat_tools([{"type": "function", "function": function}]), "auto", None)
     message_format, wanted = (
-        MessageFormat(FORMATS["json"], use.allowed),
+        MessageFormat(TOOL_FORMATS["json"], use.allowed),
         StructuredOutputs(json={"enum": [1]}),
     )
     grammar = made(message_format, use, wanted).text
-    assert accepts(grammar, written(FORMATS["json"], [("grow", {"left": {"to": 1}})]))
-    assert not accepts(grammar, written(FORMATS["json"], [("grow", {"left": {"to": "1"}})]))
+    assert accepts(grammar, written(TOOL_FORMATS["json"], [("grow", {"left": {"to": 1}})]))
+    assert not accepts(grammar, written(TOOL_FORMATS["json"], [("grow", {"left": {"to": "1"}})]))
 
 
 @pytest.mark.parametrize("kind", ["regex", "grammar", "choice"])
@@ -190,7 +189,7 @@ def test_other_forms_beside_tools_are_of_the_whole_text(kind: str) -> None:
     use = ToolUse.read(TOOLS, "auto", None)
     text: Any = ["a"] if kind == "choice" else 'start: "a"'
     message_format, wanted = (
-        MessageFormat(FORMATS["json"], use.allowed),
+        MessageFormat(TOOL_FORMATS["json"], use.allowed),
         StructuredOutputs(**{kind: text}),
     )
     assert reply_grammar(message_format, use, wanted, no_marker, JsonSettings()) is None
@@ -198,7 +197,7 @@ def test_other_forms_beside_tools_are_of_the_whole_text(kind: str) -> None:
 
 def test_lines_with_schemas_name_their_fields() -> None:
     use = ToolUse.read(TOOLS, "auto", None)
-    message_format = MessageFormat(FORMATS["hermes"], use.allowed)
+    message_format = MessageFormat(TOOL_FORMATS["hermes"], use.allowed)
     wanted = StructuredOutputs(json_object=True)
     grammar = reply_grammar(
         message_format, use, wanted, no_marker, JsonSettings(), "response_format"
@@ -216,11 +215,11 @@ def test_lines_with_schemas_name_their_fields() -> None:
 def one_tool(parameters: dict[str, Any]) -> str:
     tools = chat_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
     use = ToolUse.read(tools, "required", None)
-    return made(MessageFormat(FORMATS["json"], use.allowed), use).text
+    return made(MessageFormat(TOOL_FORMATS["json"], use.allowed), use).text
 
 
 def accepts_arguments(parameters: dict[str, Any], arguments: Any) -> bool:
-    return accepts(one_tool(parameters), written(FORMATS["json"], [("f", arguments)]))
+    return accepts(one_tool(parameters), written(TOOL_FORMATS["json"], [("f", arguments)]))
 
 
 def test_arguments_that_no_schema_names_are_left_out() -> None:

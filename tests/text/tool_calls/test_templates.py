@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 
-from quire.config.server import REASONING_PARSERS, TOOL_CALL_PARSERS
-from quire.text import reasoning
-from quire.text.chat_template import render_chat
-from quire.text.reasoning import BRACKETS, THINK, ReasoningTags, find_tags
-from quire.text.tool_calls.formats import FORMATS, find_format
+from quire.config.reply_formats import (
+    BRACKETS,
+    REASONING_PARSERS,
+    THINK,
+    TOOL_FORMATS,
+    ReasoningTags,
+)
+from quire.config.server import ServingOptions
+from quire.protocol.errors import OptionError
+from quire.text.chat_template import find_reasoning_tags, find_tool_format, render_chat
 from quire.text.tool_calls.prompting import prepare_conversation
 from tests.text.tool_calls import templates
 
@@ -39,8 +44,8 @@ CONVERSATION: list[dict[str, Any]] = [
     ],
 )
 def test_format_of_a_template(template: str, format: str) -> None:
-    assert find_format(template).name == format
-    assert find_format(template, "mistral").name == "mistral"
+    assert find_tool_format(template).name == format
+    assert find_tool_format(template, "mistral").name == "mistral"
 
 
 @pytest.mark.parametrize(
@@ -54,18 +59,26 @@ def test_format_of_a_template(template: str, format: str) -> None:
     ],
 )
 def test_reasoning_tags_of_a_template(template: str, tags: ReasoningTags | None) -> None:
-    assert find_tags(template) == tags
-    assert find_tags(template, "mistral") == BRACKETS and find_tags(template, "none") is None
+    assert find_reasoning_tags(template) == tags
+    assert find_reasoning_tags(template, "mistral") == BRACKETS
+    assert find_reasoning_tags(template, "none") is None
 
 
-def test_flags_name_all_parsers() -> None:
-    assert ("auto", *FORMATS) == TOOL_CALL_PARSERS
-    assert ("auto", "none", *reasoning.REASONING_PARSERS) == REASONING_PARSERS
+def test_parsers_of_the_options_are_found_by_name() -> None:
+    template = templates.QWEN_3
+    for name in TOOL_FORMATS:
+        assert ServingOptions(tool_call_parser=name).tool_call_parser == name
+        assert find_tool_format(template, name).name == name
+    for name, tags in REASONING_PARSERS.items():
+        assert ServingOptions(reasoning_parser=name).reasoning_parser == name
+        assert find_reasoning_tags(template, name) == tags
+    for option in ("tool_call_parser", "reasoning_parser"):
+        with pytest.raises(OptionError, match=option):
+            ServingOptions(**{option: "unheard-of"})
 
 
 def rendered(template: str, tools: list[dict[str, Any]] | None = None) -> str:
-    short_ids = find_format(template).has_short_ids
-    return render_chat(template, CONVERSATION, tools=tools, tells_tools=True, short_ids=short_ids)
+    return render_chat(template, CONVERSATION, tools=tools, tool_call_parser="auto")
 
 
 def test_calls_and_results_reach_templates_with_arguments_as_objects() -> None:

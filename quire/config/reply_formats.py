@@ -1,11 +1,11 @@
-"""How models write tool calls, and which of these formats a chat template asks for."""
+"""How models write tool calls and reasoning: the formats that replies are read in.
+
+The choices of `tool_call_parser` and `reasoning_parser` are the names in these tables.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
-
-from quire.text.chat_template import template_variables
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,8 @@ JSON = ToolFormat(
     is_bare=True,
     separators=";,",
 )
-FORMATS = {one.name: one for one in (HERMES, LLAMA3_JSON, MISTRAL, JSON)}
-
-# What a template mentions -> the format it asks for; JSON: one that is not read here.
-_SIGNS = (
+TOOL_FORMATS = {one.name: one for one in (HERMES, LLAMA3_JSON, MISTRAL, JSON)}
+TOOL_FORMAT_SIGNS = (
     ("<function=", JSON),
     ("<arg_key>", JSON),
     ("<|tool_calls_section_begin|>", JSON),
@@ -99,15 +97,26 @@ _SIGNS = (
     ("<|python_tag|>", LLAMA3_JSON),
     ("<|start_header_id|>", LLAMA3_JSON),
 )
+"""What a chat template mentions -> the format that it asks for. JSON, where that is a format that
+is not read here."""
 
 
-def find_format(template: str, chosen: str = "auto") -> ToolFormat:
-    """The format to read: `chosen` by name, or what the template asks for."""
-    return _detect(template) if chosen == "auto" else FORMATS[chosen]
+@dataclass(frozen=True)
+class ReasoningTags:
+    start: str
+    end: str
 
 
-@lru_cache(maxsize=64)
-def _detect(template: str) -> ToolFormat:
-    if "tools" not in template_variables(template):
-        return JSON
-    return next((found for sign, found in _SIGNS if sign in template), JSON)
+THINK = ReasoningTags("<think>", "</think>")
+BRACKETS = ReasoningTags("[THINK]", "[/THINK]")
+# As vLLM names its parsers, where the tags are the same.
+REASONING_PARSERS = {
+    "deepseek_r1": THINK,
+    "qwen3": THINK,
+    "mistral": BRACKETS,
+    "thinking": ReasoningTags("<thinking>", "</thinking>"),
+    "reasoning": ReasoningTags("<reasoning>", "</reasoning>"),
+    "thought": ReasoningTags("<thought>", "</thought>"),
+    "seed_oss": ReasoningTags("<seed:think>", "</seed:think>"),
+    "cohere_command": ReasoningTags("<|START_THINKING|>", "<|END_THINKING|>"),
+}
