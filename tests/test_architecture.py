@@ -357,7 +357,7 @@ def test_options_and_environment_stay_few() -> None:
 def test_models_know_no_backend() -> None:
     """Fusion and backends are applied to a loaded model, and so none of them changes its file."""
     architectures = set(SUPPORTED_ARCHITECTURES.values())
-    allowed = {"heads", "layer"}
+    allowed = {"layer"}
     wrong = []
     for path in sorted((PACKAGE / "models").glob("*.py")):
         if path.stem not in architectures:

@@ -14,7 +14,7 @@ from kernel_cases.layers import (
     rotation_and_write,
 )
 from kernel_cases.rows import appending, gathering
-from kernel_cases.sampling import DRAWN, FILTERED, GREEDY, choice
+from kernel_cases.sampling import DRAWN, FILTERED, GREEDY, sampling
 
 MAX_CACHED_TOKENS = 1 << 20
 """What a GPU of 141 GB holds next to an 8B model, rounded up."""
@@ -89,7 +89,7 @@ KERNELS: dict[str, list[Case]] = {
     "embedding": [embedding(count) for count in ROWS],
     "gather the batch": [gathering(count) for count in BATCHES],
     "append tokens": [appending(count) for count in BATCHES],
-    "choice of a token": [
-        choice(way, lines) for way in (GREEDY, DRAWN, FILTERED) for lines in (1, 256, 1024)
+    "sampling": [
+        sampling(way, lines) for way in (GREEDY, DRAWN, FILTERED) for lines in (1, 256, 1024)
     ],
 }

@@ -24,8 +24,8 @@ from kernel_cases.case import (
 )
 from quire.kernels import dispatch
 from quire.kernels.torch.attention import write_kv
-from quire.kernels.torch.heads import rms_norm as rms_norm_reference
-from quire.kernels.torch.heads import rotate
+from quire.kernels.torch.qkv import rms_norm as rms_norm_reference
+from quire.kernels.torch.qkv import rotate
 from quire.kernels.triton.activation import silu_and_mul
 from quire.kernels.triton.norm import rms_norm
 from quire.kernels.triton.rotary_cache import rotate_and_write

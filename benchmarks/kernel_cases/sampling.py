@@ -11,7 +11,7 @@ from torch import Tensor
 from kernel_cases.case import DEVICE, SHAPE, Case, Sides, copies_of, random
 from quire.kernels import dispatch
 from quire.kernels.torch.sampling import Kinds, RowSettings, merge_scratch
-from quire.kernels.torch.sampling import choose_tokens as choose_tokens_reference
+from quire.kernels.torch.sampling import sample_tokens as sample_tokens_reference
 
 MAX_CHECKED = 64
 """Lines of a batch that are compared with the reference."""
@@ -51,15 +51,15 @@ class Way:
         """The usual way: a sort, and a draw by exponentially distributed numbers."""
         if self.temperature == 0:
             return logits.argmax(-1)
-        scores, order = logits.float() / self.temperature, None
+        tempered, order = logits.float() / self.temperature, None
         if self.is_filtered:
-            scores, order = scores.sort(-1, descending=True)
-            chances = scores.softmax(-1)
+            tempered, order = tempered.sort(-1, descending=True)
+            chances = tempered.softmax(-1)
             dropped = chances.cumsum(-1) - chances >= self.top_p
             if self.top_k:
                 dropped[:, self.top_k :] = True
-            scores = scores.masked_fill(dropped, float("-inf"))
-        chances = scores.softmax(-1)
+            tempered = tempered.masked_fill(dropped, float("-inf"))
+        chances = tempered.softmax(-1)
         drawn = (chances / torch.empty_like(chances).exponential_()).argmax(-1, keepdim=True)
         return drawn if order is None else order.gather(-1, drawn)
 
@@ -69,7 +69,7 @@ DRAWN = Way("temperature 1", 1.0)
 FILTERED = Way("top_k 50, top_p 0.9", 1.0, top_k=50, top_p=0.9)
 
 
-def choice(way: Way, lines: int, vocab: int = SHAPE.vocab) -> Case:
+def sampling(way: Way, lines: int, vocab: int = SHAPE.vocab) -> Case:
     num_bytes = 2 * lines * vocab
 
     def make() -> Sides:
@@ -81,16 +81,16 @@ def choice(way: Way, lines: int, vocab: int = SHAPE.vocab) -> Case:
         kinds = Kinds(way.temperature > 0, way.is_filtered, way.is_filtered)
 
         def ours(copy: int) -> Tensor:
-            return dispatch.choose_tokens(logits[copy], rows, positions, settings, kinds)
+            return dispatch.sample_tokens(logits[copy], rows, positions, settings, kinds)
 
         def check() -> None:
             count = min(lines, MAX_CHECKED)
-            scores = logits[0, :count]
-            expected = choose_tokens_reference(scores, rows[:count], positions, settings)
+            checked = logits[0, :count]
+            expected = sample_tokens_reference(checked, rows[:count], positions, settings)
             pair = torch.stack([ours(0)[:count], expected], 1).long()
-            found_score, expected_score = scores.gather(1, pair).unbind(1)  # ties may differ
-            equal = (found_score == expected_score).float().mean()
-            assert equal >= MIN_EQUAL, f"{equal:.0%} of the lines choose as the reference does"
+            found_logit, expected_logit = checked.gather(1, pair).unbind(1)  # ties may differ
+            equal = (found_logit == expected_logit).float().mean()
+            assert equal >= MIN_EQUAL, f"{equal:.0%} of the lines sample as the reference does"
 
         return Sides(
             [partial(ours, i) for i in range(copies)],

@@ -37,7 +37,7 @@ class LogprobTensors:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which tokens to report beside the chosen one, for some lines."""
+    """Which tokens to report beside the sampled one, for some lines."""
 
     max_top: int
     """Most likely tokens of the line that wants most of them."""
@@ -52,7 +52,7 @@ def _pad(ids: Tensor, width: int) -> Tensor:
 
 
 def _reported_ids(top: Tensor, wanted: Wanted) -> Tensor:
-    """[n, k] token ids beside the chosen one, -1 where a line wants fewer than all of `top`."""
+    """[n, k] token ids beside the sampled one, -1 where a line wants fewer than all of `top`."""
     if wanted.max_top:
         column = torch.arange(wanted.max_top, device=top.device)
         top = top.masked_fill(column >= wanted.num_top[:, None], -1)

@@ -1,7 +1,8 @@
-"""Forbidden and favoured tokens: allowed ids, bad words, min_tokens and logit_bias.
+"""Forbidden and favoured tokens: allowed ids, bad words, min_tokens, logit_bias and the masks of
+grammars.
 
-All but allowed ids keep short lists of tokens per row, padded to a common width, and change only
-the listed scores.
+All but allowed ids and masks keep short lists of tokens per row, padded to a common width, and
+change only the listed logits.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from quire.decoding.rows import Batch, RowColumns, Slots, fit, upload
-from quire.protocol.plan import AddedRow, Int32Array
+from quire.kernels import dispatch
+from quire.protocol.plan import AddedRow, Int32Array, TokenMasks
 
 # Contents of a bad word's prefix; token ids are never negative.
 ANY_TOKEN = -1
@@ -22,7 +24,7 @@ BEFORE_START = -3
 
 
 def _forbid(where: Tensor) -> Tensor:
-    """What to add to a score: minus infinity where `where`, else nothing."""
+    """What to add to a logit: minus infinity where `where`, else nothing."""
     return torch.zeros_like(where, dtype=torch.float32).masked_fill_(where, -math.inf)
 
 
@@ -47,12 +49,12 @@ class AllowedTokens:
     def remove(self, row: int) -> None:
         self._slots.release(row)
 
-    def apply(self, scores: Tensor, batch: Batch) -> None:
+    def apply(self, logits: Tensor, batch: Batch) -> None:
         if (lines := batch.lines(self.users)) is None:
             return
-        part = lines.take(scores)
+        part = lines.take(logits)
         forbidden = self._forbidden.index_select(0, self._slots.of(lines.rows))
-        lines.put(scores, part.masked_fill_(forbidden, -math.inf))
+        lines.put(logits, part.masked_fill_(forbidden, -math.inf))
 
 
 class BadWords:
@@ -94,17 +96,17 @@ class BadWords:
     def remove(self, row: int) -> None:
         self._slots.release(row)
 
-    def apply(self, scores: Tensor, batch: Batch) -> None:
+    def apply(self, logits: Tensor, batch: Batch) -> None:
         if (lines := batch.lines(self.users)) is None:
             return
         words = self._words.index_select(0, self._slots.of(lines.rows))
-        back = torch.arange(1, words.shape[2], device=scores.device)
+        back = torch.arange(1, words.shape[2], device=logits.device)
         at = lines.num_known(self._num_tokens)[:, None].long() - back
         tail = self._token_ids[lines.rows[:, None], at.clamp_min(0)]
         tail = tail.masked_fill(at < 0, BEFORE_START)[:, None, :]
         prefixes = words[:, :, 1:]
         matches = ((prefixes == tail) | (prefixes == ANY_TOKEN)).all(-1)
-        lines.add_at(scores, words[:, :, 0], _forbid(matches))
+        lines.add_at(logits, words[:, :, 0], _forbid(matches))
 
 
 class MinTokens:
@@ -132,16 +134,16 @@ class MinTokens:
     def remove(self, row: int) -> None:
         self._slots.release(row)
 
-    def apply(self, scores: Tensor, batch: Batch) -> None:
+    def apply(self, logits: Tensor, batch: Batch) -> None:
         if (lines := batch.lines(self.users)) is None:
             return
         ids = self._ids.index_select(0, self._slots.of(lines.rows))
         early = lines.num_known(self._num_tokens) < self._until.device[lines.rows]
-        lines.add_at(scores, ids.clamp_min(0), _forbid(early[:, None] & (ids >= 0)))
+        lines.add_at(logits, ids.clamp_min(0), _forbid(early[:, None] & (ids >= 0)))
 
 
 class LogitBias:
-    """`logit_bias`: a number added to the scores of some tokens."""
+    """`logit_bias`: a number added to the logits of some tokens."""
 
     def __init__(self, vocab_size: int, columns: RowColumns) -> None:
         self._slots = Slots(columns)
@@ -166,8 +168,44 @@ class LogitBias:
     def remove(self, row: int) -> None:
         self._slots.release(row)
 
-    def apply(self, scores: Tensor, batch: Batch) -> None:
+    def apply(self, logits: Tensor, batch: Batch) -> None:
         if (lines := batch.lines(self.users)) is None:
             return
         slots = self._slots.of(lines.rows)
-        lines.add_at(scores, self._ids.index_select(0, slots), self._amounts.index_select(0, slots))
+        lines.add_at(logits, self._ids.index_select(0, slots), self._amounts.index_select(0, slots))
+
+
+class MaskTensors(TokenMasks):
+    """Masks of grammars, in memory that the device copies from: the host fills in `bits`, then
+    `apply` sends them once. On a CPU they can be filled in again for another step that has the same
+    lines."""
+
+    def __init__(self, lines: Int32Array, num_words: int, device: torch.device) -> None:
+        # One array, the lines last, so that one copy takes all. The allocator of pinned memory
+        # hands it out again only after the copy is done.
+        self._packed = torch.empty(
+            (1 + num_words) * len(lines), dtype=torch.int32, pin_memory=device.type == "cuda"
+        )
+        self._device = device
+        packed: Int32Array = self._packed.numpy()
+        packed[len(lines) * num_words :] = lines
+        super().__init__(lines, packed[: len(lines) * num_words].reshape(len(lines), num_words))
+        self._parts = self._split(self._packed) if device.type == "cpu" else None
+
+    def serve(self, lines: Int32Array, num_words: int) -> bool:
+        """Whether they can be filled in for these lines; on a GPU a copy may still be under way."""
+        return (
+            self._parts is not None
+            and self.bits.shape[1] == num_words
+            and (lines is self.lines or np.array_equal(lines, self.lines))
+        )
+
+    def apply(self, logits: Tensor) -> None:
+        """Forbid what the masks do not allow."""
+        parts = self._parts or self._split(self._packed.to(self._device, non_blocking=True))
+        dispatch.apply_bitmask(logits, *parts)
+
+    def _split(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+        """(lines, bits)."""
+        bits, lines = packed.split([self.bits.size, len(self.bits)])
+        return lines, bits.view(self.bits.shape)

@@ -14,7 +14,7 @@ from quire.protocol.plan import AddedRow, Int32Array
 
 
 class Penalties:
-    """Counts each token's uses in the rows that are penalised, and lowers its score accordingly.
+    """Counts each token's uses in the rows that are penalised, and lowers its logit accordingly.
 
     `repetition_penalty` looks at prompt and generated tokens, the others at generated ones. Drafts
     before a line count as generated there.
@@ -89,28 +89,28 @@ class Penalties:
     def warm_up(self) -> None:
         """Run both kernels for row 0, which has no penalties yet."""
         rows = torch.zeros(1, dtype=torch.int64, device=self._uses.device)
-        scores = torch.zeros((1, self._uses.shape[1]), dtype=torch.float32, device=rows.device)
-        dispatch.penalize(scores, rows, self._uses, self._settings)
+        logits = torch.zeros((1, self._uses.shape[1]), dtype=torch.float32, device=rows.device)
+        dispatch.penalize(logits, rows, self._uses, self._settings)
         for index in (rows, rows.int()):
             dispatch.count_uses(self._uses, index, rows.int(), self._settings.slot)
 
-    def apply(self, scores: Tensor, batch: Batch) -> None:
+    def apply(self, logits: Tensor, batch: Batch) -> None:
         lines = None if batch.offsets is None else batch.lines(self.users)
         if lines is None:
-            dispatch.penalize(scores, batch.rows, self._uses, self._settings)
+            dispatch.penalize(logits, batch.rows, self._uses, self._settings)
             return
-        drafts, penalized = self._penalize_drafts(scores, lines, batch.max_drafts)
-        dispatch.penalize(scores, batch.rows, self._uses, self._settings)
-        # A token that is drafted twice has the same score in both places.
-        scores[lines.numbers[:, None], drafts] = penalized
+        drafts, penalized = self._penalize_drafts(logits, lines, batch.max_drafts)
+        dispatch.penalize(logits, batch.rows, self._uses, self._settings)
+        # A token that is drafted twice has the same logit in both places.
+        logits[lines.numbers[:, None], drafts] = penalized
 
     def _penalize_drafts(
-        self, scores: Tensor, lines: Lines, max_drafts: int
+        self, logits: Tensor, lines: Lines, max_drafts: int
     ) -> tuple[Tensor, Tensor]:
-        """All drafts of each line's row [n, max_drafts], and what their scores become when those
-        before the line count as generated. The scores stay as they are."""
+        """All drafts of each line's row [n, max_drafts], and what their logits become when those
+        before the line count as generated. The logits stay as they are."""
         assert lines.offsets is not None
-        column = torch.arange(max_drafts, device=scores.device)
+        column = torch.arange(max_drafts, device=logits.device)
         places = self._num_tokens[lines.rows].long()[:, None] + column
         # A row near its end has fewer drafts; what is looked at instead is before no line.
         places.clamp_max_(self._token_ids.shape[1] - 1)
@@ -118,10 +118,10 @@ class Penalties:
         is_before = column < lines.offsets[:, None]
         repeats = ((drafts[:, :, None] == drafts[:, None, :]) & is_before[:, None, :]).sum(-1)
         uses = self._uses[self._slots.of(lines.rows)[:, None], drafts] + 2 * repeats.int()
-        penalized = scores[lines.numbers[:, None], drafts]
+        penalized = logits[lines.numbers[:, None], drafts]
         # As if the drafts were the vocabulary, and each line a row with a slot of its own.
         taken = self._columns.take(lines.rows)
-        index = torch.arange(len(lines), device=scores.device)
+        index = torch.arange(len(lines), device=logits.device)
         settings = PenaltySettings(
             index.int() + 1,
             self._repetition.of(taken),

@@ -1,6 +1,6 @@
 """What sampling features are built from: columns, slots and sets of rows, and the lines of a batch.
 
-A *row* is a request's permanent place in the request table; a *line* is its place among the logits
+A *row* is a request's permanent place in the row table; a *line* is its place among the logits
 of one step. A row whose drafts are verified has several lines, each with its own prefix: the known
 tokens and the drafts before the line. Numbers are written on the host when a request comes or goes
 and read on the device in every step, so a request that merely decodes costs the host nothing.
@@ -177,21 +177,21 @@ class Lines:
     def is_range(self) -> bool:
         return int(self.host_numbers[-1] - self.host_numbers[0]) == len(self.host_numbers) - 1
 
-    def take(self, scores: Tensor) -> Tensor:
-        """These lines of `scores`: a view where they are adjacent, else a copy."""
+    def take(self, logits: Tensor) -> Tensor:
+        """These lines of `logits`: a view where they are adjacent, else a copy."""
         if self.is_range:
-            return scores.narrow(0, int(self.host_numbers[0]), len(self))
-        return scores.index_select(0, self.numbers)
+            return logits.narrow(0, int(self.host_numbers[0]), len(self))
+        return logits.index_select(0, self.numbers)
 
-    def put(self, scores: Tensor, part: Tensor) -> None:
+    def put(self, logits: Tensor, part: Tensor) -> None:
         """Bring back what `take` gave and the caller edited in place."""
         if not self.is_range:
-            scores.index_copy_(0, self.numbers, part)
+            logits.index_copy_(0, self.numbers, part)
 
-    def add_at(self, scores: Tensor, token_ids: Tensor, amounts: Tensor) -> None:
-        """scores[line, token_ids[line, j]] += amounts[line, j]."""
-        flat = self.numbers[:, None] * scores.shape[1] + token_ids
-        scores.view(-1).index_add_(0, flat.flatten(), amounts.flatten())
+    def add_at(self, logits: Tensor, token_ids: Tensor, amounts: Tensor) -> None:
+        """logits[line, token_ids[line, j]] += amounts[line, j]."""
+        flat = self.numbers[:, None] * logits.shape[1] + token_ids
+        logits.view(-1).index_add_(0, flat.flatten(), amounts.flatten())
 
     def pieces(self, max_lines: int) -> list[Lines]:
         """These lines in order, at most `max_lines` at a time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +11,99 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.decoding.choice import Choice
-from quire.decoding.grammar import MaskTensors
 from quire.decoding.logprobs import Logprobs, LogprobTensors
-from quire.decoding.masks import AllowedTokens, BadWords, LogitBias, MinTokens
+from quire.decoding.masks import AllowedTokens, BadWords, LogitBias, MaskTensors, MinTokens
 from quire.decoding.penalties import Penalties
-from quire.decoding.rows import Batch, RowColumns
+from quire.decoding.rows import Batch, RowColumns, RowSet
+from quire.kernels import dispatch
+from quire.kernels.torch.sampling import Kinds, RowSettings, merge_scratch
 from quire.protocol.plan import AddedRow, Int32Array
+
+
+class RowSampling:
+    """Temperature, seed, top_k, top_p and min_p of each row, and sampling by them."""
+
+    def __init__(self, vocab_size: int, columns: RowColumns, num_tokens: Tensor) -> None:
+        self._vocab_size = vocab_size
+        self._columns = columns
+        self._num_tokens = num_tokens
+        self._drawing = RowSet(columns.max_rows)
+        self._filtering = RowSet(columns.max_rows)
+        self._searching = RowSet(columns.max_rows)
+        self._temperature = columns.floats()
+        self._seed_low = columns.integers()
+        self._seed_high = columns.integers()
+        self._top_k = columns.integers()
+        self._top_p = columns.floats()
+        self._log_min_p = columns.floats()
+        self._settings = RowSettings(
+            self._temperature.device,
+            self._seed_low.device,
+            self._seed_high.device,
+            self._top_k.device,
+            self._top_p.device,
+            self._log_min_p.device,
+            merge_scratch(columns.max_rows, columns.device),
+        )
+        self._line_scratch = self._settings.scratch
+
+    def add(self, added: AddedRow) -> None:
+        params, row = added.params, added.row
+        # The highest logit alone is kept by top_k=1: drawing could only tell exact ties apart.
+        if params.is_greedy or params.top_k == 1:
+            self._temperature.host[row] = 0.0
+            return
+        top_k = params.top_k if params.top_k < self._vocab_size else 0
+        self._temperature.host[row] = params.temperature
+        self._seed_low.host.view("uint32")[row] = added.seed & 0xFFFFFFFF
+        self._seed_high.host.view("uint32")[row] = (added.seed >> 32) & 0xFFFFFFFF
+        self._top_k.host[row] = top_k
+        self._top_p.host[row] = params.top_p
+        self._log_min_p.host[row] = math.log(params.min_p) if params.min_p else -math.inf
+        self._drawing.add(row)
+        if top_k or params.top_p < 1.0:
+            self._searching.add(row)
+        if top_k or params.top_p < 1.0 or params.min_p:
+            self._filtering.add(row)
+
+    def remove(self, row: int) -> None:
+        for rows in (self._drawing, self._filtering, self._searching):
+            rows.discard(row)
+
+    def apply(self, logits: Tensor, batch: Batch) -> Tensor:
+        """One token per line of `logits` [S, V], which are left as they are; int32 [S]."""
+        kinds = Kinds(
+            batch.has(self._drawing), batch.has(self._filtering), batch.has(self._searching)
+        )
+        if batch.offsets is not None:
+            return self._sample_verifying(logits, batch, kinds)
+        return dispatch.sample_tokens(logits, batch.rows, self._num_tokens, self._settings, kinds)
+
+    def _sample_verifying(self, logits: Tensor, batch: Batch, kinds: Kinds) -> Tensor:
+        """Where rows have several lines: each is sampled as if it were a row of its own."""
+        if len(batch) > self._line_scratch.shape[1]:
+            self._line_scratch = merge_scratch(2 * len(batch), logits.device)
+        taken, lines = self._columns.take(batch.rows), batch.all_lines
+        settings = RowSettings(
+            self._temperature.of(taken),
+            self._seed_low.of(taken),
+            self._seed_high.of(taken),
+            self._top_k.of(taken),
+            self._top_p.of(taken),
+            self._log_min_p.of(taken),
+            self._line_scratch,
+        )
+        positions = lines.num_known(self._num_tokens)
+        return dispatch.sample_tokens(logits, lines.numbers, positions, settings, kinds)
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Sample once in every way from logits as they come and as they are when edited."""
+        rows = torch.zeros(1, dtype=torch.int64, device=self._num_tokens.device)
+        for kind in {dtype, torch.float32}:
+            logits = torch.zeros((1, self._vocab_size), dtype=kind, device=rows.device)
+            for flags in ((False,) * 3, (True, False, False), (True, True, False), (True,) * 3):
+                args = (logits, rows, self._num_tokens, self._settings, Kinds(*flags))
+                dispatch.sample_tokens(*args)
 
 
 @dataclass
@@ -29,9 +116,9 @@ class Sampled:
 
 
 class Sampler:
-    """Chooses tokens for the rows of a request table.
+    """Samples tokens for the rows of a row table.
 
-    `add`, `cut` and `remove` follow the rows' requests; `sample` chooses one token for each given
+    `add`, `cut` and `remove` follow the rows' requests; `sample` samples one token for each given
     row, at the position `num_tokens[row]`; the caller then writes the tokens into the table and
     tells `appended`. On a GPU `sample` never waits for the device.
 
@@ -40,8 +127,8 @@ class Sampler:
     known: with their penalties, their position's noise and so on.
 
     Order: grammars, allowed ids, bad words, min_tokens, logit_bias, repetition, frequency,
-    presence; then the highest score if greedy, else temperature, min_p, top_k, top_p and a random
-    choice. Logprobs are those of the logits as they came.
+    presence; then the highest logit if greedy, else temperature, min_p, top_k, top_p and a random
+    draw. Logprobs are those of the logits as they came.
     """
 
     def __init__(
@@ -56,7 +143,7 @@ class Sampler:
         columns = RowColumns(max_rows, torch.device(device))
         self._vocab_size = vocab_size
         self._columns = columns
-        self._choice = Choice(vocab_size, columns, num_tokens)
+        self._sampling = RowSampling(vocab_size, columns, num_tokens)
         self._penalties = Penalties(vocab_size, columns, token_ids, num_tokens)
         self._logprobs = Logprobs(vocab_size, columns)
         self._edits = (
@@ -71,7 +158,7 @@ class Sampler:
     def add(self, added: AddedRow, token_ids: Int32Array) -> None:
         """A request takes `added.row`; `token_ids` are all its known tokens, also forked ones."""
         self.remove(added.row)
-        self._choice.add(added)
+        self._sampling.add(added)
         for edit in self._edits:
             edit.add(added, token_ids)
         self._logprobs.add(added)
@@ -79,7 +166,7 @@ class Sampler:
 
     def remove(self, row: int) -> None:
         """The row's request is gone; harmless if there is none."""
-        self._choice.remove(row)
+        self._sampling.remove(row)
         for edit in self._edits:
             edit.remove(row)
         self._logprobs.remove(row)
@@ -92,7 +179,7 @@ class Sampler:
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compile the GPU kernels for logits of this type; no request may be there yet."""
-        self._choice.warm_up(dtype)
+        self._sampling.warm_up(dtype)
         self._penalties.warm_up()
         for kind in {dtype, torch.float32}:
             self._warm_up_masks(kind)
@@ -111,7 +198,7 @@ class Sampler:
         masks: MaskTensors | None = None,
         offsets: Tensor | None = None,
     ) -> Sampled:
-        """Choose the next token of each of `rows` (integers [S]; `host_rows` the same on the host).
+        """Sample the next token of each of `rows` (integers [S]; `host_rows` the same on the host).
         Where a row is given several times, `offsets` (int32 [S]) count the drafts before each line.
 
         `logits` [S, vocab_size] may be of any floating type. `masks` are what grammars allow; they
@@ -122,16 +209,16 @@ class Sampler:
         batch = self._batch
         if batch is None or not np.array_equal(batch.host_rows, host_rows):
             batch = self._batch = Batch(rows, host_rows, offsets)
-        scores = logits
+        edited = logits
         edits = [edit for edit in self._edits if batch.has(edit.users)]
         if edits or (masks is not None and batch.has(self._logprobs.users)):
-            scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-            scores.copy_(logits)
+            edited = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+            edited.copy_(logits)
         if masks is not None:
-            masks.apply(scores)
+            masks.apply(edited)
         for edit in edits:
-            edit.apply(scores, batch)
-        tokens = self._choice.apply(scores, batch)
+            edit.apply(edited, batch)
+        tokens = self._sampling.apply(edited, batch)
         return Sampled(tokens, self._logprobs.apply(logits, tokens, batch))
 
     def appended(self, rows: Tensor, tokens: Tensor, accepted: Tensor | None = None) -> None:

@@ -8,16 +8,16 @@ from torch import Tensor
 
 from quire.kernels import cpu
 from quire.kernels.torch.bitmask import apply_bitmask as apply_bitmask_reference
-from quire.kernels.torch.heads import rms_norm as rms_norm_reference
 from quire.kernels.torch.logprobs import Summary
 from quire.kernels.torch.logprobs import summarize as summarize_reference
 from quire.kernels.torch.penalties import PenaltySettings
 from quire.kernels.torch.penalties import count_uses as count_uses_reference
 from quire.kernels.torch.penalties import penalize as penalize_reference
+from quire.kernels.torch.qkv import rms_norm as rms_norm_reference
 from quire.kernels.torch.rows import DraftedRows
 from quire.kernels.torch.rows import accept_tokens as accept_tokens_reference
 from quire.kernels.torch.sampling import Kinds, RowSettings
-from quire.kernels.torch.sampling import choose_tokens as choose_tokens_reference
+from quire.kernels.torch.sampling import sample_tokens as sample_tokens_reference
 
 
 def rms_norm(
@@ -91,21 +91,21 @@ def embedding(ids: Tensor, table: Tensor) -> Tensor:
     return F.embedding(ids, table)
 
 
-def choose_tokens(
-    scores: Tensor, rows: Tensor, positions: Tensor, settings: RowSettings, kinds: Kinds
+def sample_tokens(
+    logits: Tensor, rows: Tensor, positions: Tensor, settings: RowSettings, kinds: Kinds
 ) -> Tensor:
-    """One token for each line of scores [S, V], as the settings of its row say; int32 [S]."""
-    if scores.is_cuda:
+    """One token for each line of logits [S, V], as the settings of its row say; int32 [S]."""
+    if logits.is_cuda:
         from quire.kernels.triton import sampling
 
-        return sampling.choose_tokens(scores, rows, positions, settings, kinds)
-    if scores.dtype == torch.float32 and cpu.available()[0]:
+        return sampling.sample_tokens(logits, rows, positions, settings, kinds)
+    if logits.dtype == torch.float32 and cpu.available()[0]:
         from quire.kernels.cpu import sampling as native
 
         if not kinds.draws:
-            return native.largest(scores)
-        return native.choose_tokens(scores, rows, positions, settings)
-    return choose_tokens_reference(scores, rows, positions, settings)
+            return native.largest(logits)
+        return native.sample_tokens(logits, rows, positions, settings)
+    return sample_tokens_reference(logits, rows, positions, settings)
 
 
 def accept_tokens(
@@ -119,28 +119,28 @@ def accept_tokens(
     return accept_tokens_reference(rows, first_lines, num_lines, tokens, table)
 
 
-def summarize(scores: Tensor, tokens: Tensor, num_top: int) -> Summary:
+def summarize(logits: Tensor, tokens: Tensor, num_top: int) -> Summary:
     """What the log-probabilities of `tokens` [n] and of the `num_top` likeliest tokens need of
-    float32 scores [n, V]."""
-    if scores.is_cpu and cpu.available()[0]:
+    float32 logits [n, V]."""
+    if logits.is_cpu and cpu.available()[0]:
         from quire.kernels.cpu.logprobs import summarize as native
 
-        return native(scores, tokens, num_top)
-    return summarize_reference(scores, tokens, num_top)
+        return native(logits, tokens, num_top)
+    return summarize_reference(logits, tokens, num_top)
 
 
-def penalize(scores: Tensor, rows: Tensor, uses: Tensor, settings: PenaltySettings) -> None:
-    """Lowers the scores [S, V] of used tokens in the lines whose rows have penalties."""
-    if scores.is_cuda:
+def penalize(logits: Tensor, rows: Tensor, uses: Tensor, settings: PenaltySettings) -> None:
+    """Lowers the logits [S, V] of used tokens in the lines whose rows have penalties."""
+    if logits.is_cuda:
         from quire.kernels.triton import penalties
 
-        penalties.penalize(scores, rows, uses, settings)
+        penalties.penalize(logits, rows, uses, settings)
     elif cpu.available()[0]:
         from quire.kernels.cpu.penalties import penalize as native
 
-        native(scores, rows, uses, settings)
+        native(logits, rows, uses, settings)
     else:
-        penalize_reference(scores, rows, uses, settings)
+        penalize_reference(logits, rows, uses, settings)
 
 
 def count_uses(uses: Tensor, rows: Tensor, tokens: Tensor, slots: Tensor) -> None:
@@ -153,15 +153,15 @@ def count_uses(uses: Tensor, rows: Tensor, tokens: Tensor, slots: Tensor) -> Non
         count_uses_reference(uses, rows, tokens, slots)
 
 
-def apply_bitmask(scores: Tensor, lines: Tensor, bits: Tensor) -> None:
-    """Forbids in line `lines[i]` of `scores` every token whose bit in `bits[i]` is 0."""
-    if scores.is_cuda:
+def apply_bitmask(logits: Tensor, lines: Tensor, bits: Tensor) -> None:
+    """Forbids in line `lines[i]` of `logits` every token whose bit in `bits[i]` is 0."""
+    if logits.is_cuda:
         from quire.kernels.triton.bitmask import apply_bitmask as kernel
 
-        kernel(scores, lines, bits)
-    elif scores.dtype == torch.float32 and cpu.available()[0]:
+        kernel(logits, lines, bits)
+    elif logits.dtype == torch.float32 and cpu.available()[0]:
         from quire.kernels.cpu.bitmask import apply_bitmask as native
 
-        native(scores, lines, bits)
+        native(logits, lines, bits)
     else:
-        apply_bitmask_reference(scores, lines, bits)
+        apply_bitmask_reference(logits, lines, bits)

@@ -16,11 +16,9 @@ from torch import Tensor, nn
 from quire.kernels.cpu import decoder as native
 from quire.layers.activation import GatedActivation
 from quire.layers.attention.cpu import CpuStep
-from quire.layers.attention.heads import HeadNorms, Heads, Rotation
-from quire.layers.attention.layer import Attention
+from quire.layers.attention.layer import QKV, Attention, QKNorms, Rotation, StepContext
 from quire.layers.linear import Linear, QKVLinear
 from quire.layers.norm import Norm, RMSNorm
-from quire.layers.step import StepContext
 
 
 class DecoderLayers(nn.ModuleList):
@@ -39,7 +37,7 @@ class LayerParts:
 
     attention_norm: RMSNorm
     qkv: QKVLinear
-    head_norms: HeadNorms | None
+    qk_norms: QKNorms | None
     attend: Attention
     output: Linear
     network_norm: RMSNorm
@@ -51,9 +49,9 @@ class LayerParts:
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, step: StepContext
     ) -> tuple[Tensor, Tensor]:
         """Adds `x` to the residual stream (None: starts it); returns the next addend and it."""
-        qkv, residual = self.qkv.after_norm(self.attention_norm, x, residual)
-        heads = Heads(*self.qkv.split(qkv), rotation, self.head_norms)
-        x = self.output(self.attend(heads, step))
+        joined, residual = self.qkv.after_norm(self.attention_norm, x, residual)
+        qkv = QKV(*self.qkv.split(joined), rotation, self.qk_norms)
+        x = self.output(self.attend(qkv, step))
         inner, residual = self.gate_up.after_norm(self.network_norm, x, residual, self.activation)
         return self.down(inner), residual
 
@@ -120,7 +118,7 @@ def _weights(layer: LayerParts) -> native.LayerWeights | None:
     if len(known) < len(products) or not layer.activation.is_silu:
         return None
     qkv, output, gate_up, down = known
-    norms = layer.head_norms
+    norms = layer.qk_norms
     return native.LayerWeights(
         _norm(layer.attention_norm),
         qkv,

@@ -11,7 +11,7 @@ from quire.layers.activation import GatedActivation
 from quire.layers.norm import Norm, RMSNorm
 from quire.layers.weights import Axis, Build, MatrixLayer, Part, divided, whole
 
-QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+ThreeTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Linear(MatrixLayer):
@@ -101,11 +101,11 @@ class QKVLinear(Linear):
         self.head_dim = head_dim
         self.heads = (q_heads, kv_heads, kv_heads)
 
-    def forward(self, x: torch.Tensor) -> QKV:  # type: ignore[override]
+    def forward(self, x: torch.Tensor) -> ThreeTensors:  # type: ignore[override]
         """q [T, heads, head_dim], k and v [T, kv_heads, head_dim]; views of one tensor."""
         return self.split(super().forward(x))
 
-    def split(self, joined: torch.Tensor) -> QKV:
+    def split(self, joined: torch.Tensor) -> ThreeTensors:
         by_head = joined.view(joined.shape[0], -1, self.head_dim)
         q, k, v = by_head.split_with_sizes(self.heads, dim=1)
         return q, k, v

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quire.layers.attention.heads import Rotation
+from quire.layers.attention.layer import Rotation
 from quire.protocol.errors import ModelError
 
 Scaling = Mapping[str, Any]

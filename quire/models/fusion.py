@@ -30,7 +30,7 @@ def layer_parts(layer: nn.Module) -> LayerParts | None:
     return LayerParts(
         attention_norm=layer.input_layernorm,
         qkv=attention.qkv_proj,
-        head_norms=attention.head_norms,
+        qk_norms=attention.qk_norms,
         attend=attention.attend,
         output=attention.o_proj,
         network_norm=layer.post_attention_layernorm,

@@ -7,12 +7,10 @@ from torch import nn
 
 from quire.config.model import ModelConfig
 from quire.layers.activation import activation
-from quire.layers.attention.heads import Heads
-from quire.layers.attention.layer import Attention
+from quire.layers.attention.layer import QKV, Attention, StepContext
 from quire.layers.embedding import Embedding, LMHead, VocabEmbedding
 from quire.layers.linear import ColumnLinear, QKVLinear, RowLinear
 from quire.layers.norm import LayerNorm
-from quire.layers.step import StepContext
 from quire.layers.weights import Build
 from quire.models.registry import CausalLM, WeightMap
 
@@ -35,7 +33,7 @@ class GPT2Attention(nn.Module):
         self.attend = Attention(layer_index, _attention_scale(config, layer_index))
 
     def forward(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
-        return self.c_proj(self.attend(Heads(*self.c_attn(x)), step))
+        return self.c_proj(self.attend(QKV(*self.c_attn(x)), step))
 
 
 class GPT2MLP(nn.Module):

@@ -9,14 +9,12 @@ from torch import nn
 
 from quire.config.model import ModelConfig
 from quire.layers.activation import GatedActivation
-from quire.layers.attention.heads import HeadNorms, Heads, Rotation
-from quire.layers.attention.layer import Attention
+from quire.layers.attention.layer import QKV, Attention, QKNorms, Rotation, StepContext
 from quire.layers.decoder import DecoderLayers
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.linear import MergedLinear, QKVLinear, RowLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import Rotary
-from quire.layers.step import StepContext
 from quire.layers.weights import Build
 from quire.models.registry import CausalLM, WeightMap
 
@@ -27,7 +25,7 @@ class AttentionTraits:
 
     qkv_bias: bool = False
     output_bias: bool = False
-    head_norm: bool = False
+    qk_norm: bool = False
     """Queries and keys are normalised per head before the rotation."""
     window: int | None = None
 
@@ -42,22 +40,22 @@ class LlamaAttention(nn.Module):
             hidden, head_dim, heads, config.num_kv_heads, traits.qkv_bias, build / "qkv_proj"
         )
         self.o_proj = RowLinear(heads * head_dim, hidden, traits.output_bias, build / "o_proj")
-        self.head_norm = traits.head_norm
-        if traits.head_norm:
+        self.qk_norm = traits.qk_norm
+        if traits.qk_norm:
             self.q_norm = RMSNorm(head_dim, config.norm_eps, build / "q_norm")
             self.k_norm = RMSNorm(head_dim, config.norm_eps, build / "k_norm")
         self.attend = Attention(layer_index, head_dim**-0.5, traits.window)
 
     def forward(self, x: torch.Tensor, rotation: Rotation, step: StepContext) -> torch.Tensor:
         q, k, v = self.qkv_proj(x)
-        heads = Heads(q, k, v, rotation, self.head_norms)
-        return self.o_proj(self.attend(heads, step))
+        qkv = QKV(q, k, v, rotation, self.qk_norms)
+        return self.o_proj(self.attend(qkv, step))
 
     @property
-    def head_norms(self) -> HeadNorms | None:
-        if not self.head_norm:
+    def qk_norms(self) -> QKNorms | None:
+        if not self.qk_norm:
             return None
-        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        return QKNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
 
 class LlamaMLP(nn.Module):

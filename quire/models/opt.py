@@ -7,12 +7,10 @@ from torch import nn
 
 from quire.config.model import ModelConfig
 from quire.layers.activation import activation
-from quire.layers.attention.heads import Heads
-from quire.layers.attention.layer import Attention
+from quire.layers.attention.layer import QKV, Attention, StepContext
 from quire.layers.embedding import Embedding, LMHead, VocabEmbedding
 from quire.layers.linear import ColumnLinear, Linear, QKVLinear, RowLinear
 from quire.layers.norm import LayerNorm
-from quire.layers.step import StepContext
 from quire.layers.weights import Build, whole
 from quire.models.registry import CausalLM, WeightMap
 
@@ -37,7 +35,7 @@ class OPTAttention(nn.Module):
         self.attend = Attention(layer_index, head_dim**-0.5)
 
     def forward(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
-        return self.out_proj(self.attend(Heads(*self.qkv_proj(x)), step))
+        return self.out_proj(self.attend(QKV(*self.qkv_proj(x)), step))
 
 
 class OPTLayer(nn.Module):

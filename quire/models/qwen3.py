@@ -12,6 +12,6 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
         return AttentionTraits(
             qkv_bias=config.attention_bias,
             output_bias=config.attention_bias,
-            head_norm=True,
+            qk_norm=True,
             window=config.layer_window(layer_index),
         )

@@ -13,8 +13,8 @@ from torch import nn
 
 from quire.config.architectures import SUPPORTED_ARCHITECTURES
 from quire.config.model import ModelConfig
+from quire.layers.attention.layer import StepContext
 from quire.layers.embedding import LMHead
-from quire.layers.step import StepContext
 from quire.layers.weights import Build, Shard
 from quire.protocol.errors import ModelError
 

@@ -295,7 +295,7 @@ class SamplingParams:
         "Divide the logits of tokens seen in prompt or output; 1: off.",
     )
     temperature: float = parameter(
-        1.0, _range(0.0, 2.0), "Spread of the random choice; 0 always takes the most likely token."
+        1.0, _range(0.0, 2.0), "Spread of the random draw; 0 always takes the most likely token."
     )
     top_p: float = parameter(
         1.0,

@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.layers.attention.backend import AttentionInputs
 from quire.layers.attention.shared_prefix import HostPrefixTiles, PrefixTiles
 from quire.protocol.plan import StepPlan
-from quire.worker.request_table import RequestTable, StagedRows
+from quire.worker.rows import RowTable, StagedRows
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class Batch:
 
 
 def gather_batch(
-    table: RequestTable,
+    table: RowTable,
     plan: StepPlan,
     staged: StagedRows,
     prefixes: HostPrefixTiles | None = None,
@@ -75,6 +75,6 @@ def slots_of(blocks: Tensor, rows: Tensor, positions: Tensor, block_size: int) -
     return found * block_size + positions % block_size
 
 
-def _send_tiles(table: RequestTable, tiles: HostPrefixTiles) -> PrefixTiles:
+def _send_tiles(table: RowTable, tiles: HostPrefixTiles) -> PrefixTiles:
     starts, lens, members = table.staging.send(*tiles)
     return PrefixTiles(starts, lens, members.view(tiles.members.shape))

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 WITHOUT_LIBRARY = (
     "{reason}. Without it plain torch does everything: attention, linear layers (their weights are "
-    "not packed), norms, rotation and the choice of tokens, all layers one by one, several times "
+    "not packed), norms, rotation and sampling, all layers one by one, several times "
     "slower; GGUF files are dequantised to float32, as computing from quantised weights is slower "
     "still"
 )

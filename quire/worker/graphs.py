@@ -14,16 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.layers.attention.backend import AttentionInputs, DividedRows
-from quire.layers.attention.groups import GroupedAttention
+from quire.layers.attention.backend import AttentionInputs, DividedRows, GroupedAttention
+from quire.layers.attention.layer import StepContext
 from quire.layers.attention.shared_prefix import HostPrefixTiles, PrefixTiles, max_tiles
 from quire.layers.attention.triton import query_tiles
-from quire.layers.step import StepContext
 from quire.models.registry import CausalLM
 from quire.protocol.plan import Int32Array, StepPlan
 from quire.worker.batch import slots_of
 from quire.worker.memory import used_bytes
-from quire.worker.request_table import RequestTable, StagedRows
+from quire.worker.rows import RowTable, StagedRows
 from quire.worker.staging import aligned
 from quire.worker.warm_up import drafted_counts
 
@@ -117,7 +116,7 @@ class StepGraphs:
         self,
         model: CausalLM,
         attention: GroupedAttention,
-        table: RequestTable,
+        table: RowTable,
         max_rows: int,
         max_tokens: int,
         shares_prefixes: bool = False,

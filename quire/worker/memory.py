@@ -26,12 +26,12 @@ _OUT_OF_MEMORY = re.compile(
 
 
 @dataclass(frozen=True)
-class TrialBytes:
+class MemoryProfile:
     """Memory of a GPU, weights loaded, and what will be needed beside weights and KV cache."""
 
     total: int
     used: int
-    """By all processes, before the trial."""
+    """By all programs, before the measured step."""
     step: int
     """Rows and the largest step: activations, logits, sampling, libraries, kernels; inputs and
     logits of CUDA graphs."""
@@ -121,48 +121,48 @@ def check_weights_fit(
 
 
 def available_cache_bytes(
-    options: EngineOptions, layout: KVLayout, device: DeviceInfo, trial: TrialBytes | None
+    options: EngineOptions, layout: KVLayout, device: DeviceInfo, profile: MemoryProfile | None
 ) -> int:
-    """Memory for the KV cache, once the weights are loaded; `trial` is what a GPU needs too."""
+    """Memory for the KV cache, once the weights are loaded; `profile` is what a GPU needs too."""
     cache = options.cache
     wanted = cache.kv_cache_memory_bytes
     if cache.num_gpu_blocks_override is not None:
         wanted = cache.num_gpu_blocks_override * layout.bytes_per_block
-    if trial is None:
+    if profile is None:
         total, available = cpu_memory()
         return wanted if wanted is not None else cpu_cache_bytes(cache, available, total)
     if wanted is not None:
-        _check_wanted(wanted, options, trial)
+        _check_wanted(wanted, options, profile)
         return wanted
     share = cache.gpu_memory_utilization
     assert share is not None
-    left = int(share * trial.total) - trial.used - trial.step - trial.graphs
+    left = int(share * profile.total) - profile.used - profile.step - profile.graphs
     if left < layout.bytes_per_block:
         raise OptionError(
-            f"gpu_memory_utilization={share:g} of {trial.total / GIB:.2f} GiB leaves no memory for "
-            f"the KV cache: {trial.used / GIB:.2f} GiB are in use (weights included), "
-            f"{_needs(trial)}. Raise gpu_memory_utilization, {_smaller_steps(options)}."
+            f"gpu_memory_utilization={share:g} of {profile.total / GIB:.2f} GiB leaves no memory "
+            f"for the KV cache: {profile.used / GIB:.2f} GiB are in use (weights included), "
+            f"{_needs(profile)}. Raise gpu_memory_utilization, {_smaller_steps(options)}."
         )
     return left
 
 
-def _check_wanted(wanted: int, options: EngineOptions, trial: TrialBytes) -> None:
-    free = trial.total - trial.used
-    if wanted + trial.step + trial.graphs <= free:
+def _check_wanted(wanted: int, options: EngineOptions, profile: MemoryProfile) -> None:
+    free = profile.total - profile.used
+    if wanted + profile.step + profile.graphs <= free:
         return
     name = "kv_cache_memory_bytes"
     if options.cache.num_gpu_blocks_override is not None:
         name = "num_gpu_blocks_override"
     raise OptionError(
         f"{name}={getattr(options.cache, name)} asks for a KV cache of {wanted / GIB:.2f} GiB, but "
-        f"{free / GIB:.2f} of {trial.total / GIB:.2f} GiB are free beside the weights, and "
-        f"{_needs(trial)}. Lower {name}, {_smaller_steps(options)}."
+        f"{free / GIB:.2f} of {profile.total / GIB:.2f} GiB are free beside the weights, and "
+        f"{_needs(profile)}. Lower {name}, {_smaller_steps(options)}."
     )
 
 
-def _needs(trial: TrialBytes) -> str:
-    graphs = f" and the CUDA graphs {trial.graphs / GIB:.2f} GiB" if trial.graphs else ""
-    return f"the largest step takes {trial.step / GIB:.2f} GiB{graphs}"
+def _needs(profile: MemoryProfile) -> str:
+    graphs = f" and the CUDA graphs {profile.graphs / GIB:.2f} GiB" if profile.graphs else ""
+    return f"the largest step takes {profile.step / GIB:.2f} GiB{graphs}"
 
 
 def _smaller_steps(options: EngineOptions) -> str:

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.decoding.grammar import MaskTensors
 from quire.decoding.logprobs import MAX_LINES, LogprobTensors
+from quire.decoding.masks import MaskTensors
 from quire.decoding.sampler import Sampled, Sampler
 from quire.decoding.speculative.drafter import Drafter
-from quire.layers.attention.groups import GroupedAttention
+from quire.layers.attention.backend import GroupedAttention
+from quire.layers.attention.layer import StepContext
 from quire.layers.attention.shared_prefix import HostPrefixTiles, prefix_tiles
-from quire.layers.step import StepContext
 from quire.models.registry import CausalLM
 from quire.protocol.plan import AddedRow, Int32Array, StepPlan, TokenMasks
 from quire.worker.batch import gather_batch
@@ -23,7 +23,7 @@ from quire.worker.graphs import StepGraphs
 from quire.worker.kv_tensors import KVTensors
 from quire.worker.pending import PendingStep, Verified
 from quire.worker.pooling import Pooler
-from quire.worker.request_table import RequestTable, StagedLines, StagedRows
+from quire.worker.rows import RowTable, StagedLines, StagedRows
 from quire.worker.warm_up import COMPILE_SIZES, batch_sizes, warm_up_plans
 
 
@@ -53,7 +53,7 @@ class ModelRunner:
         model: CausalLM,
         attention: GroupedAttention,
         kv: KVTensors,
-        table: RequestTable,
+        table: RowTable,
         sampler: Sampler,
     ) -> None:
         self.model = model
@@ -227,7 +227,7 @@ class ModelRunner:
         """Compile most kernels side by side, which a cold start would otherwise do one by one.
 
         Forward passes of each kind are gone through and compute nothing. Nothing is sampled from
-        them: tokens that were not chosen must not be looked up.
+        them: tokens that were not sampled must not be looked up.
         """
         from quire.kernels.triton.compile import CompilingTogether
 

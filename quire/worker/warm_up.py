@@ -84,7 +84,7 @@ def _plan(computed: Int32Array, length: int, num_drafts: int = 0) -> StepPlan:
 
 
 def largest_step(num_rows: int, num_tokens: int, max_len: int, max_queries: int = 1) -> StepPlan:
-    """As many tokens and rows as a step may have; all rows sample with edited, filtered scores, and
+    """As many tokens and rows as a step may have; all rows sample with edited, filtered logits, and
     from as many lines as drafts allow."""
     counts = np.full(num_rows, num_tokens // num_rows, np.int32)
     counts[: num_tokens % num_rows] += 1

@@ -13,8 +13,7 @@ from quire.config.device import DeviceInfo, resident_bytes
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.decoding.sampler import Sampler
-from quire.layers.attention.backend import AttentionBackend, select_backend
-from quire.layers.attention.groups import GroupedAttention
+from quire.layers.attention.backend import AttentionBackend, GroupedAttention, select_backend
 from quire.layers.attention.layer import bind_kv_groups
 from quire.layers.parallel import Parallel
 from quire.models.loader import (
@@ -29,7 +28,7 @@ from quire.protocol.output import DeviceMemory
 from quire.worker.kv_tensors import KVTensors
 from quire.worker.memory import (
     MIB,
-    TrialBytes,
+    MemoryProfile,
     available_cache_bytes,
     check_weights_fit,
     count_blocks,
@@ -41,7 +40,7 @@ from quire.worker.memory import (
     used_bytes,
 )
 from quire.worker.model_runner import ModelRunner
-from quire.worker.request_table import RequestTable
+from quire.worker.rows import RowTable
 from quire.worker.threads import ComputingThreads
 from quire.worker.warm_up import largest_step
 
@@ -149,9 +148,9 @@ class Worker:
         self._weight_bytes = held_weight_bytes(self._model)
 
     def profile(self) -> int:
-        """Bytes that the KV cache may have, by a trial of the largest step on a GPU."""
-        trial = self._try() if self.device.type == "cuda" else None
-        return available_cache_bytes(self._options, self.layout, self._device_info, trial)
+        """Bytes that the KV cache may have, by a memory profile on a GPU."""
+        profile = self._profile_memory() if self.device.type == "cuda" else None
+        return available_cache_bytes(self._options, self.layout, self._device_info, profile)
 
     def size_cache(self, cache_bytes: int, fits_max_model_len: bool) -> tuple[int, int]:
         """The longest request and the number of blocks."""
@@ -250,7 +249,7 @@ class Worker:
         self.runner.graphs = graphs
         self.graph_tokens = graphs.max_mixed_tokens
 
-    def _try(self) -> TrialBytes:
+    def _profile_memory(self) -> MemoryProfile:
         """Measure with a runner that has all it will have, but a cache of one block, which all rows
         share: what they compute is of no use."""
         num_rows, num_tokens = self._options.scheduler.max_num_seqs, self._max_tokens
@@ -260,7 +259,7 @@ class Worker:
             f"Lower max_num_batched_tokens ({num_tokens}), max_num_seqs ({num_rows}) or "
             f"max_model_len ({max_len}), or use a smaller model."
         )
-        with explaining("trying the largest step", remedy, self._device_info):
+        with explaining("profiling the memory of the largest step", remedy, self._device_info):
             used = used_bytes()
             runner = self._build_runner(KVTensors(self.layout, 1, self.device), max_len)
             runner.kv.data.zero_()
@@ -277,13 +276,13 @@ class Worker:
             for_graphs = graphs.measure() if graphs is not None else 0
             del runner, graphs
             used_bytes()
-            return TrialBytes(total, used, step, for_graphs)
+            return MemoryProfile(total, used, step, for_graphs)
 
     def _build_runner(self, kv: KVTensors, max_len: int) -> ModelRunner:
         max_rows, layout = self._options.scheduler.max_num_seqs, self.layout
         assert max_rows is not None
         max_blocks = -(-max_len // layout.block_size)
-        table = RequestTable(
+        table = RowTable(
             max_rows, max_len, max_blocks, layout.block_size, self.device, len(layout.groups)
         )
         return ModelRunner(

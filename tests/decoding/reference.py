@@ -21,7 +21,7 @@ def processed(
     generated: Sequence[int],
     stop_token_ids: Sequence[int] = (),
 ) -> Floats:
-    """Scores after masks, bias and penalties, before temperature."""
+    """Logits after masks, bias and penalties, before temperature."""
     x = np.array(logits, np.float32)
     if params.allowed_token_ids is not None:
         for token in range(len(x)):
@@ -45,9 +45,9 @@ def processed(
     return x
 
 
-def kept_tokens(scores: Floats, top_k: int, top_p: float, min_p: float) -> set[int]:
+def kept_tokens(logits: Floats, top_k: int, top_p: float, min_p: float) -> set[int]:
     """Ids that survive the filters, by probabilities in double precision."""
-    x = scores.astype(np.float64)
+    x = logits.astype(np.float64)
     probs = np.exp(x - x.max())
     probs /= probs.sum()
     kept = [i for i in range(len(x)) if probs[i] > 0 and probs[i] >= min_p * probs.max()]
@@ -77,11 +77,11 @@ def uniform(seed: int, position: int, token: int) -> np.float32:
     return min(w, np.float32(1 - 2**-24))
 
 
-def chosen(scores: Floats, params: SamplingParams, seed: int, position: int) -> int:
-    """The token drawn from processed scores."""
+def chosen(logits: Floats, params: SamplingParams, seed: int, position: int) -> int:
+    """The token drawn from processed logits."""
     if params.temperature == 0:
-        return int(scores.argmax())
-    x = scores / np.float32(params.temperature)
+        return int(logits.argmax())
+    x = logits / np.float32(params.temperature)
     kept = kept_tokens(x, params.top_k, params.top_p, params.min_p)
     noise = {i: -math.log(-math.log1p(-float(uniform(seed, position, i)))) for i in kept}
     return max(sorted(kept), key=lambda i: float(x[i]) + noise[i])

@@ -1,4 +1,4 @@
-"""A request table with a sampler, as the model runner has, and the same requests in plain lists."""
+"""A row table with a sampler, as the model runner has, and the same requests in plain lists."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Sketch:
         return self.prompt + self.generated
 
     def expected(self, logits: NDArray[np.float32]) -> int:
-        scores = reference.processed(
+        logits = reference.processed(
             logits, self.params, self.prompt, self.generated, self.stop_token_ids
         )
-        return reference.chosen(scores, self.params, self.seed, len(self.known))
+        return reference.chosen(logits, self.params, self.seed, len(self.known))
 
 
 class Table:

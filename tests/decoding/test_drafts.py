@@ -126,7 +126,7 @@ def test_accepted_tokens_alone_are_counted() -> None:
     table.sampler.appended(torch.tensor([1, 1, 1, 2]), tokens, accepted)
     sketch.generated += [7, 8]
 
-    def scores_of_flat_logits() -> list[int]:
+    def samples_of_flat_logits() -> list[int]:
         """With equal logits the least used token wins, so a bias shows how often one was used."""
         found = []
         for token in (6, 7, 8, 9):
@@ -135,10 +135,10 @@ def test_accepted_tokens_alone_are_counted() -> None:
             found.append(int(table.sample(line, [1]).tokens[0]) == token)
         return found
 
-    assert scores_of_flat_logits() == [False, False, False, True]
+    assert samples_of_flat_logits() == [False, False, False, True]
     table.num_tokens[1] = 4
     table.sampler.cut(1, 4)
     sketch.generated.pop()
-    assert scores_of_flat_logits() == [False, False, True, True]
+    assert samples_of_flat_logits() == [False, False, True, True]
     line = random_logits(0, 1, VOCAB)
     assert table.sample(line, [1]).tokens.tolist() == [sketch.expected(line[0])]

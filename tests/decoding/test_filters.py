@@ -17,26 +17,26 @@ MIN_P = (0.0, 1e-4, 0.2, 1.0)
 COMBINATIONS = [(k, p, m) for k in TOP_K for p in TOP_P for m in MIN_P]
 
 
-def cutoffs(scores: np.ndarray) -> torch.Tensor:
+def cutoffs(logits: np.ndarray) -> torch.Tensor:
     """Of a line for each of the combinations."""
     top_k, top_p, min_p = map(torch.tensor, zip(*COMBINATIONS, strict=True))
-    ordered = torch.from_numpy(scores).sort(-1, descending=True).values
+    ordered = torch.from_numpy(logits).sort(-1, descending=True).values
     return sampling.cutoffs(ordered, top_k, top_p, min_p.log())
 
 
 @pytest.mark.parametrize("spread", [0.3, 2.0, 8.0])
 def test_kept_sets_equal_the_reference(spread):
-    scores = random_logits(5, len(COMBINATIONS), 150, spread=spread)
-    scores[:, 20:40] = -np.inf
-    for line, limit, combination in zip(scores, cutoffs(scores), COMBINATIONS, strict=True):
+    logits = random_logits(5, len(COMBINATIONS), 150, spread=spread)
+    logits[:, 20:40] = -np.inf
+    for line, limit, combination in zip(logits, cutoffs(logits), COMBINATIONS, strict=True):
         kept = set(np.flatnonzero((line >= limit.numpy()) & (line > -np.inf)).tolist())
         assert kept == reference.kept_tokens(line, *combination), combination
 
 
-def test_equal_scores_stay_or_go_together():
+def test_equal_logits_stay_or_go_together():
     """Rounded logits have many ties; the kept set must not depend on the order of a sort."""
-    scores = np.round(random_logits(6, len(COMBINATIONS), 150, spread=2.0))
-    for line, limit, combination in zip(scores, cutoffs(scores), COMBINATIONS, strict=True):
+    logits = np.round(random_logits(6, len(COMBINATIONS), 150, spread=2.0))
+    for line, limit, combination in zip(logits, cutoffs(logits), COMBINATIONS, strict=True):
         kept = set(np.flatnonzero(line >= limit.numpy()).tolist())
         assert kept == reference.kept_tokens(line, *combination), combination
 

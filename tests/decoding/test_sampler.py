@@ -46,7 +46,7 @@ def test_greedy_takes_the_highest_logit_and_the_first_of_equals():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_logits_of_any_float_type_are_read_and_left_alone(dtype):
-    """The caller's logits survive even where features edit scores; tokens are int32."""
+    """The caller's logits survive even where features edit logits; tokens are int32."""
     table = Table(VOCAB)
     requests = [
         Sketch(params(), [1]),

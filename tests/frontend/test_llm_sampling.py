@@ -47,8 +47,8 @@ def expected_tokens(
     made: list[int] = []
     while len(made) < (wanted.max_tokens or MAX_LEN) and len(prompt) + len(made) < MAX_LEN:
         logits = reference_logits(model, [*prompt, *made])[-1].numpy()
-        scores = reference.processed(logits, wanted, prompt, made, sorted(ends))
-        made.append(reference.chosen(scores, wanted, seed, len(prompt) + len(made)))
+        logits = reference.processed(logits, wanted, prompt, made, sorted(ends))
+        made.append(reference.chosen(logits, wanted, seed, len(prompt) + len(made)))
         if made[-1] in ends and len(made) >= wanted.min_tokens:
             break
     return made

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from quire.layers.attention.backend import AttentionBackend, AttentionInputs
-from quire.layers.attention.heads import Heads
+from quire.layers.attention.layer import QKV
 from quire.worker.staging import Staging
 
 
@@ -97,7 +97,7 @@ class Step:
             query_lens=np.diff(self.query_start.numpy()),
             send=Staging(torch.device("cpu")).send,
         )
-        return backend.plan(inputs).attend(0, Heads(q, k, v), scale, window)
+        return backend.plan(inputs).attend(0, QKV(q, k, v), scale, window)
 
 
 def attend(backend: type[AttentionBackend], case: Case, pages: Pages) -> Tensor:

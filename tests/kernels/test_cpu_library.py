@@ -183,14 +183,14 @@ import torch
 from quire.kernels.cpu.sampling import largest
 
 torch.set_num_threads(4)
-scores = torch.randn(64, 20_000)
-expected = scores.argmax(-1).tolist()
-assert largest(scores).tolist() == expected
+logits = torch.randn(64, 20_000)
+expected = logits.argmax(-1).tolist()
+assert largest(logits).tolist() == expected
 for _ in range(20):
     if (child := os.fork()) == 0:
-        os._exit(0 if largest(scores).tolist() == expected == largest(scores).tolist() else 1)
+        os._exit(0 if largest(logits).tolist() == expected == largest(logits).tolist() else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert largest(scores).tolist() == expected
+    assert largest(logits).tolist() == expected
 """
 
 

@@ -1,4 +1,4 @@
-"""What log-probabilities need of lines of scores: the native library against its reference."""
+"""What log-probabilities need of lines of logits: the native library against its reference."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from quire.kernels.torch.logprobs import summarize as reference
 pytestmark = pytest.mark.usefixtures("native")
 
 
-def check(scores: Tensor, num_top: int) -> None:
-    vocab = scores.shape[1]
-    tokens = torch.arange(len(scores)) * 7 % vocab
-    tokens[0] = int(scores[0].argmax())
-    found, expected = summarize(scores, tokens, num_top), reference(scores, tokens, num_top)
+def check(logits: Tensor, num_top: int) -> None:
+    vocab = logits.shape[1]
+    tokens = torch.arange(len(logits)) * 7 % vocab
+    tokens[0] = int(logits[0].argmax())
+    found, expected = summarize(logits, tokens, num_top), reference(logits, tokens, num_top)
     near = {"atol": 1e-6, "rtol": 1e-6, "equal_nan": True}
     torch.testing.assert_close(found.best, expected.best, **{**near, "atol": 0, "rtol": 0})
     torch.testing.assert_close(found.log_total, expected.log_total, **near)
     assert torch.equal(found.ranks, expected.ranks)
     # The order of the reference's topk leaves open which of many equals it sees, so this is a sort.
-    ordered = scores.sort(stable=True, dim=-1, descending=True).indices[:, :num_top]
+    ordered = logits.sort(stable=True, dim=-1, descending=True).indices[:, :num_top]
     finite = expected.best[:, 0].isfinite()
     assert torch.equal(found.top_ids[finite], ordered[finite])
     assert torch.equal(found.top_ids[~finite], expected.top_ids[~finite])
@@ -39,21 +39,21 @@ def test_any_number_of_threads(threads: int, isa: str, num_threads: None) -> Non
 def test_odd_vocabularies(vocab: int, spread: float, isa: str, poisoned_memory: None) -> None:
     """Any number of the likeliest tokens up to all; with many equals, and forbidden tokens."""
     wide = torch.randn(9, vocab + 4, generator=torch.Generator().manual_seed(vocab)) * spread
-    scores = wide[:, 3 : vocab + 3]
-    scores[1:3] = (scores[1:3] / spread).round()
-    scores[3:5, 1::3] = -torch.inf
-    scores[5] = -torch.inf
-    scores[5, 0] = 4.0
-    scores[6] = 1.5
+    logits = wide[:, 3 : vocab + 3]
+    logits[1:3] = (logits[1:3] / spread).round()
+    logits[3:5, 1::3] = -torch.inf
+    logits[5] = -torch.inf
+    logits[5, 0] = 4.0
+    logits[6] = 1.5
     for num_top in {0, 1, min(5, vocab), vocab // 2, vocab}:
-        check(scores, num_top)
+        check(logits, num_top)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_lines_without_a_finite_best_score(value: float, isa: str) -> None:
-    scores = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
-    scores[1] = value
-    check(scores, 4)
+def test_lines_without_a_finite_best_logit(value: float, isa: str) -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    logits[1] = value
+    check(logits, 4)
 
 
 def test_refuses_tokens_outside_the_vocabulary() -> None:

@@ -20,7 +20,7 @@ from quire.layers.attention.backend import (
     select_backend,
 )
 from quire.layers.attention.cpu import CpuBackend
-from quire.layers.attention.heads import Heads
+from quire.layers.attention.layer import QKV
 from quire.layers.attention.torch import TorchBackend
 from quire.protocol.errors import OptionError
 from quire.protocol.kv_spec import BLOCK_SIZES
@@ -94,7 +94,7 @@ def test_steps_give_dense_attention(
         for index in range(NUM_LAYERS):
             rows = [x[c : c + n] for x, c, n in zip(fused[index], computed, new, strict=True)]
             q, k, v = torch.cat(rows).split(widths, dim=-1)
-            heads = Heads(*(x.unflatten(-1, (-1, HEAD_DIM)) for x in (q, k, v)))
+            heads = QKV(*(x.unflatten(-1, (-1, HEAD_DIM)) for x in (q, k, v)))
             out = step.attend(index, heads, HEAD_DIM**-0.5, window).flatten(1)
             for request, piece in enumerate(out.split(new)):
                 outs[index][request].append(piece)

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from quire.kernels.torch.heads import rotate
+from quire.kernels.torch.qkv import rotate
 from quire.layers.rotary import Rotary
 from quire.protocol.errors import ModelError
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from quire.config.model import ModelConfig
 from quire.layers.attention.backend import AttentionBackend, AttentionInputs
+from quire.layers.attention.layer import StepContext
 from quire.layers.attention.torch import TorchBackend
-from quire.layers.step import StepContext
 from quire.models.registry import CausalLM
 from quire.worker.staging import Staging
 

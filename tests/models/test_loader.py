@@ -15,8 +15,8 @@ import torch
 
 from quire.config.architectures import SUPPORTED_ARCHITECTURES
 from quire.config.model import ModelConfig, load_model_config
+from quire.layers.attention.layer import StepContext
 from quire.layers.parallel import Parallel
-from quire.layers.step import StepContext
 from quire.layers.weights import Build, Part, WeightedLayer, divided, stacked, whole
 from quire.models.loader import load_model, load_weights
 from quire.models.registry import CausalLM, WeightMap, model_class

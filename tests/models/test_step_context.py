@@ -12,10 +12,9 @@ import torch
 from quire.config.model import ModelConfig, load_model_config
 from quire.layers.attention.backend import AttentionBackend
 from quire.layers.attention.cpu import CpuBackend
-from quire.layers.attention.layer import Attention, bind_kv_groups
+from quire.layers.attention.layer import Attention, StepContext, bind_kv_groups
 from quire.layers.attention.torch import TorchBackend
 from quire.layers.embedding import VocabEmbedding
-from quire.layers.step import StepContext
 from quire.models.loader import load_model
 from quire.models.registry import CausalLM
 from quire.protocol.kv_spec import PAD_LAYER, KVGroup

@@ -31,7 +31,7 @@ CONFIG = {
 PROGRAM = """
 import sys, numpy, torch, triton
 from quire import LLM, SamplingParams
-from quire.decoding.grammar import MaskTensors
+from quire.decoding.masks import MaskTensors
 
 llm = LLM(sys.argv[1], load_format="dummy", skip_tokenizer_init=True, max_num_seqs=80,
           kv_cache_memory_bytes=1 << 28, max_num_batched_tokens=256,
@@ -51,9 +51,9 @@ for count in range(1, 9):  # of grammars, which need a tokenizer
     masks = MaskTensors(numpy.arange(count, dtype=numpy.int32), 17, device)
     masks.bits[:] = 5
     for dtype in (torch.float32, torch.bfloat16):
-        scores = torch.zeros((8, 520), dtype=dtype, device=device)
-        masks.apply(scores)
-        assert scores.isfinite().sum().item() == 17 * 2 * count + 520 * (8 - count)
+        logits = torch.zeros((8, 520), dtype=dtype, device=device)
+        masks.apply(logits)
+        assert logits.isfinite().sum().item() == 17 * 2 * count + 520 * (8 - count)
 print("done")
 """
 

@@ -16,7 +16,7 @@ from quire import LLM, SamplingParams
 from quire.engine.executors import local
 from quire.protocol.plan import AddedRow, StepPlan
 from quire.worker.model_runner import ModelRunner
-from quire.worker.request_table import RequestTable
+from quire.worker.rows import RowTable
 from quire.worker.worker import Worker
 
 pytestmark = pytest.mark.gpu
@@ -194,7 +194,9 @@ def test_launching_a_step_never_waits_for_the_device(
         assert {one.finish_reason for one in output.outputs} <= {"length", "stop"}
 
 
-def scored(folder: Path, work: list[list[int]], **options: object) -> list[tuple[list[int], Any]]:
+def logprobs_of(
+    folder: Path, work: list[list[int]], **options: object
+) -> list[tuple[list[int], Any]]:
     """Greedy tokens and the logits [tokens, vocab] they were chosen from, less each line's mean."""
     params = SamplingParams(temperature=0.0, max_tokens=16, detokenize=False, logprobs=-1)
     limits = {"kv_cache_memory_bytes": 1 << 28, "max_num_seqs": 64, "max_logprobs": -1}
@@ -230,7 +232,7 @@ def test_logits_do_not_depend_on_the_way(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
     for way in WAYS:
         for prompt, (tokens, logits) in zip(
-            work, scored(folder, work, dtype="float32", **way), strict=True
+            work, logprobs_of(folder, work, dtype="float32", **way), strict=True
         ):
             with torch.inference_mode():
                 ids = torch.tensor([prompt + tokens], device="cuda")
@@ -243,9 +245,9 @@ def test_no_way_rounds_more_than_another(folder: Path) -> None:
     """In bfloat16 each way is off by rounding, which these large weights make much of; none may be
     further off than the others."""
     work = prompts(12)
-    exact = scored(folder, work, dtype="float32")
+    exact = logprobs_of(folder, work, dtype="float32")
     noise = [
-        np.median(errors(scored(folder, work, dtype="bfloat16", **way), exact)) for way in WAYS
+        np.median(errors(logprobs_of(folder, work, dtype="bfloat16", **way), exact)) for way in WAYS
     ]
     assert 0 < max(noise) < 1.3 * min(noise)
 
@@ -362,7 +364,7 @@ def test_graphs_cover_steps_that_verify_drafts(folder: Path) -> None:
 class KnownTexts:
     """A drafter that knows the texts, and gets every fifth token wrong."""
 
-    def __init__(self, table: RequestTable, texts: list[list[int]], num_drafts: int) -> None:
+    def __init__(self, table: RowTable, texts: list[list[int]], num_drafts: int) -> None:
         self.table, self.texts, self.num_drafts = table, texts, num_drafts
         self.num_accepted = 0
 

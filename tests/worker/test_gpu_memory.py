@@ -206,7 +206,7 @@ def test_memory_gone_for_good_ends_requests_not_the_engine(tmp_path: Path) -> No
         assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
 
 
-def test_prompt_scores_need_little_memory(tmp_path: Path) -> None:
+def test_prompt_logprobs_need_little_memory(tmp_path: Path) -> None:
     """Logits of a whole prompt of 4,000 tokens in float32 and their temporaries would take over
     2 GiB here; they are made in pieces."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=1, detokenize=False)

@@ -12,7 +12,7 @@ import torch
 
 from quire.layers.attention.shared_prefix import prefix_tiles
 from quire.protocol.plan import StepPlan
-from quire.worker.request_table import RequestTable
+from quire.worker.rows import RowTable
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -24,7 +24,7 @@ def graphs_for(max_rows: int, prefix_members: int = 8) -> StepGraphs:
     attention: Any = SimpleNamespace(
         max_decode_queries=8, prefix_members=prefix_members, tile_queries=16
     )
-    table = RequestTable(max_rows, 64, 4, 16, torch.device("cpu"))
+    table = RowTable(max_rows, 64, 4, 16, torch.device("cpu"))
     return StepGraphs(model, attention, table, max_rows, 1024, shares_prefixes=True)
 
 

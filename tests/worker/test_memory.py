@@ -17,7 +17,7 @@ from quire.protocol.errors import OptionError
 from quire.protocol.kv_spec import KVLayout, KVSpec
 from quire.worker.kv_tensors import KVTensors
 from quire.worker.memory import (
-    TrialBytes,
+    MemoryProfile,
     available_cache_bytes,
     count_blocks,
     explaining,
@@ -30,7 +30,7 @@ GIB = 1 << 30
 LAYOUT = KVLayout.of([KVSpec(num_kv_heads=3, head_dim=8, dtype="float32")] * 2, block_size=16)
 STEP = 8192
 GPU = DeviceInfo("cuda", "a GPU", 100 * GIB, 4)
-TRIAL = TrialBytes(total=100 * GIB, used=30 * GIB, step=5 * GIB, graphs=2 * GIB)
+PROFILE = MemoryProfile(total=100 * GIB, used=30 * GIB, step=5 * GIB, graphs=2 * GIB)
 
 
 def options(**changes: Any) -> EngineOptions:
@@ -57,11 +57,11 @@ def test_too_little_for_one_request_names_what_would_fit() -> None:
 
 
 def test_the_cache_gets_what_steps_and_graphs_leave() -> None:
-    assert available_cache_bytes(options(), LAYOUT, GPU, TRIAL) == (90 - 30 - 5 - 2) * GIB
+    assert available_cache_bytes(options(), LAYOUT, GPU, PROFILE) == (90 - 30 - 5 - 2) * GIB
     exact = options(kv_cache_memory_bytes=63 * GIB)
-    assert available_cache_bytes(exact, LAYOUT, GPU, TRIAL) == 63 * GIB
+    assert available_cache_bytes(exact, LAYOUT, GPU, PROFILE) == 63 * GIB
     blocks = options(num_gpu_blocks_override=7)
-    assert available_cache_bytes(blocks, LAYOUT, GPU, TRIAL) == 7 * LAYOUT.bytes_per_block
+    assert available_cache_bytes(blocks, LAYOUT, GPU, PROFILE) == 7 * LAYOUT.bytes_per_block
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_messages_say_what_was_needed_and_free(
     changes: dict[str, Any], parts: tuple[str, ...]
 ) -> None:
     with pytest.raises(OptionError) as caught:
-        available_cache_bytes(options(**changes), LAYOUT, GPU, TRIAL)
+        available_cache_bytes(options(**changes), LAYOUT, GPU, PROFILE)
     for part in parts:
         assert part in str(caught.value)
 
@@ -142,7 +142,7 @@ def test_running_out_of_memory_is_recognised_and_explained() -> None:
 @pytest.mark.parametrize(
     ("rows", "tokens", "max_len", "expected"), [(3, 11, 100, 11), (4, 4, 100, 4), (2, 99, 10, 20)]
 )
-def test_the_trial_is_as_large_as_a_step_can_be(
+def test_the_profiled_step_is_as_large_as_a_step_can_be(
     rows: int, tokens: int, max_len: int, expected: int
 ) -> None:
     plan = largest_step(rows, tokens, max_len)
@@ -151,7 +151,7 @@ def test_the_trial_is_as_large_as_a_step_can_be(
     assert plan.num_new_tokens.max() <= max_len
 
 
-def test_the_trial_runs_on_one_block(tmp_path: Path) -> None:
+def test_the_memory_profile_runs_on_one_block(tmp_path: Path) -> None:
     """What it computes is of no use, but all of a step is done: 40 rows, 200 tokens, one block."""
     save_tiny(tmp_path)
     with tiny_llm(tmp_path, max_num_seqs=40) as llm:

@@ -1,4 +1,4 @@
-"""Rows of the request table and blocks of the cache on a device: where things are written."""
+"""Rows of the row table and blocks of the cache on a device: where things are written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.protocol.plan import AddedRow, StepPlan
 from quire.protocol.sampling import SamplingParams
 from quire.worker import kv_tensors
 from quire.worker.kv_tensors import KVTensors
-from quire.worker.request_table import RequestTable
+from quire.worker.rows import RowTable
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ def added(row: int, tokens: list[int]) -> AddedRow:
 
 
 def test_tokens_of_added_rows_go_to_their_places() -> None:
-    table = RequestTable(4, 10, 3, 4, CPU)
+    table = RowTable(4, 10, 3, 4, CPU)
     table.token_ids.fill_(-1)
     table.update(StepPlan(0, added_rows=[added(3, [7, 8, 9]), added(1, [5])]))
     assert table.token_ids[3].tolist() == [7, 8, 9] + [-1] * 7
@@ -34,13 +34,13 @@ def test_tokens_of_added_rows_go_to_their_places() -> None:
 def test_places_beyond_32_bits() -> None:
     """1,024 rows of 4 million tokens, of which nothing is allocated."""
     length = 1 << 22
-    table = RequestTable(1024, length, 8, 16, torch.device("meta"))
+    table = RowTable(1024, length, 8, 16, torch.device("meta"))
     _, places, _ = table._added([added(1023, [1, 2])])
     assert places.view(np.int64).tolist() == [1023 * length, 1023 * length + 1]
 
 
 def test_drafts_wait_behind_known_tokens_as_far_as_there_is_room() -> None:
-    table = RequestTable(4, 6, 3, 4, CPU)
+    table = RowTable(4, 6, 3, 4, CPU)
     table.update(StepPlan(0, added_rows=[added(3, [7, 8]), added(1, [5] * 5), added(2, [4] * 6)]))
     drafts = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 3], [9, -1, 3]], dtype=torch.int32)
     table.write_drafts(torch.tensor([3, 1, 2]), drafts[:3])
@@ -55,7 +55,7 @@ def test_drafts_wait_behind_known_tokens_as_far_as_there_is_room() -> None:
 
 
 def test_no_draft_waits_after_a_row_is_added_cut_or_appended_to() -> None:
-    table = RequestTable(4, 10, 3, 4, CPU)
+    table = RowTable(4, 10, 3, 4, CPU)
     rows = torch.tensor([1, 2, 3])
     table.update(StepPlan(0, added_rows=[added(row, [5, 6, 7]) for row in (1, 2, 3)]))
     table.num_computed[rows] = torch.tensor([3, 3, 1], dtype=torch.int32)
@@ -76,7 +76,7 @@ def test_no_draft_waits_after_a_row_is_added_cut_or_appended_to() -> None:
 
 
 def test_a_row_that_is_cut_and_appended_to_in_one_plan() -> None:
-    table = RequestTable(2, 10, 3, 4, CPU)
+    table = RowTable(2, 10, 3, 4, CPU)
     table.update(StepPlan(0, added_rows=[added(1, [5, 6, 7])]))
     one = np.array([1, 1], np.int32)
     plan = StepPlan(1, append_rows=one, append_tokens=np.array([8, 9], np.int32))

@@ -55,7 +55,7 @@ def test_many_heads_limit_the_queries() -> None:
 
 @pytest.mark.usefixtures("native")
 def test_steps_with_drafts_run(tmp_path: Path) -> None:
-    """Those of the warm-up and of the trial: the rows have no drafts, so none is accepted."""
+    """Those of the warm-up and the memory profile: the rows have no drafts, so none is accepted."""
     save_tiny(tmp_path)
     with tiny_llm(tmp_path, max_model_len=64, max_num_seqs=9) as llm:
         runner = llm._core.executor.runner

@@ -1,6 +1,6 @@
 """Paged attention in float32 on a CPU: a small C++ library that the package builds (see src/).
 
-`heads.HeadsStep` attends; `prepare_*` does once for a step what its layers share. The library is
+`heads.QKVStep` attends; `prepare_*` does once for a step what its layers share. The library is
 optional: `available` says whether it is there, and if not, why.
 """
 

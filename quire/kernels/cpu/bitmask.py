@@ -1,4 +1,4 @@
-"""Masks of grammars applied to float32 scores in place (see src/bitmask.cpp)."""
+"""Masks of grammars applied to float32 logits in place (see src/bitmask.cpp)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from torch import Tensor
 from quire.kernels.cpu.library import native, num_threads
 
 
-def apply_bitmask(scores: Tensor, lines: Tensor, bits: Tensor) -> None:
+def apply_bitmask(logits: Tensor, lines: Tensor, bits: Tensor) -> None:
     """As `quire.kernels.torch.bitmask.apply_bitmask`."""
-    assert scores.dtype == torch.float32 and scores.stride(1) == 1
+    assert logits.dtype == torch.float32 and logits.stride(1) == 1
     assert lines.dtype == bits.dtype == torch.int32
     assert lines.is_contiguous() and bits.is_contiguous()
     native().quire_apply_bitmask(
-        scores.data_ptr(),
-        scores.stride(0),
-        scores.shape[1],
+        logits.data_ptr(),
+        logits.stride(0),
+        logits.shape[1],
         lines.data_ptr(),
         bits.data_ptr(),
         len(lines),

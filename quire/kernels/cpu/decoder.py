@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from quire.kernels import cpu
-from quire.kernels.cpu.heads import HeadsStep
+from quire.kernels.cpu.heads import QKVStep
 from quire.kernels.cpu.library import (
     AttentionCall,
-    HeadsCall,
     NativeMatrix,
+    QKVCall,
     WriteCall,
     native,
     num_threads,
@@ -87,7 +87,7 @@ class LayerWeights:
 
     attention_norm: Norm
     qkv: Product
-    head_norms: tuple[Norm, Norm] | None
+    qk_norms: tuple[Norm, Norm] | None
     """Of queries and keys."""
     output: Product
     network_norm: Norm
@@ -105,7 +105,7 @@ class Decoder:
         self._weights = layers
         self._layers = (DecoderLayer * len(layers))(*map(_native_layer, layers))
         self._entry = native().quire_decode
-        calls = (DecoderCall, HeadsCall, WriteCall, AttentionCall)
+        calls = (DecoderCall, QKVCall, WriteCall, AttentionCall)
         self._entry.argtypes = tuple(ctypes.POINTER(call) for call in calls)
 
     @property
@@ -113,7 +113,7 @@ class Decoder:
         return len(self._layers)
 
     def run(
-        self, x: Tensor, step: HeadsStep, caches: ctypes.Array[ctypes.c_void_p]
+        self, x: Tensor, step: QKVStep, caches: ctypes.Array[ctypes.c_void_p]
     ) -> tuple[Tensor, Tensor]:
         """The layers over x [tokens, hidden], which becomes the residual: what is still to be
         added to it, and it. `step` knows the rotation; `caches` are keys and values by layer."""
@@ -143,7 +143,7 @@ class Decoder:
 
 
 def _native_layer(layer: LayerWeights) -> DecoderLayer:
-    q_norm, k_norm = layer.head_norms or (None, None)
+    q_norm, k_norm = layer.qk_norms or (None, None)
     products = (layer.qkv, layer.output, layer.gate_up, layer.down)
     return DecoderLayer(
         *(product.matrix.contents for product in products),

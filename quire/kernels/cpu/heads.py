@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from quire.kernels import cpu
-from quire.kernels.cpu.library import AttentionCall, HeadsCall, WriteCall, native
+from quire.kernels.cpu.library import AttentionCall, QKVCall, WriteCall, native
 
 
-class HeadsStep:
+class QKVStep:
     """A step over layers whose caches are shaped like `kv_layer`. It holds addresses: the tensors
     that it is given must outlive it. Rotation tables are [positions, head_dim / 2]."""
 
@@ -27,7 +27,7 @@ class HeadsStep:
     ) -> None:
         self._write = cpu.prepare_write(kv_layer, slots)
         self._attention = cpu.prepare_attention(kv_layer, query_start, context_lens, block_tables)
-        self._heads = HeadsCall()
+        self._heads = QKVCall()
         self._head_dim = kv_layer.shape[4]
         self._cos: Tensor | None = None
 
@@ -50,7 +50,7 @@ class HeadsStep:
         self._heads.k_norm = None if k_weight is None else k_weight.data_ptr()
         self._heads.eps = eps
 
-    def calls(self, num_heads: int) -> tuple[HeadsCall, WriteCall, AttentionCall]:
+    def calls(self, num_heads: int) -> tuple[QKVCall, WriteCall, AttentionCall]:
         """What layers that are carried out together share."""
         self._heads.num_heads = num_heads
         return self._heads, self._write, self._attention

@@ -84,8 +84,8 @@ class WriteCall(ctypes.Structure):
     )
 
 
-class HeadsCall(ctypes.Structure):
-    """Mirrors `HeadsCall` in src/attention.h."""
+class QKVCall(ctypes.Structure):
+    """Mirrors `QKVCall` in src/attention.h."""
 
     _fields_ = (
         ("q", ctypes.c_void_p),
@@ -139,7 +139,7 @@ class SamplingCall(ctypes.Structure):
     """Mirrors `SamplingCall` in src/sampling.h."""
 
     _fields_ = (
-        ("scores", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
         ("stride", ctypes.c_int64),
         ("num_lines", ctypes.c_int64),
         ("rows", ctypes.c_void_p),
@@ -160,7 +160,7 @@ class LogprobsCall(ctypes.Structure):
     """Mirrors `LogprobsCall` in src/logprobs.h."""
 
     _fields_ = (
-        ("scores", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
         ("stride", ctypes.c_int64),
         ("num_lines", ctypes.c_int64),
         ("tokens", ctypes.c_void_p),
@@ -211,7 +211,7 @@ PACKED_ROWS = (
     ctypes.c_void_p,  # out
 )
 APPLY_BITMASK = (
-    ctypes.c_void_p,  # scores
+    ctypes.c_void_p,  # logits
     ctypes.c_int64,  # stride
     ctypes.c_int64,  # vocab_size
     ctypes.c_void_p,  # lines
@@ -221,7 +221,7 @@ APPLY_BITMASK = (
     ctypes.c_int32,  # num_threads
 )
 PENALIZE = (
-    ctypes.c_void_p,  # scores
+    ctypes.c_void_p,  # logits
     ctypes.c_int64,  # stride
     ctypes.c_int64,  # vocab_size
     ctypes.c_void_p,  # rows
@@ -320,7 +320,7 @@ def load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     library.quire_pack_int8.argtypes = PACK_INT8
     library.quire_pack_int8.restype = None
     library.quire_norm_linear.argtypes = (ctypes.POINTER(NativeMatrix), ctypes.POINTER(LayerCall))
-    heads = (HeadsCall, WriteCall, AttentionCall)
+    heads = (QKVCall, WriteCall, AttentionCall)
     library.quire_attend_heads.argtypes = tuple(ctypes.POINTER(call) for call in heads)
     library.quire_largest.argtypes = LARGEST
     library.quire_largest.restype = None

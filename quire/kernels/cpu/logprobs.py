@@ -11,11 +11,11 @@ from quire.kernels.torch.logprobs import Summary
 from quire.kernels.torch.logprobs import summarize as reference
 
 
-def summarize(scores: Tensor, tokens: Tensor, num_top: int) -> Summary:
+def summarize(logits: Tensor, tokens: Tensor, num_top: int) -> Summary:
     """As the reference, which also gets the lines that the library does not take: those with
     infinity or NaN, or without any number."""
-    num_lines, width = scores.shape
-    stride = require_rows("scores", scores, width)
+    num_lines, width = logits.shape
+    stride = require_rows("logits", logits, width)
     tokens = tokens.int().contiguous()
     if num_lines and not 0 <= int(tokens.min()) <= int(tokens.max()) < width:
         raise ValueError(f"tokens must be from 0 to {width - 1}; got {tokens.tolist()}")
@@ -25,7 +25,7 @@ def summarize(scores: Tensor, tokens: Tensor, num_top: int) -> Summary:
     ranks = torch.empty(num_lines, dtype=torch.int32)
     top_ids = torch.empty((num_lines, num_top), dtype=torch.int32)
     call = LogprobsCall(
-        scores=scores.data_ptr(),
+        logits=logits.data_ptr(),
         stride=stride,
         num_lines=num_lines,
         tokens=tokens.data_ptr(),
@@ -40,5 +40,5 @@ def summarize(scores: Tensor, tokens: Tensor, num_top: int) -> Summary:
     if native().quire_summarize(call) != 0:
         raise MemoryError("no memory for the working space of log-probabilities")
     if not bool(best.isfinite().all()):
-        return reference(scores, tokens, num_top)
+        return reference(logits, tokens, num_top)
     return Summary(best, log_total, ranks, top_ids.long())

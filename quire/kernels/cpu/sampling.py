@@ -10,22 +10,22 @@ from quire.kernels.cpu.norm_linear import require_rows
 from quire.kernels.torch.sampling import RowSettings
 
 
-def largest(scores: Tensor) -> Tensor:
+def largest(logits: Tensor) -> Tensor:
     """The place of the largest number in each line of float32 [S, V], as `argmax` has it: the first
     of equals, and NaN above all. int32 [S]."""
-    num_lines, width = scores.shape
-    stride = require_rows("scores", scores, width)
+    num_lines, width = logits.shape
+    stride = require_rows("logits", logits, width)
     out = torch.empty(num_lines, dtype=torch.int32)
     native().quire_largest(
-        scores.data_ptr(), stride, num_lines, width, out.data_ptr(), num_threads()
+        logits.data_ptr(), stride, num_lines, width, out.data_ptr(), num_threads()
     )
     return out
 
 
-def choose_tokens(scores: Tensor, rows: Tensor, positions: Tensor, settings: RowSettings) -> Tensor:
-    """One token for each line of float32 scores [S, V]; see the reference. int32 [S]."""
-    num_lines, width = scores.shape
-    stride = require_rows("scores", scores, width)
+def sample_tokens(logits: Tensor, rows: Tensor, positions: Tensor, settings: RowSettings) -> Tensor:
+    """One token for each line of float32 logits [S, V]; see the reference. int32 [S]."""
+    num_lines, width = logits.shape
+    stride = require_rows("logits", logits, width)
     require_column("rows", rows, torch.int64, num_lines)
     require_column("positions", positions, torch.int32, len(positions))
     for name in ("seed_low", "seed_high", "top_k"):
@@ -34,7 +34,7 @@ def choose_tokens(scores: Tensor, rows: Tensor, positions: Tensor, settings: Row
         require_column(name, getattr(settings, name), torch.float32, len(positions))
     out = torch.empty(num_lines, dtype=torch.int32)
     call = SamplingCall(
-        scores=scores.data_ptr(),
+        logits=logits.data_ptr(),
         stride=stride,
         num_lines=num_lines,
         rows=rows.data_ptr(),

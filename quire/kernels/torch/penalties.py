@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class PenaltySettings:
-    """One number per row of the request table."""
+    """One number per row of the row table."""
 
     slot: Tensor
     """int32; the row's place in the counts, 0 where the row has no penalties."""
@@ -19,17 +19,17 @@ class PenaltySettings:
     presence: Tensor
 
 
-def penalize(scores: Tensor, rows: Tensor, uses: Tensor, settings: PenaltySettings) -> None:
-    """Lowers the float32 scores [S, V] of used tokens, in place.
+def penalize(logits: Tensor, rows: Tensor, uses: Tensor, settings: PenaltySettings) -> None:
+    """Lowers the float32 logits [S, V] of used tokens, in place.
 
     `uses` int32 [slots, V] holds twice the number of generated uses, plus one if the prompt uses
-    the token. Where there is any use, positive scores are divided by the repetition penalty, others
+    the token. Where there is any use, positive logits are divided by the repetition penalty, others
     multiplied. Then the frequency penalty is subtracted once per generated use, and the presence
     penalty once if there is any.
     """
     slots = settings.slot[rows].long()
     for line in slots.nonzero()[:, 0].tolist():
-        row, used, part = rows[line], uses[slots[line]], scores[line]
+        row, used, part = rows[line], uses[slots[line]], logits[line]
         repetition = float(settings.repetition[row])
         frequency, presence = float(settings.frequency[row]), float(settings.presence[row])
         repeated = torch.where(part > 0, part / repetition, part * repetition)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES, CHUNK_ELEMENTS, dequantize_blocks
-from quire.kernels.torch.heads import rms_norm
+from quire.kernels.torch.qkv import rms_norm
 
 KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 """GGUF's names of the block formats."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class DraftedRows(NamedTuple):
-    """The rows of a request table, int32 each; drafts lie behind the known tokens."""
+    """The rows of a row table, int32 each; drafts lie behind the known tokens."""
 
     token_ids: Tensor
     """[rows, tokens]."""

@@ -1,12 +1,12 @@
-"""Choice of one token per line of scores: the highest, or drawn with temperature and filters.
+"""Sampling of one token per line of logits: the highest, or drawn with temperature and filters.
 
-A line's row of the request table says how it chooses. top_k, top_p and min_p are a cutoff: tokens
-that score at least that are kept. So tokens of equal score stay or go together, and the kept set
-does not depend on how the scores were ordered.
+A line's row of the row table says how it samples. top_k, top_p and min_p are a cutoff: tokens whose
+logit is at least that are kept. So tokens of equal logit stay or go together, and the kept set does
+not depend on how the logits were ordered.
 
 - min_p keeps tokens at least `min_p` times as likely as the likeliest;
-- top_k keeps tokens that score at least the k-th highest score;
-- top_p keeps, of what those two left, each token for which the tokens of higher score hold less
+- top_k keeps tokens whose logit is at least the k-th highest;
+- top_p keeps, of what those two left, each token for which the tokens of higher logit hold less
   than `top_p` of the mass left.
 """
 
@@ -27,10 +27,10 @@ LOWEST = torch.finfo(torch.float32).min
 
 @dataclass(frozen=True, eq=False)
 class RowSettings:
-    """How each row chooses: one number per row of the request table."""
+    """How each row samples: one number per row of the row table."""
 
     temperature: Tensor
-    """0 takes the highest score, and then nothing below is looked at."""
+    """0 takes the highest logit, and then nothing below is looked at."""
     seed_low: Tensor
     """int32, as is `seed_high`."""
     seed_high: Tensor
@@ -41,7 +41,7 @@ class RowSettings:
     log_min_p: Tensor
     """-inf where off."""
     scratch: Tensor
-    """`merge_scratch`, for as many lines as are ever chosen for at once."""
+    """`merge_scratch`, for as many lines as are ever sampled at once."""
 
 
 def merge_scratch(max_lines: int, device: torch.device) -> Tensor:
@@ -60,48 +60,48 @@ class Kinds:
     filters: bool
     """Some line has top_k, top_p or min_p."""
     searches: bool
-    """Some line has top_k or top_p: its cutoff does not follow from the highest score alone."""
+    """Some line has top_k or top_p: its cutoff does not follow from the highest logit alone."""
 
 
-def choose_tokens(scores: Tensor, rows: Tensor, positions: Tensor, settings: RowSettings) -> Tensor:
-    """One token for each line of `scores` [S, V]; int32 [S].
+def sample_tokens(logits: Tensor, rows: Tensor, positions: Tensor, settings: RowSettings) -> Tensor:
+    """One token for each line of `logits` [S, V]; int32 [S].
 
     `rows` int64 [S] are the lines' rows; `positions` int32 holds, for each row of the table, the
-    position of the token to choose. Among equals the lowest token id wins.
+    position of the token to sample. Among equals the lowest token id wins.
     """
-    tokens = scores.argmax(-1)
+    tokens = logits.argmax(-1)
     drawn = (settings.temperature[rows] > 0).nonzero()[:, 0]
-    for lines in drawn.split(max(1, MAX_ELEMENTS // scores.shape[1])):
+    for lines in drawn.split(max(1, MAX_ELEMENTS // logits.shape[1])):
         if len(lines):
-            tokens[lines] = _draw(scores[lines], rows[lines], positions, settings)
+            tokens[lines] = _draw(logits[lines], rows[lines], positions, settings)
     return tokens.int()
 
 
-def _draw(scores: Tensor, rows: Tensor, positions: Tensor, settings: RowSettings) -> Tensor:
-    """Of lines that all have a temperature: the highest of tempered scores and Gumbel noise, which
+def _draw(logits: Tensor, rows: Tensor, positions: Tensor, settings: RowSettings) -> Tensor:
+    """Of lines that all have a temperature: the highest of tempered logits and Gumbel noise, which
     is a draw from the softmax of what the filters keep."""
-    tempered = scores.float() / settings.temperature[rows][:, None]
-    cutoff = token_cutoffs(scores, rows, settings)[:, None]
+    tempered = logits.float() / settings.temperature[rows][:, None]
+    cutoff = token_cutoffs(logits, rows, settings)[:, None]
     kept = tempered.masked_fill(tempered < cutoff, -math.inf)
     keys = draw_keys(settings.seed_low[rows], settings.seed_high[rows], positions[rows])
-    return (kept + gumbel(hash_tokens(scores.shape[1], scores.device), *keys)).argmax(-1)
+    return (kept + gumbel(hash_tokens(logits.shape[1], logits.device), *keys)).argmax(-1)
 
 
-def token_cutoffs(scores: Tensor, rows: Tensor, settings: RowSettings) -> Tensor:
-    """Lowest score kept in each line, once divided by the temperature; float32 [S].
+def token_cutoffs(logits: Tensor, rows: Tensor, settings: RowSettings) -> Tensor:
+    """Lowest logit kept in each line, once divided by the temperature; float32 [S].
 
     Minus infinity where nothing is filtered, or nothing could be kept.
     """
     temperature, top_k = settings.temperature[rows], settings.top_k[rows]
     top_p, log_min_p = settings.top_p[rows], settings.log_min_p[rows]
-    ordered = (scores.float() / temperature[:, None]).sort(-1, descending=True).values
+    ordered = (logits.float() / temperature[:, None]).sort(-1, descending=True).values
     found = cutoffs(ordered, top_k, top_p, log_min_p)
     filters = (top_k > 0) | (top_p < 1.0) | (log_min_p > -math.inf)
     return found.masked_fill(~filters | (temperature == 0), -math.inf)
 
 
 def cutoffs(ordered: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> Tensor:
-    """Lowest score kept [S] of scores in falling order [S, V]; the filters are [S] each."""
+    """Lowest logit kept [S] of logits in falling order [S, V]; the filters are [S] each."""
     best = ordered[:, :1]
     kth = ordered.gather(1, top_k[:, None].long().clamp(1, ordered.shape[1]) - 1)
     floor = kth.masked_fill(top_k[:, None] == 0, LOWEST).clamp_min(LOWEST)

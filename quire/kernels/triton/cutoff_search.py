@@ -1,6 +1,6 @@
-"""Exact division by a temperature, and the exact search for a cutoff among the scores of one line.
+"""Exact division by a temperature, and the exact search for a cutoff among the logits of one line.
 
-Scores are searched as integers that order as they do. Masses are integers too, so that the order of
+Logits are searched as integers that order as they do. Masses are integers too, so that the order of
 summation moves no cutoff.
 """
 
@@ -18,7 +18,7 @@ def divide(x, divisor):
     """x / divisor, rounded correctly, for a scalar divisor.
 
     Unlike the hardware's division this takes no branches, which would keep it from working on many
-    scores at a time: a product with the reciprocal, corrected twice by what it misses.
+    logits at a time: a product with the reciprocal, corrected twice by what it misses.
     """
     if INTERPRETED:
         return tl.div_rn(x, divisor)
@@ -43,13 +43,13 @@ def from_key(key):
 
 
 @triton.jit
-def mass_of(score, best):
-    """exp(score - best) in units of 2^-44, so that the masses of 2^18 tokens fit 63 bits.
+def mass_of(logit, best):
+    """exp(logit - best) in units of 2^-44, so that the masses of 2^18 tokens fit 63 bits.
 
     Fused products recover what rounding the exponent lost; the factors are log2(e), as a sum of
     two, and ln(2).
     """
-    below = tl.maximum(score - best, -100.0)
+    below = tl.maximum(logit - best, -100.0)
     exponent = below * 1.4426950216293335
     lost = tl.fma(below, 1.4426950216293335, -exponent)
     lost = tl.fma(below, 1.92596299112661746887e-08, lost)
@@ -67,9 +67,9 @@ def weight_above(
     TEMPERED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """How many of the `count` scores at `ptr` are above that of `key`, or their mass.
+    """How many of the `count` logits at `ptr` are above that of `key`, or their mass.
 
-    Also the key of the lowest score above it, and that of the highest score not above it.
+    Also the key of the lowest logit above it, and that of the highest logit not above it.
     """
     weights = tl.zeros([TILE], tl.int64)
     next_above = tl.full([TILE], 0x7FFFFFFF, tl.int32)
@@ -106,8 +106,8 @@ def _search(
 ):
     """The lowest key in [low, high] with a weight below `limit` above it.
 
-    Keys between two neighbouring scores have the same weight above them, so each try takes the
-    bracket on to the next score. Where many scores are equal that saves most of the tries.
+    Keys between two neighbouring logits have the same weight above them, so each try takes the
+    bracket on to the next logit. Where many logits are equal that saves most of the tries.
     """
     while low < high:
         middle = (low & high) + ((low ^ high) >> 1)  # their mean rounded down, without overflow
@@ -138,10 +138,10 @@ def find_cutoff(
     TEMPERED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The cutoff, which lies in [low, high], by a search among `count` scores at `ptr`.
+    """The cutoff, which lies in [low, high], by a search among `count` logits at `ptr`.
 
-    `base` is the mass above those scores, `left` the mass that top_p is a share of; where that is
-    0, it is found here. Scores not yet `TEMPERED` are divided by the temperature.
+    `base` is the mass above those logits, `left` the mass that top_p is a share of; where that is
+    0, it is found here. Logits not yet `TEMPERED` are divided by the temperature.
     """
     lowest, highest = to_key(low), to_key(high)
     if top_k > 0:

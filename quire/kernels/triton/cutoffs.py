@@ -1,13 +1,13 @@
 """Cutoffs of top_k, top_p and min_p without a sort.
 
-What is kept depends on the weight above a score: the number of higher scores for top_k, their mass
-for top_p. The cutoff is the lowest score with little enough above it. It is found by narrowing a
+What is kept depends on the weight above a logit: the number of higher logits for top_k, their mass
+for top_p. The cutoff is the lowest logit with little enough above it. It is found by narrowing a
 bracket, each step a launch whose programs have one chunk of one line each:
 
-1. the highest and the lowest score of the chunk;
+1. the highest and the lowest logit of the chunk;
 2. twice: the weight above each of 16 pivots spread over the bracket, which leaves 1/16 of it;
-3. the scores inside of the bracket are collected, and the mass above it is summed exactly;
-4. one program per line searches the collected scores. Where they are too many, or where rounding
+3. the logits inside of the bracket are collected, and the mass above it is summed exactly;
+4. one program per line searches the collected logits. Where they are too many, or where rounding
    in step 2 misled it, it searches the whole line instead.
 
 Chunks do not depend on the batch, so neither does any result.
@@ -49,15 +49,15 @@ def _load_settings(notes):
 
 
 @triton.jit
-def _load_scores(scores_ptr, line, stride, vocab_size, CHUNK: tl.constexpr):
+def _load_logits(logits_ptr, line, stride, vocab_size, CHUNK: tl.constexpr):
     tokens = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(scores_ptr + line * stride + tokens, tokens < vocab_size, float("-inf"))
+    x = tl.load(logits_ptr + line * stride + tokens, tokens < vocab_size, float("-inf"))
     return x.to(tl.float32)
 
 
 @triton.jit
 def _load_extremes(notes, splits, SPLITS: tl.constexpr):
-    """The highest and the lowest score of the line, minus infinity aside."""
+    """The highest and the lowest logit of the line, minus infinity aside."""
     part = tl.arange(0, SPLITS)
     at = notes + NUM_SETTINGS + part
     top = tl.max(tl.load(at, part < splits, float("-inf")), 0)
@@ -78,7 +78,7 @@ def _narrow(
     ROUNDS: tl.constexpr,
 ):
     """The bracket [low, high) of the cutoff after so many rounds, before temperature."""
-    # Scores 32 below the highest one, once divided by the temperature, have hardly any mass.
+    # Logits 32 below the highest one, once divided by the temperature, have hardly any mass.
     low = tl.maximum(bottom, top - 32.0 * tl.where(top_k > 0, 1.0, temperature))
     high = tl.full([], float("inf"), tl.float32)
     wanted = top_k
@@ -104,7 +104,7 @@ def _narrow(
 
 @triton.jit
 def _start_kernel(
-    scores_ptr,
+    logits_ptr,
     rows_ptr,
     temperature_ptr,
     top_k_ptr,
@@ -122,7 +122,7 @@ def _start_kernel(
     line = tl.program_id(1).to(tl.int64)
     part = tl.program_id(0)
     notes = notes_ptr + line * NOTES
-    x = _load_scores(scores_ptr, line, stride, vocab_size, CHUNK)
+    x = _load_logits(logits_ptr, line, stride, vocab_size, CHUNK)
     tl.store(notes + NUM_SETTINGS + part, tl.max(x, 0))
     lowest = tl.min(tl.where(x > float("-inf"), x, float("inf")), 0)
     tl.store(notes + NUM_SETTINGS + SPLITS + part, lowest)
@@ -139,7 +139,7 @@ def _start_kernel(
 
 @triton.jit
 def _weigh_kernel(
-    scores_ptr,
+    logits_ptr,
     notes_ptr,
     vocab_size,
     stride,
@@ -155,7 +155,7 @@ def _weigh_kernel(
     notes = notes_ptr + line * NOTES
     temperature, top_k, top_p, log_min_p = _load_settings(notes)
     if (top_k > 0) | (top_p < 1.0):
-        x = _load_scores(scores_ptr, line, stride, vocab_size, CHUNK)
+        x = _load_logits(logits_ptr, line, stride, vocab_size, CHUNK)
         top, bottom = _load_extremes(notes, splits, SPLITS)
         low, high = _narrow(notes, top, bottom, temperature, top_k, top_p, splits, SPLITS, ROUND)
         first, last = tl.maximum(low, bottom), tl.minimum(high, top)
@@ -171,7 +171,7 @@ def _weigh_kernel(
 
 @triton.jit
 def _collect_kernel(
-    scores_ptr,
+    logits_ptr,
     notes_ptr,
     sums_ptr,
     collected_ptr,
@@ -189,7 +189,7 @@ def _collect_kernel(
     sums = sums_ptr + line * (2 * SPLITS + 1)
     temperature, top_k, top_p, log_min_p = _load_settings(notes)
     if (top_k > 0) | (top_p < 1.0):
-        x = _load_scores(scores_ptr, line, stride, vocab_size, CHUNK)
+        x = _load_logits(logits_ptr, line, stride, vocab_size, CHUNK)
         top, bottom = _load_extremes(notes, splits, SPLITS)
         low, high = _narrow(
             notes, top, bottom, temperature, top_k, top_p, splits, SPLITS, NUM_ROUNDS
@@ -214,7 +214,7 @@ def _collect_kernel(
 
 @triton.jit
 def _finish_kernel(
-    scores_ptr,
+    logits_ptr,
     notes_ptr,
     sums_ptr,
     collected_ptr,
@@ -228,7 +228,7 @@ def _finish_kernel(
     MAX_COLLECTED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Step 4: the cutoff, as a score divided by the temperature."""
+    """Step 4: the cutoff, as a logit divided by the temperature."""
     line = tl.program_id(0).to(tl.int64)
     notes = notes_ptr + line * NOTES
     temperature, top_k, top_p, log_min_p = _load_settings(notes)
@@ -272,19 +272,19 @@ def _finish_kernel(
                 )  # fmt: skip
             else:
                 cutoff = find_cutoff(
-                    scores_ptr + line * stride, vocab_size, temperature, top_k, top_p, best, floor,
+                    logits_ptr + line * stride, vocab_size, temperature, top_k, top_p, best, floor,
                     divide(bottom, temperature), best, none, none, False, TILE,
                 )  # fmt: skip
     tl.store(out_ptr + line, tl.where(temperature > 0, cutoff, float("-inf")))
 
 
-def token_cutoffs(scores: Tensor, rows: Tensor, settings: RowSettings, kinds: Kinds) -> Tensor:
-    """Lowest score kept in each line, once divided by the temperature; float32 [S].
+def token_cutoffs(logits: Tensor, rows: Tensor, settings: RowSettings, kinds: Kinds) -> Tensor:
+    """Lowest logit kept in each line, once divided by the temperature; float32 [S].
 
     It keeps the set that the reference's cutoff keeps; masses may differ from the reference's in
     the last place.
     """
-    (num_lines, vocab_size), device = scores.shape, scores.device
+    (num_lines, vocab_size), device = logits.shape, logits.device
     splits = -(-vocab_size // CHUNK)
     padded = 1 << (splits - 1).bit_length()
     num_notes = NUM_SETTINGS.value + NUM_SUMS.value * padded
@@ -293,10 +293,10 @@ def token_cutoffs(scores: Tensor, rows: Tensor, settings: RowSettings, kinds: Ki
     sums = torch.empty((num_lines, 2 * padded + 1), dtype=torch.int64, device=device)
     collected = torch.empty((num_lines, MAX_COLLECTED), dtype=torch.float32, device=device)
     out = torch.empty(num_lines, dtype=torch.float32, device=device)
-    shape = (vocab_size, scores.stride(0))
+    shape = (vocab_size, logits.stride(0))
     grid = (splits, num_lines)
     _start_kernel[grid](
-        scores,
+        logits,
         rows,
         settings.temperature,
         settings.top_k,
@@ -309,9 +309,9 @@ def token_cutoffs(scores: Tensor, rows: Tensor, settings: RowSettings, kinds: Ki
     )
     if kinds.searches:
         for index in range(NUM_ROUNDS.value):
-            _weigh_kernel[grid](scores, notes, *shape, splits, ROUND=index, **sizes)
+            _weigh_kernel[grid](logits, notes, *shape, splits, ROUND=index, **sizes)
         _collect_kernel[grid](
-            scores,
+            logits,
             notes,
             sums,
             collected,
@@ -321,7 +321,7 @@ def token_cutoffs(scores: Tensor, rows: Tensor, settings: RowSettings, kinds: Ki
             **sizes,
         )
     _finish_kernel[(num_lines,)](
-        scores,
+        logits,
         notes,
         sums,
         collected,

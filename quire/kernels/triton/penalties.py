@@ -13,7 +13,7 @@ WIDTH = 2048
 
 @triton.jit
 def _penalize_kernel(
-    scores_ptr,
+    logits_ptr,
     rows_ptr,
     uses_ptr,
     slot_ptr,
@@ -34,22 +34,22 @@ def _penalize_kernel(
         repetition = tl.load(repetition_ptr + row)
         frequency = tl.load(frequency_ptr + row)
         presence = tl.load(presence_ptr + row)
-        # Most tokens have no use: their scores need not even be read.
+        # Most tokens have no use: their logits need not even be read.
         used = uses != 0
-        score = tl.load(scores_ptr + line * stride + tokens, used, 0.0)
-        score = tl.where(score > 0, tl.div_rn(score, repetition), score * repetition)
+        logit = tl.load(logits_ptr + line * stride + tokens, used, 0.0)
+        logit = tl.where(logit > 0, tl.div_rn(logit, repetition), logit * repetition)
         counts = (uses >> 1).to(tl.float32)
-        score -= counts * frequency
-        score -= tl.minimum(counts, 1.0) * presence
-        tl.store(scores_ptr + line * stride + tokens, score, used)
+        logit -= counts * frequency
+        logit -= tl.minimum(counts, 1.0) * presence
+        tl.store(logits_ptr + line * stride + tokens, logit, used)
 
 
-def penalize(scores: Tensor, rows: Tensor, uses: Tensor, settings: PenaltySettings) -> None:
+def penalize(logits: Tensor, rows: Tensor, uses: Tensor, settings: PenaltySettings) -> None:
     """As the reference, bit for bit."""
-    num_lines, vocab_size = scores.shape
+    num_lines, vocab_size = logits.shape
     assert uses.shape[1] == vocab_size and uses.is_contiguous()
     _penalize_kernel[(-(-vocab_size // WIDTH), num_lines)](
-        scores,
+        logits,
         rows,
         uses,
         settings.slot,
@@ -57,7 +57,7 @@ def penalize(scores: Tensor, rows: Tensor, uses: Tensor, settings: PenaltySettin
         settings.frequency,
         settings.presence,
         vocab_size,
-        scores.stride(0),
+        logits.stride(0),
         WIDTH=WIDTH,
         num_warps=4,
         # A fused multiply-add would round once where the reference rounds twice.

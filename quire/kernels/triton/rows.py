@@ -16,7 +16,7 @@ WIDTH = 128
 
 
 class RowTensors(NamedTuple):
-    """The rows of a request table."""
+    """The rows of a row table."""
 
     token_ids: Tensor
     """int32 [rows, tokens]."""

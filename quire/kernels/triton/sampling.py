@@ -1,4 +1,4 @@
-"""Choice of one token per line of scores: the highest, or the highest after temperature and noise.
+"""Sampling: of each line of logits the highest token, or the highest after temperature and noise.
 
 A line is cut into chunks, so that a single one keeps many processors busy. Each program finds the
 best token of its chunk and merges it into the line's best by an atomic maximum; the last one to
@@ -49,7 +49,7 @@ def _gumbel(tokens, key0, key1):
 
 @triton.jit
 def _choose_kernel(
-    scores_ptr,
+    logits_ptr,
     rows_ptr,
     positions_ptr,
     temperature_ptr,
@@ -67,7 +67,7 @@ def _choose_kernel(
 ):
     line = tl.program_id(1).to(tl.int64)
     tokens = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(scores_ptr + line * stride + tokens, tokens < vocab_size, float("-inf"))
+    x = tl.load(logits_ptr + line * stride + tokens, tokens < vocab_size, float("-inf"))
     x = x.to(tl.float32)
     if DRAWS:
         row = tl.load(rows_ptr + line)
@@ -85,14 +85,14 @@ def _choose_kernel(
                 key0 = _mix(low ^ _mix(position + 0x9E3779B9, 0), 0)
                 key1 = _mix(high ^ _mix(position + key0, 0), 0)
                 x += _gumbel(tokens, key0, key1)
-    # NaN must not become a token id that does not exist; no score may be a negative zero, whose
+    # NaN must not become a token id that does not exist; no logit may be a negative zero, whose
     # bits would rank below those of the positive one.
     x = tl.where(x == x, x, float("-inf"))
     top = tl.max(x, 0)
     token = tl.min(tl.where(x == top, tokens, 0x7FFFFFFF), 0)
     bits = tl.where(top == 0, 0.0, top).to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    # The lower token id wins among equal scores.
+    # The lower token id wins among equal logits.
     packed = (ordered.to(tl.int64) << 32) | (token ^ 0x7FFFFFFF).to(tl.int64)
     tl.atomic_max(scratch_ptr + line, packed, sem="relaxed")
     # Releases the maximum before it, and for the last one acquires those of all others.
@@ -103,20 +103,20 @@ def _choose_kernel(
         tl.store(scratch_ptr + max_lines + line, 0)
 
 
-def choose_tokens(
-    scores: Tensor, rows: Tensor, positions: Tensor, settings: RowSettings, kinds: Kinds
+def sample_tokens(
+    logits: Tensor, rows: Tensor, positions: Tensor, settings: RowSettings, kinds: Kinds
 ) -> Tensor:
     """As the reference; the noise and the masses of top_p may differ from its in the last place."""
-    num_lines, vocab_size = scores.shape
-    out = torch.empty(num_lines, dtype=torch.int32, device=scores.device)
+    num_lines, vocab_size = logits.shape
+    out = torch.empty(num_lines, dtype=torch.int32, device=logits.device)
     if num_lines == 0:
         return out
     max_lines = settings.scratch.shape[1]
-    assert scores.stride(1) == 1 and num_lines <= max_lines
+    assert logits.stride(1) == 1 and num_lines <= max_lines
     chunk = CHUNK_WITH_NOISE if kinds.draws else CHUNK
-    cutoffs = token_cutoffs(scores, rows, settings, kinds) if kinds.filters else settings.top_p
+    cutoffs = token_cutoffs(logits, rows, settings, kinds) if kinds.filters else settings.top_p
     _choose_kernel[(-(-vocab_size // chunk), num_lines)](
-        scores,
+        logits,
         rows,
         positions,
         settings.temperature,
@@ -126,7 +126,7 @@ def choose_tokens(
         settings.scratch,
         out,
         vocab_size,
-        scores.stride(0),
+        logits.stride(0),
         max_lines,
         DRAWS=kinds.draws,
         FILTERS=kinds.filters,

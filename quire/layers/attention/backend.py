@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from quire.layers.attention.heads import Heads
+from quire.layers.attention.layer import AttentionStep
 from quire.layers.attention.shared_prefix import PrefixTiles
 from quire.protocol.errors import OptionError
 from quire.protocol.plan import Int32Array
@@ -63,15 +63,6 @@ class BackendSupport:
     cuda_graphs: bool  # steps can be captured, and slots of -1 are not written
 
 
-class AttentionStep(Protocol):
-    """A planned step; called once per layer."""
-
-    def attend(self, layer_index: int, heads: Heads, scale: float, window: int | None) -> Tensor:
-        """Prepares the heads, stores k and v, then attends with q and returns a tensor of q's
-        shape. A query at position p sees (p - window, p]."""
-        ...
-
-
 class AttentionBackend(Protocol):
     """Computes attention over `kv [layers, 2, blocks, num_kv_heads, block_size, head_dim]`."""
 
@@ -104,6 +95,30 @@ class AttentionBackend(Protocol):
     def plan(self, inputs: AttentionInputs) -> AttentionStep:
         """Does the host work of a step, once for all layers."""
         ...
+
+
+class GroupedAttention:
+    """Backends may differ between groups; what steps are cut into fits all of them."""
+
+    def __init__(self, backends: Sequence[AttentionBackend]) -> None:
+        self.backends = tuple(backends)
+        tiles = {backend.tile_queries for backend in self.backends}
+        assert len(tiles) == 1, "tiles are the same for all groups"
+        (self.tile_queries,) = tiles
+        """Queries of a request that go into one tile; 0: there are no tiles."""
+        self.max_decode_queries = min(backend.max_decode_queries for backend in self.backends)
+        self.prefix_members = min(backend.prefix_members for backend in self.backends)
+        """Requests whose queries of a shared prefix go into one tile."""
+
+    @property
+    def prefill_names(self) -> list[str]:
+        """Which kernels attend with prompts, where there are several."""
+        names = (backend.prefill_name for backend in self.backends)
+        return list(dict.fromkeys(name for name in names if name is not None))
+
+    def plan(self, inputs: Sequence[AttentionInputs]) -> tuple[AttentionStep, ...]:
+        """Does the host work of a step, once for all layers; `inputs` are those of each group."""
+        return tuple(backend.plan(one) for backend, one in zip(self.backends, inputs, strict=True))
 
 
 def candidates() -> tuple[type[AttentionBackend], ...]:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from quire.kernels import cpu
 from quire.kernels.cpu.decoder import Decoder
-from quire.kernels.cpu.heads import HeadsStep
+from quire.kernels.cpu.heads import QKVStep
 from quire.layers.attention.backend import AttentionInputs, BackendSupport
-from quire.layers.attention.heads import Heads, Rotation
+from quire.layers.attention.layer import QKV, Rotation
 from quire.protocol.kv_spec import BLOCK_SIZES
 
 
@@ -70,12 +70,12 @@ class CpuStep:
     ) -> None:
         self.caches, self.cache_array = caches, cache_array
         self.inputs = inputs  # the step holds addresses of these tensors
-        self.step = HeadsStep(
+        self.step = QKVStep(
             kv_layer, inputs.slots, inputs.query_start, inputs.context_lens, inputs.block_tables
         )
 
-    def attend(self, layer_index: int, heads: Heads, scale: float, window: int | None) -> Tensor:
-        rotation, norms = heads.rotation, heads.norms
+    def attend(self, layer_index: int, qkv: QKV, scale: float, window: int | None) -> Tensor:
+        rotation, norms = qkv.rotation, qkv.norms
         if rotation is not None:
             self.step.set_rotation(rotation.cos, rotation.sin, rotation.positions)
         if norms is not None:
@@ -83,7 +83,7 @@ class CpuStep:
         else:
             self.step.set_norms(None, None, 0.0)
         caches = self.caches[layer_index]
-        return self.step.attend(caches, heads.q, heads.k, heads.v, scale, window)
+        return self.step.attend(caches, qkv.q, qkv.k, qkv.v, scale, window)
 
     def decode(
         self, decoder: Decoder, x: Tensor, rotation: Rotation, first_slot: int

@@ -1,14 +1,95 @@
-"""`Attention`: the layer between the projections of a model and the backend of its KV group."""
+"""`Attention`, the layer between the projections of a model and the backend of its KV group, and
+what a forward pass gives it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
 
 from torch import Tensor, nn
 
-from quire.layers.attention.heads import Heads
-from quire.layers.step import StepContext
+from quire.kernels.torch.qkv import rms_norm, rotate
 from quire.protocol.kv_spec import KVGroup
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Rotary positions of a step's tokens; cos and sin are tables [max_positions, head_dim / 2]."""
+
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor
+
+    @cached_property
+    def angles(self) -> tuple[Tensor, Tensor]:
+        """cos and sin of each token, [T, 1, head_dim / 2]."""
+        return self.cos[self.positions].unsqueeze(1), self.sin[self.positions].unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class QKNorms:
+    """RMSNorm of queries and keys per head, before the rotation."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class QKV:
+    """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] as projected, and what is
+    still to be done to them before they meet."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rotation: Rotation | None = None
+    norms: QKNorms | None = None
+
+    def prepared(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v ready for attention, in plain torch."""
+        q, k = self.q, self.k
+        if self.norms is not None:
+            q = rms_norm(q, self.norms.q_weight, self.norms.eps)
+            k = rms_norm(k, self.norms.k_weight, self.norms.eps)
+        if self.rotation is not None:
+            q, k = rotate(q, *self.rotation.angles), rotate(k, *self.rotation.angles)
+        return q, k, self.v
+
+
+class AttentionStep(Protocol):
+    """A step that a backend has planned; called once per layer."""
+
+    def attend(self, layer_index: int, qkv: QKV, scale: float, window: int | None) -> Tensor:
+        """Prepares q and k, stores k and v, then attends with q and returns a tensor of q's
+        shape. A query at position p sees (p - window, p]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """All that a forward pass is given beside the weights: one flat line of T tokens, which may
+    belong to many requests."""
+
+    positions: Tensor
+    """int64 [T]"""
+    attention: tuple[AttentionStep, ...]
+    """The planned step of each KV group."""
+    token_ids: Tensor | None = None
+    """int64 [T]; None where there are `embeddings`."""
+    embeddings: Tensor | None = None
+    """[T, H], in place of what the model's own table has for the token ids; may be overwritten."""
+    adapter_slots: Tensor | None = None
+    """int32 [T]: which loaded adapter each token uses, -1 for none; None: no token uses one."""
+
+    def embed(self, table: Callable[[Tensor], Tensor]) -> Tensor:
+        """Input embeddings [T, H]: those given, or the rows of `table` that the token ids name."""
+        if self.embeddings is not None:
+            return self.embeddings
+        assert self.token_ids is not None, "a step has token ids or embeddings"
+        return table(self.token_ids)
 
 
 class Attention(nn.Module):
@@ -25,10 +106,10 @@ class Attention(nn.Module):
         step."""
         self.kv_group, self.layer_slot, self.window = kv_group, layer_slot, window
 
-    def forward(self, heads: Heads, step: StepContext) -> Tensor:
+    def forward(self, qkv: QKV, step: StepContext) -> Tensor:
         """[T, num_heads * head_dim]"""
         attention = step.attention[self.kv_group]
-        return attention.attend(self.layer_slot, heads, self.scale, self.window).flatten(1)
+        return attention.attend(self.layer_slot, qkv, self.scale, self.window).flatten(1)
 
 
 def bind_kv_groups(model: nn.Module, groups: Sequence[KVGroup]) -> None:

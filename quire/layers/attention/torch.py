@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.kernels.torch.attention import paged_attention, write_kv
 from quire.layers.attention.backend import AttentionInputs, BackendSupport
-from quire.layers.attention.heads import Heads
+from quire.layers.attention.layer import QKV
 from quire.protocol.kv_spec import BLOCK_SIZES
 
 
@@ -65,8 +65,8 @@ class TorchStep:
         self.layers = layers
         self.inputs = inputs
 
-    def attend(self, layer_index: int, heads: Heads, scale: float, window: int | None) -> Tensor:
-        q, k, v = heads.prepared()
+    def attend(self, layer_index: int, qkv: QKV, scale: float, window: int | None) -> Tensor:
+        q, k, v = qkv.prepared()
         layer, inputs = self.layers[layer_index], self.inputs
         write_kv(layer, k, v, inputs.slots)
         return paged_attention(

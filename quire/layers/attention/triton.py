@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.layers.attention.backend import AttentionInputs, BackendSupport
-from quire.layers.attention.heads import Heads
+from quire.layers.attention.layer import QKV
 from quire.layers.attention.triton_prefill import choose_prefill, is_hopper, tile_row_bytes
 from quire.protocol.kv_spec import BLOCK_SIZES
 from quire.protocol.plan import Int32Array
@@ -176,9 +176,9 @@ class TritonStep:
                 inputs.block_tables[sent[0]],
             )
 
-    def attend(self, layer_index: int, heads: Heads, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer_index: int, qkv: QKV, scale: float, window: int | None) -> Tensor:
         layer = self.backend.layers[layer_index]
-        q = _prepare_and_write(heads, layer, self.slots)
+        q = _prepare_and_write(qkv, layer, self.slots)
         return self.attend_prepared(layer, q, scale, window)
 
     def attend_prepared(self, layer: Tensor, q: Tensor, scale: float, window: int | None) -> Tensor:
@@ -258,12 +258,12 @@ def query_tiles(
     return requests[order], indices[order]
 
 
-def _prepare_and_write(heads: Heads, layer: Tensor, slots: Tensor) -> Tensor:
-    """Normalise, rotate and store as the heads ask; returns the queries."""
+def _prepare_and_write(qkv: QKV, layer: Tensor, slots: Tensor) -> Tensor:
+    """Normalise, rotate and store as QKV asks; returns the queries."""
     from quire.kernels.triton.rotary_cache import rotate_and_write
 
-    rotation, norms = heads.rotation, heads.norms
-    q, k, v = heads.q, heads.k, heads.v
+    rotation, norms = qkv.rotation, qkv.norms
+    q, k, v = qkv.q, qkv.k, qkv.v
     if rotation is None:
         assert norms is None, "the kernel normalises heads only where it rotates them"
         return rotate_and_write(q, k, v, layer, slots)

@@ -32,9 +32,9 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "norm and linear of one token": lambda cases: cases.fused_linear(40, 100, gated=True),
     "linear of a batch": lambda cases: cases.linear(3, 40, 100),
     "embedding": lambda cases: cases.embedding(3, vocab=50),
-    "choice of a token": lambda cases: cases.choice(cases.FILTERED, 20, vocab=300),
-    "greedy choice": lambda cases: cases.choice(cases.GREEDY, 20, vocab=300),
-    "drawn choice": lambda cases: cases.choice(cases.DRAWN, 20, vocab=300),
+    "sampling": lambda cases: cases.sampling(cases.FILTERED, 20, vocab=300),
+    "greedy sampling": lambda cases: cases.sampling(cases.GREEDY, 20, vocab=300),
+    "sampling with temperature": lambda cases: cases.sampling(cases.DRAWN, 20, vocab=300),
     "gather the batch": lambda cases: cases.gathering(5),
     "append tokens": lambda cases: cases.appending(5),
 }

@@ -17,17 +17,16 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from quire.layers.attention import triton as triton_backend  # noqa: E402
-from quire.layers.attention.groups import GroupedAttention  # noqa: E402
-from quire.layers.attention.heads import Heads  # noqa: E402
+from quire.layers.attention.backend import GroupedAttention  # noqa: E402
+from quire.layers.attention.layer import QKV, StepContext  # noqa: E402
 from quire.layers.attention.shared_prefix import HostPrefixTiles, prefix_tiles  # noqa: E402
 from quire.layers.attention.torch import TorchBackend  # noqa: E402
 from quire.layers.attention.triton import TritonBackend  # noqa: E402
-from quire.layers.step import StepContext  # noqa: E402
 from quire.protocol.plan import AddedRow, StepPlan  # noqa: E402
 from quire.protocol.sampling import SamplingParams  # noqa: E402
 from quire.worker.batch import gather_batch  # noqa: E402
 from quire.worker.graphs import DecodeKey, MixedKey, StepGraphs, mixed_keys  # noqa: E402
-from quire.worker.request_table import RequestTable  # noqa: E402
+from quire.worker.rows import RowTable  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -62,9 +61,9 @@ class LayerPerGroup:
     def __call__(self, step: StepContext) -> Tensor:
         assert step.token_ids is not None
         joined = self.tokens[step.token_ids] + self.positions[step.positions]
-        heads = Heads(*joined.view(-1, joined.shape[1] // DIM, DIM).split(SPLIT, 1))
+        qkv = QKV(*joined.view(-1, joined.shape[1] // DIM, DIM).split(SPLIT, 1))
         attended = [
-            attention.attend(0, heads, DIM**-0.5, window).flatten(1)
+            attention.attend(0, qkv, DIM**-0.5, window).flatten(1)
             for attention, window in zip(step.attention, self.windows, strict=True)
         ]
         return sum(attended[1:], attended[0])
@@ -81,7 +80,7 @@ class Side:
 
     def __init__(self, size: int, max_rows: int, windows: Windows, backend: Any) -> None:
         blocks, groups = MAX_LEN // size, len(windows)
-        self.table = RequestTable(max_rows, MAX_LEN, blocks, size, DEVICE, groups)
+        self.table = RowTable(max_rows, MAX_LEN, blocks, size, DEVICE, groups)
         # Nothing is read that was not written; the first block is for rows that have none.
         shape = (groups, 1, 2, 1 + max_rows * blocks, KV_HEADS, size, DIM)
         self.kv = torch.full(shape, float("nan"), device=DEVICE)

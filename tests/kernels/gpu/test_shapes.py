@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from quire.layers.attention import triton as triton_backend  # noqa: E402
 from quire.layers.attention.backend import AttentionInputs  # noqa: E402
-from quire.layers.attention.heads import HeadNorms, Heads, Rotation  # noqa: E402
+from quire.layers.attention.layer import QKV, QKNorms, Rotation  # noqa: E402
 from quire.layers.attention.torch import TorchBackend  # noqa: E402
 from quire.layers.attention.triton import TritonBackend  # noqa: E402
 from quire.protocol.kv_spec import BLOCK_SIZES  # noqa: E402
@@ -86,9 +86,9 @@ class Paged:
         return inputs, torch.tensor([position for _, position in pairs], device=DEVICE)
 
 
-def make_heads(
+def make_qkv(
     count: int, dims: tuple[int, int, int], dtype: torch.dtype, positions: Tensor, with_norms: bool
-) -> Heads:
+) -> QKV:
     """Random projections of `count` tokens as views of one tensor, as a model's are."""
     num_heads, kv_heads, head_dim = dims
     generator = torch.Generator().manual_seed(count)
@@ -98,14 +98,14 @@ def make_heads(
     norms = None
     if with_norms:
         weights = (1 + 0.1 * torch.randn(2, head_dim, generator=generator)).to(DEVICE, dtype)
-        norms = HeadNorms(weights[0], weights[1], 1e-6)
+        norms = QKNorms(weights[0], weights[1], 1e-6)
     q, k, v = joined.to(DEVICE, dtype).split([num_heads, kv_heads, kv_heads], 1)
-    return Heads(q, k, v, rotation, norms)
+    return QKV(q, k, v, rotation, norms)
 
 
-def in_double(heads: Heads) -> Heads:
+def in_double(qkv: QKV) -> QKV:
     """What the kernels are given, rotated and normalised by the references, then widened."""
-    return Heads(*(tensor.double() for tensor in heads.prepared()))
+    return QKV(*(tensor.double() for tensor in qkv.prepared()))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{c[1]}-{c[2]}-{c[3]}".lower())
@@ -121,10 +121,10 @@ def test_steps_match_plain_torch(case: tuple, monkeypatch: pytest.MonkeyPatch) -
     for number, new in enumerate(STEPS):
         inputs, positions = paged.advance(new)
         dims = (num_heads, kv_heads, head_dim)
-        heads = make_heads(sum(new), dims, dtype, positions, with_norms=head_dim % 128 == 0)
+        qkv = make_qkv(sum(new), dims, dtype, positions, with_norms=head_dim % 128 == 0)
         scale = head_dim**-0.5
-        wanted = expected.plan(inputs).attend(0, in_double(heads), scale, window)
-        out = found.plan(inputs).attend(0, heads, scale, window)
+        wanted = expected.plan(inputs).attend(0, in_double(qkv), scale, window)
+        out = found.plan(inputs).attend(0, qkv, scale, window)
         assert torch.isfinite(out).all()
         error = (out.double() - wanted).norm() / wanted.norm()
         assert error < TOLERANCE[dtype], f"step {number}: relative error {error:.1e}"

@@ -10,8 +10,8 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from quire.kernels.torch.attention import paged_attention, write_kv  # noqa: E402
-from quire.kernels.torch.heads import rms_norm as rms_norm_reference  # noqa: E402
-from quire.kernels.torch.heads import rotate  # noqa: E402
+from quire.kernels.torch.qkv import rms_norm as rms_norm_reference  # noqa: E402
+from quire.kernels.torch.qkv import rotate  # noqa: E402
 from quire.kernels.triton.activation import silu_and_mul  # noqa: E402
 from quire.kernels.triton.decode_attention import (  # noqa: E402
     DecodeWorkspace,
@@ -192,15 +192,15 @@ def test_few_queries_in_random_batches() -> None:
     """Ragged batches of many contexts, group sizes, windows and splits, in blocks of both sizes,
     with requests of more queries among them and padding behind."""
     rng = np.random.default_rng(5)
-    for trial in range(40 if ON_GPU else 4):
+    for attempt in range(40 if ON_GPU else 4):
         queries, group = int(rng.choice([2, 4, 8])), int(rng.integers(1, 9))
-        kv_heads, size, dim = int(rng.integers(1, 3)), (16, 32)[trial % 2], 64
+        kv_heads, size, dim = int(rng.integers(1, 3)), (16, 32)[attempt % 2], 64
         count = int(rng.integers(2, 40 if ON_GPU else 6))
         lens = rng.integers(1, queries + 1, count)
         lens[rng.integers(count)] = queries + rng.integers(1, 20)
         lens = [*lens.tolist(), 0]
         contexts = [n + int(rng.integers(1, 1000 if ON_GPU else 150)) for n in lens]
-        window = None if trial % 3 else int(rng.integers(1, 60))
+        window = None if attempt % 3 else int(rng.integers(1, 60))
         splits = int(rng.integers(1, 6))
         cache = Cache(contexts, kv_heads, size, dim, torch.float32)
         q = torch.randn(sum(lens), group * kv_heads, dim, device=DEVICE)

@@ -75,18 +75,18 @@ def settings_of(combinations: list[tuple[float, int, float, float]]) -> RowSetti
     )
 
 
-def kept(scores: Tensor, cutoff: Tensor, settings: RowSettings) -> Tensor:
-    """Which tokens may be drawn; a row that takes the highest score filters nothing."""
-    tempered = scores.float() / settings.temperature[:, None]
+def kept(logits: Tensor, cutoff: Tensor, settings: RowSettings) -> Tensor:
+    """Which tokens may be drawn; a row that takes the highest logit filters nothing."""
+    tempered = logits.float() / settings.temperature[:, None]
     return (tempered >= cutoff[:, None]) | (settings.temperature[:, None] == 0)
 
 
-def check_cutoffs(scores: Tensor, combinations: list[tuple[float, int, float, float]]) -> None:
+def check_cutoffs(logits: Tensor, combinations: list[tuple[float, int, float, float]]) -> None:
     settings = settings_of(combinations)
     rows = torch.arange(len(combinations), device=DEVICE)
-    found = cutoffs.token_cutoffs(scores, rows, settings, EVERYTHING)
-    expected = reference.token_cutoffs(scores, rows, settings)
-    differ = kept(scores, found, settings) != kept(scores, expected, settings)
+    found = cutoffs.token_cutoffs(logits, rows, settings, EVERYTHING)
+    expected = reference.token_cutoffs(logits, rows, settings)
+    differ = kept(logits, found, settings) != kept(logits, expected, settings)
     wrong = [combinations[line] for line in differ.any(1).nonzero()[:, 0].tolist()]
     assert not wrong, f"{len(wrong)} of {len(combinations)} kept sets differ: {wrong[:5]}"
 
@@ -99,9 +99,9 @@ SHAPES = [(128256, 3.0), (5003, 0.1), (32000, 10.0)] if ON_GPU else [(500, 2.0)]
 def test_kept_sets(vocab: int, spread: float, dtype: torch.dtype, small_chunks: None) -> None:
     """Few or many tokens kept, forbidden ones among them, and sizes that no chunk divides."""
     generator = torch.Generator().manual_seed(1)
-    scores = torch.randn(len(COMBINATIONS), vocab, generator=generator) * spread
-    scores[:, 20:90] = -math.inf
-    check_cutoffs(scores.to(DEVICE, dtype), COMBINATIONS)
+    logits = torch.randn(len(COMBINATIONS), vocab, generator=generator) * spread
+    logits[:, 20:90] = -math.inf
+    check_cutoffs(logits.to(DEVICE, dtype), COMBINATIONS)
 
 
 ODD_LINES = {
@@ -110,8 +110,8 @@ ODD_LINES = {
     "two values": lambda x: (x > 1).float() * 3,
     "one finite": lambda x: torch.full_like(x, -math.inf).index_fill_(0, torch.tensor([40]), 2.0),
     "none finite": lambda x: torch.full_like(x, -math.inf),
-    "a far lowest score": lambda x: torch.cat([x[1:], x.new_tensor([-3e38])]),
-    "a far highest score": lambda x: torch.cat([x[1:], x.new_tensor([300.0])]),
+    "a far lowest logit": lambda x: torch.cat([x[1:], x.new_tensor([-3e38])]),
+    "a far highest logit": lambda x: torch.cat([x[1:], x.new_tensor([300.0])]),
     "negative zeros": lambda x: x.clamp(-1, 0) * 0.0 - (x > 2).float() * 0.0,
     "a narrow range": lambda x: 20 + x * 1e-5,
 }
@@ -136,11 +136,11 @@ def test_choices(dtype: torch.dtype, small_chunks: None) -> None:
     generator = torch.Generator().manual_seed(3)
     rows = torch.randperm(count, generator=generator).to(DEVICE)
     for step in range(2):
-        scores = (torch.randn(count, vocab + 8, generator=generator) * 2).to(DEVICE, dtype)
-        scores = scores[:, :vocab]
+        logits = (torch.randn(count, vocab + 8, generator=generator) * 2).to(DEVICE, dtype)
+        logits = logits[:, :vocab]
         positions = torch.arange(count, dtype=torch.int32, device=DEVICE) * 1000 + step
-        found = sampling.choose_tokens(scores, rows, positions, settings, EVERYTHING)
-        expected = reference.choose_tokens(scores, rows, positions, settings)
+        found = sampling.sample_tokens(logits, rows, positions, settings, EVERYTHING)
+        expected = reference.sample_tokens(logits, rows, positions, settings)
         assert found.dtype == torch.int32
         assert found.tolist() == expected.tolist()
     assert torch.equal(settings.scratch, merge_scratch(count, DEVICE))
@@ -149,17 +149,17 @@ def test_choices(dtype: torch.dtype, small_chunks: None) -> None:
 def test_greedy_choices(small_chunks: None) -> None:
     """The first of equals, across chunks; a NaN, or nothing allowed, still gives a token."""
     vocab = 9001 if ON_GPU else 700
-    scores = torch.randn(5, vocab, generator=torch.Generator().manual_seed(4))
-    scores[0, 650], scores[0, 3] = 9.0, 9.0
-    scores[1] = -1.0
-    scores[1, 77], scores[1, 300] = -0.0, 0.0
-    scores[2] = -math.inf
-    scores[3] = math.nan
-    expected = [3, 77, 0, 0, int(scores[4].argmax())]
+    logits = torch.randn(5, vocab, generator=torch.Generator().manual_seed(4))
+    logits[0, 650], logits[0, 3] = 9.0, 9.0
+    logits[1] = -1.0
+    logits[1, 77], logits[1, 300] = -0.0, 0.0
+    logits[2] = -math.inf
+    logits[3] = math.nan
+    expected = [3, 77, 0, 0, int(logits[4].argmax())]
     settings = settings_of([(0.0, 0, 1.0, 0.0)] * 5)
     rows = torch.arange(5, device=DEVICE)
-    found = sampling.choose_tokens(
-        scores.to(DEVICE), rows, rows.int(), settings, Kinds(False, False, False)
+    found = sampling.sample_tokens(
+        logits.to(DEVICE), rows, rows.int(), settings, Kinds(False, False, False)
     )
     assert found.tolist() == expected
 
@@ -186,8 +186,8 @@ def test_penalties() -> None:
     """Bit for bit, in the lines whose rows have a slot, and nowhere else."""
     generator = torch.Generator().manual_seed(5)
     vocab = 5003 if ON_GPU else 2500
-    scores = (torch.randn(4, vocab, generator=generator) * 5).to(DEVICE)
-    scores[:, ::7] = -math.inf
+    logits = (torch.randn(4, vocab, generator=generator) * 5).to(DEVICE)
+    logits[:, ::7] = -math.inf
     uses = torch.randint(-6, 7, (3, vocab), generator=generator).clamp_min(0).int().to(DEVICE)
     settings = PenaltySettings(
         torch.tensor([0, 2, 0, 1, 2], dtype=torch.int32, device=DEVICE),
@@ -196,10 +196,10 @@ def test_penalties() -> None:
         torch.tensor([9.0, 0.21, 9.0, 0.0, 1.1], device=DEVICE),
     )
     rows = torch.tensor([3, 0, 1, 4], device=DEVICE)
-    expected = scores.clone()
+    expected = logits.clone()
     penalties_reference.penalize(expected, rows, uses, settings)
-    penalties.penalize(scores, rows, uses, settings)
-    assert torch.equal(scores, expected)
+    penalties.penalize(logits, rows, uses, settings)
+    assert torch.equal(logits, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -225,15 +225,15 @@ def test_bitmask(
     bits = torch.randint(
         -(2**31), 2**31, (len(lines), num_words), dtype=torch.int32, generator=generator
     )
-    scores = torch.randn((4, vocab_size), generator=generator)
-    expected = scores.clone()
+    logits = torch.randn((4, vocab_size), generator=generator)
+    expected = logits.clone()
     for i, line in enumerate(lines):
         for token in range(vocab_size):
             word = int(bits[i, token // 32]) if token < 32 * num_words else 0
             if not word >> token % 32 & 1:
                 expected[line, token] = -math.inf
     where = torch.tensor(lines, dtype=torch.int32)
-    by_reference, by_kernel = scores.clone(), scores.to(DEVICE)
+    by_reference, by_kernel = logits.clone(), logits.to(DEVICE)
     bitmask_reference.apply_bitmask(by_reference, where, bits)
     bitmask.apply_bitmask(by_kernel, where.to(DEVICE), bits.to(DEVICE))
     assert torch.equal(by_reference, expected)

@@ -11,7 +11,7 @@
 #include "half.h"
 
 extern "C" {
-int quire_attend_heads(const quire::HeadsCall* heads, const quire::WriteCall* write,
+int quire_attend_heads(const quire::QKVCall* qkv_call, const quire::WriteCall* write,
                        const quire::AttentionCall* call);
 }
 
@@ -179,14 +179,14 @@ struct NewHeads {
   void attend(quire::AttentionCall& call, Cache& cache, Floats& q) const {
     const int64_t stride = int64_t{c.kv_heads} * c.head_dim;
     const Floats raw = q;
-    const quire::HeadsCall heads = {q.data(),        call.q_stride, cos.data(),    sin.data(),
+    const quire::QKVCall qkv_call = {q.data(),        call.q_stride, cos.data(),    sin.data(),
                                     positions.data(), q_norm.data(), k_norm.data(), c.heads, kEpsilon};
     const quire::WriteCall write = {
         k.data(), v.data(), cache.keys.data(), cache.values.data(), slots.data(), stride, stride,
         cache.block_stride, cache.head_stride, cache.token_stride,
         static_cast<int64_t>(positions.size()), c.kv_heads, c.head_dim, c.block_size, num_threads,
         c.stored};
-    equal("quire_attend_heads", quire_attend_heads(&heads, &write, &call), 0);
+    equal("quire_attend_heads", quire_attend_heads(&qkv_call, &write, &call), 0);
     for (size_t token = 0; token < positions.size(); ++token) {
       for (int head = 0; head < c.heads; ++head) {
         const size_t at = token * size(call.q_stride) + size(head * c.head_dim);
@@ -244,9 +244,9 @@ void run(const Case& c, Random& random, bool has_new_heads = false) {
   if (has_new_heads) {
     NewHeads(c, cache, random).attend(call, cache, q);
   } else {
-    const quire::HeadsCall heads = {};
+    const quire::QKVCall qkv_call = {};
     const quire::WriteCall write = {};  // of no tokens: all keys and values are there
-    equal("quire_attend_heads", quire_attend_heads(&heads, &write, &call), 0);
+    equal("quire_attend_heads", quire_attend_heads(&qkv_call, &write, &call), 0);
   }
   const int group = c.heads / c.kv_heads;
   for (size_t r = 0; r < c.requests.size(); ++r)

@@ -8,10 +8,10 @@
 #include "linear_layer.h"
 
 extern "C" {
-int quire_decode(const quire::DecoderCall* call, const quire::HeadsCall* heads,
+int quire_decode(const quire::DecoderCall* call, const quire::QKVCall* qkv_call,
                  const quire::WriteCall* write, const quire::AttentionCall* attention);
 int quire_norm_linear(const quire::PackedMatrix* matrix, const quire::Layer* layer);
-int quire_attend_heads(const quire::HeadsCall* heads, const quire::WriteCall* write,
+int quire_attend_heads(const quire::QKVCall* qkv_call, const quire::WriteCall* write,
                        const quire::AttentionCall* call);
 }
 
@@ -71,7 +71,7 @@ struct Step {
   std::vector<void*> cache_pointers;
   std::vector<int64_t> slots, positions;
   std::vector<int32_t> query_start, context_lens, table;
-  quire::HeadsCall heads = {};
+  quire::QKVCall qkv_call = {};
   quire::WriteCall write = {};
   quire::AttentionCall attention = {};
 
@@ -91,10 +91,10 @@ struct Step {
     const size_t elements = size(kNumBlocks * kKvHeads * kBlockSize * kHeadDim);
     for (int i = 0; i < 2 * kLayers; ++i) caches.emplace_back(elements * element, 0xff);  // NaN
     for (std::vector<uint8_t>& cache : caches) cache_pointers.push_back(cache.data());
-    heads.cos = cos.data();
-    heads.sin = sin.data();
-    heads.positions = positions.data();
-    heads.num_heads = kHeads;
+    qkv_call.cos = cos.data();
+    qkv_call.sin = sin.data();
+    qkv_call.positions = positions.data();
+    qkv_call.num_heads = kHeads;
     write.slots = slots.data();
     write.token_stride = attention.token_stride = kHeadDim;
     write.head_stride = attention.head_stride = kBlockSize * kHeadDim;
@@ -127,14 +127,14 @@ struct Step {
         linear(layer.qkv, residual, layer.attention_norm, nullptr, layer.qkv_bias, false, qkv);
       else
         linear(layer.qkv, addend, layer.attention_norm, &residual, layer.qkv_bias, false, qkv);
-      heads.q = qkv.data();
+      qkv_call.q = qkv.data();
       attention.q = qkv.data();
       write.k = qkv.data() + kQueryWidth;
       write.v = write.k + kKvHeads * kHeadDim;
-      heads.q_stride = attention.q_stride = write.k_stride = write.v_stride = kWidth;
-      heads.q_norm = layer.q_norm;
-      heads.k_norm = layer.k_norm;
-      heads.eps = kEpsilon;
+      qkv_call.q_stride = attention.q_stride = write.k_stride = write.v_stride = kWidth;
+      qkv_call.q_norm = layer.q_norm;
+      qkv_call.k_norm = layer.k_norm;
+      qkv_call.eps = kEpsilon;
       write.keys = caches[size(2 * i)].data();
       write.values = caches[size(2 * i + 1)].data();
       attention.keys = write.keys;
@@ -144,7 +144,7 @@ struct Step {
       attention.out_stride = kQueryWidth;
       attention.scale = layer.scale;
       attention.window = layer.window;
-      equal("quire_attend_heads", quire_attend_heads(&heads, &write, &attention), 0);
+      equal("quire_attend_heads", quire_attend_heads(&qkv_call, &write, &attention), 0);
       linear(layer.output, attended, nullptr, nullptr, nullptr, false, addend);
       linear(layer.gate_up, addend, layer.network_norm, &residual, nullptr, true, inner);
       linear(layer.down, inner, nullptr, nullptr, nullptr, false, addend);
@@ -155,7 +155,7 @@ struct Step {
     const quire::DecoderCall call = {model.layers.data(), cache_pointers.data(), residual.data(),
                                      addend.data(), qkv.data(), attended.data(), inner.data(),
                                      tokens, kLayers, num_threads};
-    equal("quire_decode", quire_decode(&call, &heads, &write, &attention), 0);
+    equal("quire_decode", quire_decode(&call, &qkv_call, &write, &attention), 0);
   }
 };
 

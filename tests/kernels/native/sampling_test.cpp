@@ -112,7 +112,7 @@ void check_line(const Line& line, const Rows& rows, size_t row, int32_t found) {
   equal("a token within the vocabulary", token < line.x.size(), 1);
   if (token >= line.x.size()) return;
   if (line.way.temperature == 0) {
-    equal("the highest score", line.x[token] == line.best(), 1);
+    equal("the highest logit", line.x[token] == line.best(), 1);
     return;
   }
   const auto sum = [&](size_t i) {
@@ -130,16 +130,16 @@ void check_line(const Line& line, const Rows& rows, size_t row, int32_t found) {
 void run_sampling(int width, int num_lines, float spread, Random& random) {
   const Rows rows = make_rows(random);
   const int stride = width + 3;
-  Floats scores = random.normals(static_cast<size_t>(num_lines * stride - 3));
-  for (float& score : scores) score = random.integer(0, 9) ? score * spread : -kInfinity;
+  Floats logits = random.normals(static_cast<size_t>(num_lines * stride - 3));
+  for (float& logit : logits) logit = random.integer(0, 9) ? logit * spread : -kInfinity;
   std::vector<int64_t> row_of;
   for (int line = 0; line < num_lines; ++line) {
     row_of.push_back(random.integer(0, kNumWays - 1));
-    scores[static_cast<size_t>(line * stride + random.integer(0, width - 1))] = 1.0f;
+    logits[static_cast<size_t>(line * stride + random.integer(0, width - 1))] = 1.0f;
   }
   std::vector<int32_t> found(static_cast<size_t>(num_lines), -1);
   const quire::SamplingCall call = {
-      scores.data(),           stride,           num_lines,           row_of.data(),
+      logits.data(),           stride,           num_lines,           row_of.data(),
       found.data(),            rows.positions.data(),                 rows.temperature.data(),
       rows.low.data(),         rows.high.data(), rows.top_k.data(),   rows.top_p.data(),
       rows.log_min_p.data(),   width,            num_threads};
@@ -150,8 +150,8 @@ void run_sampling(int width, int num_lines, float spread, Random& random) {
     const size_t row = static_cast<size_t>(row_of[static_cast<size_t>(i)]);
     Line line = {{}, kWays[row]};
     for (int j = 0; j < width; ++j) {
-      const float score = scores[static_cast<size_t>(i * stride + j)];
-      line.x.push_back(line.way.temperature > 0 ? score / line.way.temperature : score);
+      const float logit = logits[static_cast<size_t>(i * stride + j)];
+      line.x.push_back(line.way.temperature > 0 ? logit / line.way.temperature : logit);
     }
     check_line(line, rows, row, found[static_cast<size_t>(i)]);
   }
@@ -170,18 +170,18 @@ void test_logprobs() {
   Random random(static_cast<uint32_t>(num_threads));
   for (const int width : {1, 5, 16, 33, 400}) {
     const int num_lines = width == 400 ? 300 : 4, stride = width + 1, num_top = width < 3 ? 1 : 3;
-    Floats scores = random.normals(static_cast<size_t>(num_lines * stride - 1));
-    for (float& score : scores) score = std::round(4 * score) / 2;
+    Floats logits = random.normals(static_cast<size_t>(num_lines * stride - 1));
+    for (float& logit : logits) logit = std::round(4 * logit) / 2;
     const size_t count = static_cast<size_t>(num_lines);
     const std::vector<int32_t> tokens(count, width - 1);
     std::vector<int32_t> ranks(count, -1), top(count * static_cast<size_t>(num_top), -1);
     Floats best(count), log_total(count);
-    const quire::LogprobsCall call = {scores.data(), stride, num_lines, tokens.data(), best.data(),
+    const quire::LogprobsCall call = {logits.data(), stride, num_lines, tokens.data(), best.data(),
                                       log_total.data(), ranks.data(), top.data(), num_top, width,
                                       num_threads};
     equal("quire_summarize", quire_summarize(&call), 0);
     for (size_t line = 0; line < count; ++line) {
-      const float* x = scores.data() + line * static_cast<size_t>(stride);
+      const float* x = logits.data() + line * static_cast<size_t>(stride);
       double total = 0;
       int rank = 1, places[3] = {-1, -1, -1};
       for (int i = 0; i < width; ++i) {

@@ -158,34 +158,34 @@ void store_head(const WriteCall& call, const Pointwise& pointwise, const float* 
 }
 
 // Normalises and rotates one head as far as wanted; `to` may be `from`.
-void prepare_head(const HeadsCall& heads, const Pointwise& pointwise, const float* norm_weight,
+void prepare_head(const QKVCall& qkv, const Pointwise& pointwise, const float* norm_weight,
                   int64_t token, int32_t head_dim, const float* from, float* to) {
   if (norm_weight) {
-    pointwise.normalize(from, nullptr, norm_weight, heads.eps, head_dim, nullptr, to);
+    pointwise.normalize(from, nullptr, norm_weight, qkv.eps, head_dim, nullptr, to);
     from = to;
   }
-  if (heads.cos) {
+  if (qkv.cos) {
     const int32_t half = head_dim / 2;
-    const int64_t angle = heads.positions[token] * half;
-    pointwise.rotate(from, heads.cos + angle, heads.sin + angle, half, to);
+    const int64_t angle = qkv.positions[token] * half;
+    pointwise.rotate(from, qkv.cos + angle, qkv.sin + angle, half, to);
   } else if (from != to) {
     std::memcpy(to, from, sizeof(float) * static_cast<size_t>(head_dim));
   }
 }
 
 // `key` has room for one head.
-void prepare_token(const HeadsCall& heads, const WriteCall& call, const Pointwise& pointwise,
+void prepare_token(const QKVCall& qkv, const WriteCall& call, const Pointwise& pointwise,
                    int64_t token, float* key) {
   const int32_t head_dim = call.head_dim;
-  float* q = heads.q + token * heads.q_stride;
-  for (int32_t head = 0; head < heads.num_heads; ++head, q += head_dim)
-    prepare_head(heads, pointwise, heads.q_norm, token, head_dim, q, q);
+  float* q = qkv.q + token * qkv.q_stride;
+  for (int32_t head = 0; head < qkv.num_heads; ++head, q += head_dim)
+    prepare_head(qkv, pointwise, qkv.q_norm, token, head_dim, q, q);
   const int64_t offset = cache_offset(call, token);
   const float* k = call.k + token * call.k_stride;
   const float* v = call.v + token * call.v_stride;
   for (int64_t head = 0; head < call.num_kv_heads; ++head, k += head_dim, v += head_dim) {
     const int64_t to = offset + head * call.head_stride;
-    prepare_head(heads, pointwise, heads.k_norm, token, head_dim, k, key);
+    prepare_head(qkv, pointwise, qkv.k_norm, token, head_dim, k, key);
     store_head(call, pointwise, key, call.keys, to);
     store_head(call, pointwise, v, call.values, to);
   }
@@ -193,7 +193,7 @@ void prepare_token(const HeadsCall& heads, const WriteCall& call, const Pointwis
 
 // What comes before attention.
 struct NewTokens {
-  const HeadsCall& heads;
+  const QKVCall& qkv;
   const WriteCall& write;
   const Pointwise& pointwise;
 };
@@ -226,7 +226,7 @@ void work(void* data) {
   const NewTokens& tokens = job.tokens;
   job.preparing.run([&](int64_t first, int64_t end) {
     for (int64_t token = first; token < end; ++token)
-      prepare_token(tokens.heads, tokens.write, tokens.pointwise, token, scratch);
+      prepare_token(tokens.qkv, tokens.write, tokens.pointwise, token, scratch);
   });
   job.preparing.wait();
   job.attending.run([&](int64_t first, int64_t end) {
@@ -278,10 +278,10 @@ int attend(const AttentionCall& call, const NewTokens& tokens) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Prepares the heads, stores keys and values, then attends. Returns 0, or -1 if there is no memory.
-int quire_attend_heads(const quire::HeadsCall* heads, const quire::WriteCall* write,
+// Prepares queries and keys, stores keys and values, then attends. Returns 0, or -1 if there is no memory.
+int quire_attend_heads(const quire::QKVCall* qkv, const quire::WriteCall* write,
                        const quire::AttentionCall* call) {
-  return quire::attend(*call, {*heads, *write, quire::chosen_pointwise()});
+  return quire::attend(*call, {*qkv, *write, quire::chosen_pointwise()});
 }
 
 }  // extern "C"

@@ -60,9 +60,9 @@ struct WriteCall {
   Stored stored;
 };
 
-// What is still to be done to the heads of new tokens: queries are prepared where they are, keys on
-// their way into the cache. `HeadsCall` mirrors this struct.
-struct HeadsCall {
+// What is still to be done to the QKV of new tokens: queries are prepared where they are, keys on
+// their way into the cache. `QKVCall` mirrors this struct.
+struct QKVCall {
   float* q;  // [tokens, num_heads, head_dim]
   int64_t q_stride;
   const float* cos;  // [positions, head_dim / 2] or null: no rotation

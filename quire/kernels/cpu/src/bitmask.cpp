@@ -21,18 +21,18 @@ constexpr std::array<uint32_t, kWordBits> each_bit() {
 }
 constexpr std::array<uint32_t, kWordBits> kBits = each_bit();
 
-void apply_word(float* scores, uint32_t word) {
+void apply_word(float* logits, uint32_t word) {
   if (word == UINT32_MAX) return;
   if (word == 0) {
-    std::fill_n(scores, kWordBits, kForbidden);
+    std::fill_n(logits, kWordBits, kForbidden);
     return;
   }
   // Bits are compared in their places: shifting each by another number is slow.
-  for (int i = 0; i < kWordBits; ++i) scores[i] = word & kBits[i] ? scores[i] : kForbidden;
+  for (int i = 0; i < kWordBits; ++i) logits[i] = word & kBits[i] ? logits[i] : kForbidden;
 }
 
 struct MaskJob {
-  float* scores;
+  float* logits;
   int64_t stride, vocab_size;
   const int32_t* lines;
   const uint32_t* bits;
@@ -40,7 +40,7 @@ struct MaskJob {
   Phase phase;
 
   void apply(int64_t i) const {
-    float* line = scores + lines[i] * stride;
+    float* line = logits + lines[i] * stride;
     const uint32_t* words = bits + i * num_words;
     const int64_t covered = std::min(vocab_size, num_words * kWordBits);
     for (int64_t first = 0; first + kWordBits <= covered; first += kWordBits)
@@ -64,13 +64,13 @@ struct MaskJob {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Forbids in line lines[i] of `scores` every token whose bit in bits[i] is 0, and those that no
+// Forbids in line lines[i] of `logits` every token whose bit in bits[i] is 0, and those that no
 // word covers.
-void quire_apply_bitmask(float* scores, int64_t stride, int64_t vocab_size, const int32_t* lines,
+void quire_apply_bitmask(float* logits, int64_t stride, int64_t vocab_size, const int32_t* lines,
                          const uint32_t* bits, int64_t num_lines, int64_t num_words,
                          int32_t num_threads) {
   using namespace quire;
-  MaskJob job = {scores, stride, vocab_size, lines, bits, num_words, Phase(num_lines, 1)};
+  MaskJob job = {logits, stride, vocab_size, lines, bits, num_words, Phase(num_lines, 1)};
   run_parallel(MaskJob::take_part, &job, num_threads);
 }
 

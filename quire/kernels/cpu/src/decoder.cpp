@@ -6,7 +6,7 @@
 
 extern "C" {
 int quire_norm_linear(const quire::PackedMatrix* matrix, const quire::Layer* layer);
-int quire_attend_heads(const quire::HeadsCall* heads, const quire::WriteCall* write,
+int quire_attend_heads(const quire::QKVCall* qkv, const quire::WriteCall* write,
                        const quire::AttentionCall* call);
 }
 
@@ -16,9 +16,9 @@ namespace {
 // Fills in what the layers share, and carries them out.
 class Decoder {
  public:
-  Decoder(const DecoderCall& call, const HeadsCall& heads, const WriteCall& write,
+  Decoder(const DecoderCall& call, const QKVCall& qkv, const WriteCall& write,
           const AttentionCall& attention)
-      : call_(call), heads_(heads), write_(write), attention_(attention) {}
+      : call_(call), qkv_(qkv), write_(write), attention_(attention) {}
 
   // Returns 0, or -1 if there is no memory.
   int run() {
@@ -50,25 +50,25 @@ class Decoder {
   }
 
   int attend(const DecoderLayer& layer, void* const* caches) {
-    const int64_t width = layer.qkv.num_outputs, q_width = int64_t{heads_.num_heads} * write_.head_dim;
-    heads_.q = call_.qkv;
+    const int64_t width = layer.qkv.num_outputs, q_width = int64_t{qkv_.num_heads} * write_.head_dim;
+    qkv_.q = call_.qkv;
     attention_.q = call_.qkv;
     write_.k = call_.qkv + q_width;
     write_.v = write_.k + int64_t{write_.num_kv_heads} * write_.head_dim;
-    heads_.q_stride = attention_.q_stride = write_.k_stride = write_.v_stride = width;
-    heads_.q_norm = layer.q_norm;
-    heads_.k_norm = layer.k_norm;
-    heads_.eps = layer.head_eps;
+    qkv_.q_stride = attention_.q_stride = write_.k_stride = write_.v_stride = width;
+    qkv_.q_norm = layer.q_norm;
+    qkv_.k_norm = layer.k_norm;
+    qkv_.eps = layer.head_eps;
     write_.keys = caches[0];
     write_.values = caches[1];
     attention_.keys = caches[0];
     attention_.values = caches[1];
-    attention_.num_heads = heads_.num_heads;
+    attention_.num_heads = qkv_.num_heads;
     attention_.out = call_.attended;
     attention_.out_stride = q_width;
     attention_.scale = layer.scale;
     attention_.window = layer.window;
-    return quire_attend_heads(&heads_, &write_, &attention_);
+    return quire_attend_heads(&qkv_, &write_, &attention_);
   }
 
   int widen(const DecoderLayer& layer) const {
@@ -85,7 +85,7 @@ class Decoder {
   }
 
   const DecoderCall& call_;
-  HeadsCall heads_;
+  QKVCall qkv_;
   WriteCall write_;
   AttentionCall attention_;
 };
@@ -96,11 +96,11 @@ class Decoder {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// `heads` has the rotation and the number of query heads, `write` and `attention` what all layers
+// `qkv` has the rotation and the number of query heads, `write` and `attention` what all layers
 // share of a step. Returns 0, or -1 if there is no memory.
-int quire_decode(const quire::DecoderCall* call, const quire::HeadsCall* heads,
+int quire_decode(const quire::DecoderCall* call, const quire::QKVCall* qkv,
                  const quire::WriteCall* write, const quire::AttentionCall* attention) {
-  return quire::Decoder(*call, *heads, *write, *attention).run();
+  return quire::Decoder(*call, *qkv, *write, *attention).run();
 }
 
 }  // extern "C"

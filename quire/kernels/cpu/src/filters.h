@@ -1,4 +1,4 @@
-// Looks for the lowest score that the filters of a line keep, without sorting the line.
+// Looks for the lowest logit that the filters of a line keep, without sorting the line.
 #pragma once
 
 #include <cfloat>
@@ -9,7 +9,7 @@
 
 namespace quire {
 
-// How far below the best score the cutoff is looked for; then all the way down.
+// How far below the best logit the cutoff is looked for; then all the way down.
 inline constexpr float kWindows[] = {4.0f, 8.0f, 16.0f, 32.0f};
 
 // The number that is as far up among all floats as `order` says, and back.
@@ -47,7 +47,7 @@ class Workspace {
   static size_t room(int32_t width) { return static_cast<size_t>(width) + kMaxLanes; }
 };
 
-// What top_k, top_p and min_p keep of a line: the scores from a floor on. None of the scores is NaN,
+// What top_k, top_p and min_p keep of a line: the logits from a floor on. None of the logits is NaN,
 // and the best of them is finite.
 class Filters {
  public:

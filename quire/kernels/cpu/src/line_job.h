@@ -1,4 +1,4 @@
-// Work on each line of a matrix of scores, shared out among threads that each have a workspace.
+// Work on each line of a matrix of logits, shared out among threads that each have a workspace.
 #pragma once
 
 #include <atomic>

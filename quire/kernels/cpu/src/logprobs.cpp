@@ -1,4 +1,4 @@
-// The entry point for log-probabilities: what is to be known of a whole line of scores for them.
+// The entry point for log-probabilities: what is to be known of a whole line of logits for them.
 
 #include "logprobs.h"
 
@@ -16,7 +16,7 @@ int32_t count_above(const float* x, int32_t n, float pivot) {
   return count;
 }
 
-// The places of the `count` highest scores, of which `least` is the lowest: the highest first, equal
+// The places of the `count` highest logits, of which `least` is the lowest: the highest first, equal
 // ones in their order. Fewer than `count` may reach it; the rest is minus infinity.
 void take_highest(const float* x, int32_t n, int32_t count, float least, int32_t* out) {
   int32_t num_equal = count - count_above(x, n, least), taken = 0;
@@ -31,7 +31,7 @@ void take_highest(const float* x, int32_t n, int32_t count, float least, int32_t
 
 void summarize(const LineJob<LogprobsCall>& job, int64_t line, const Workspace& space) {
   const LogprobsCall& call = job.call;
-  const float* x = call.scores + line * call.stride;
+  const float* x = call.logits + line * call.stride;
   const int32_t n = call.width;
   const float best = x[job.pointwise.largest(x, n)];
   call.best[line] = best;
@@ -50,7 +50,7 @@ void summarize(const LineJob<LogprobsCall>& job, int64_t line, const Workspace& 
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Returns 0, or -1 if there is no memory for the working space. Of a line whose best score is not
+// Returns 0, or -1 if there is no memory for the working space. Of a line whose best logit is not
 // finite it writes nothing but that.
 int quire_summarize(const quire::LogprobsCall* call) {
   return quire::run_lines(*call, quire::summarize);

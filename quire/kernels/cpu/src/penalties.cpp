@@ -1,5 +1,5 @@
 // Penalties for tokens that a request has used. Compiled without contraction of floating point
-// operations: scores are those of the reference, bit for bit.
+// operations: logits are those of the reference, bit for bit.
 
 #include <cstdint>
 
@@ -12,21 +12,21 @@ struct Amounts {
   float repetition, frequency, presence;
 };
 
-float penalized(float score, int32_t uses, const Amounts& amounts) {
-  score = score > 0 ? score / amounts.repetition : score * amounts.repetition;
+float penalized(float logit, int32_t uses, const Amounts& amounts) {
+  logit = logit > 0 ? logit / amounts.repetition : logit * amounts.repetition;
   const float count = static_cast<float>(uses >> 1);
-  score -= count * amounts.frequency;
-  return score - (count > 1 ? 1 : count) * amounts.presence;
+  logit -= count * amounts.frequency;
+  return logit - (count > 1 ? 1 : count) * amounts.presence;
 }
 
-void penalize_line(float* scores, const int32_t* uses, int64_t vocab_size, const Amounts& amounts) {
+void penalize_line(float* logits, const int32_t* uses, int64_t vocab_size, const Amounts& amounts) {
   for (int64_t first = 0; first < vocab_size; first += kTogether) {
     const int64_t end = first + kTogether < vocab_size ? first + kTogether : vocab_size;
     int32_t any = 0;
     for (int64_t token = first; token < end; ++token) any |= uses[token];
     if (!any) continue;
     for (int64_t token = first; token < end; ++token)
-      if (uses[token]) scores[token] = penalized(scores[token], uses[token], amounts);
+      if (uses[token]) logits[token] = penalized(logits[token], uses[token], amounts);
   }
 }
 
@@ -35,15 +35,15 @@ void penalize_line(float* scores, const int32_t* uses, int64_t vocab_size, const
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Lowers the scores of used tokens in the lines whose rows have a slot other than 0. Each slot of
+// Lowers the logits of used tokens in the lines whose rows have a slot other than 0. Each slot of
 // `uses` has for each token twice the number of generated uses, plus one if the prompt uses it.
-void quire_penalize(float* scores, int64_t stride, int64_t vocab_size, const int64_t* rows,
+void quire_penalize(float* logits, int64_t stride, int64_t vocab_size, const int64_t* rows,
                     int64_t num_lines, const int32_t* uses, const int32_t* slots,
                     const float* repetition, const float* frequency, const float* presence) {
   for (int64_t line = 0; line < num_lines; ++line) {
     const int64_t row = rows[line];
     if (slots[row] == 0) continue;
-    penalize_line(scores + line * stride, uses + slots[row] * vocab_size, vocab_size,
+    penalize_line(logits + line * stride, uses + slots[row] * vocab_size, vocab_size,
                   {repetition[row], frequency[row], presence[row]});
   }
 }

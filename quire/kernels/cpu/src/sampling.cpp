@@ -10,11 +10,11 @@
 namespace quire {
 namespace {
 
-int32_t choose(const LineJob<SamplingCall>& job, int64_t line, const Workspace& space) {
+int32_t sample(const LineJob<SamplingCall>& job, int64_t line, const Workspace& space) {
   const SamplingCall& call = job.call;
   const int64_t row = call.rows[line];
   const int32_t n = call.width;
-  const float* x = call.scores + line * call.stride;
+  const float* x = call.logits + line * call.stride;
   const float temperature = call.temperature[row];
   if (!(temperature > 0)) return job.pointwise.largest(x, n);
   if (temperature != 1.0f) {
@@ -37,7 +37,7 @@ int32_t choose(const LineJob<SamplingCall>& job, int64_t line, const Workspace& 
 }
 
 void choose_line(const LineJob<SamplingCall>& job, int64_t line, const Workspace& space) {
-  job.call.out[line] = choose(job, line, space);
+  job.call.out[line] = sample(job, line, space);
 }
 
 }  // namespace

@@ -7,9 +7,9 @@
 
 namespace quire {
 
-// Lines of scores, and how the rows that they belong to choose.
+// Lines of logits, and how the rows that they belong to sample.
 struct SamplingCall {
-  const float* scores;
+  const float* logits;
   int64_t stride;
   int64_t num_lines;
   const int64_t* rows;

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import dispatch
-from quire.kernels.cpu.sampling import choose_tokens
+from quire.kernels.cpu.sampling import sample_tokens
 from quire.kernels.torch import sampling as reference
 from quire.kernels.torch.noise import draw_keys, hash_tokens, uniform
 from quire.kernels.torch.sampling import Kinds, RowSettings, merge_scratch
@@ -45,46 +45,46 @@ def settings_of(ways: list[Way]) -> RowSettings:
     )
 
 
-def check(scores: Tensor, ways: list[Way], num_draws: int = 1) -> None:
+def check(logits: Tensor, ways: list[Way], num_draws: int = 1) -> None:
     """Line i chooses in the way of i, several times over the positions and in rows of any order."""
     settings = settings_of(ways)
     rows = torch.randperm(len(ways), generator=torch.Generator().manual_seed(9))
-    before = scores.clone()
+    before = logits.clone()
     for draw in range(num_draws):
         positions = torch.arange(len(ways), dtype=torch.int32) * 1000 + draw
-        found = choose_tokens(scores, rows, positions, settings)
-        expected = reference.choose_tokens(scores, rows, positions, settings)
+        found = sample_tokens(logits, rows, positions, settings)
+        expected = reference.sample_tokens(logits, rows, positions, settings)
         wrong = [
             (ways[int(rows[line])], int(found[line]), int(expected[line]))
             for line in (found != expected).nonzero()[:, 0].tolist()
         ]
         assert found.dtype == torch.int32
         assert not wrong, f"{len(wrong)} of {len(ways)} lines differ: {wrong[:5]}"
-    assert torch.equal(scores.nan_to_num(), before.nan_to_num())
+    assert torch.equal(logits.nan_to_num(), before.nan_to_num())
 
 
-def random_scores(count: int, vocab: int, spread: float, seed: int = 1) -> Tensor:
+def random_logits(count: int, vocab: int, spread: float, seed: int = 1) -> Tensor:
     """Lines within wider ones, a few tokens of which are forbidden."""
-    scores = torch.randn(count, vocab + 5, generator=torch.Generator().manual_seed(seed)) * spread
-    scores[:, 5:9] = -math.inf
-    return scores[:, 2 : vocab + 2]
+    logits = torch.randn(count, vocab + 5, generator=torch.Generator().manual_seed(seed)) * spread
+    logits[:, 5:9] = -math.inf
+    return logits[:, 2 : vocab + 2]
 
 
 @pytest.mark.parametrize("threads", range(1, 9))
 def test_any_number_of_threads(threads: int, isa: str, num_threads: None) -> None:
     torch.set_num_threads(threads)
-    check(random_scores(len(WAYS), 2503, 2.0), WAYS)
+    check(random_logits(len(WAYS), 2503, 2.0), WAYS)
 
 
 @pytest.mark.parametrize("vocab", [*range(8, 42), 127, 255, 1000, 4097])
 def test_odd_vocabularies(vocab: int, isa: str) -> None:
-    check(random_scores(len(WAYS), vocab, 1.5), WAYS)
+    check(random_logits(len(WAYS), vocab, 1.5), WAYS)
 
 
 @pytest.mark.parametrize("spread", [1e-3, 0.1, 1.0, 4.0, 30.0])
 def test_flat_and_steep_lines(spread: float, isa: str) -> None:
     """From lines where most of the vocabulary is kept to those where one token is."""
-    check(random_scores(len(WAYS), 6007, spread), WAYS, num_draws=3)
+    check(random_logits(len(WAYS), 6007, spread), WAYS, num_draws=3)
 
 
 def few(x: Tensor, *ids: int) -> Tensor:
@@ -101,8 +101,8 @@ ODD_LINES: dict[str, Callable[[Tensor], Tensor]] = {
     "one token allowed": lambda x: few(x, 40),
     "two tokens allowed": lambda x: few(x, 7, len(x) - 1),
     "no token allowed": lambda x: torch.full_like(x, -math.inf),
-    "a far lowest score": lambda x: torch.cat([x[1:], x.new_tensor([-3e38])]),
-    "a far highest score": lambda x: torch.cat([x[1:], x.new_tensor([300.0])]),
+    "a far lowest logit": lambda x: torch.cat([x[1:], x.new_tensor([-3e38])]),
+    "a far highest logit": lambda x: torch.cat([x[1:], x.new_tensor([300.0])]),
     "the lowest of all": lambda x: torch.full_like(x, torch.finfo(torch.float32).min),
     "negative zeros": lambda x: x.clamp(-1, 0) * 0.0 - (x > 2).float() * 0.0,
     "a narrow range": lambda x: 20 + x * 1e-5,
@@ -123,12 +123,12 @@ def test_odd_lines(name: str, isa: str) -> None:
 
 
 def test_equals_go_to_the_lowest_token(isa: str) -> None:
-    """Scores so large that the noise is lost in their rounding."""
-    scores = torch.full((3, 500), 3e12)
-    scores[:, :100] = 1.0
-    check(scores, [(1.0, 0, 1.0, 0.0), (1.0, 9, 1.0, 0.0), (0.5, 0, 0.9, 0.0)])
+    """Logits so large that the noise is lost in their rounding."""
+    logits = torch.full((3, 500), 3e12)
+    logits[:, :100] = 1.0
+    check(logits, [(1.0, 0, 1.0, 0.0), (1.0, 9, 1.0, 0.0), (0.5, 0, 0.9, 0.0)])
     settings, rows = settings_of([(1.0, 0, 1.0, 0.0)] * 3), torch.arange(3)
-    assert choose_tokens(scores, rows, rows.int(), settings).tolist() == [100] * 3
+    assert sample_tokens(logits, rows, rows.int(), settings).tolist() == [100] * 3
 
 
 @pytest.mark.parametrize("where", [0, 1])
@@ -137,28 +137,28 @@ def test_every_token_can_win(where: int, isa: str) -> None:
     where `w` is as small, or all are as large, as they get."""
     count, vocab = 4000, (20, 3)[where]
     settings = settings_of([(1.0, 0, 1.0, 0.0)] * count)
-    rows, scores = torch.arange(count), torch.zeros(count, vocab)
+    rows, logits = torch.arange(count), torch.zeros(count, vocab)
     keys = draw_keys(settings.seed_low, settings.seed_high, rows.int())
     w = uniform(hash_tokens(vocab, CPU), *keys)
     assert float(w.min()) < 1e-3
     assert float(w.amin(1).max()) > (0.2, 0.8)[where]
-    found = choose_tokens(scores, rows, rows.int(), settings)
+    found = sample_tokens(logits, rows, rows.int(), settings)
     assert torch.equal(found.long(), w.argmin(1))  # noise falls with `w`
 
 
 def test_usual_vocabulary_in_one_batch_of_all_kinds(isa: str) -> None:
     """Few and many lines, so that they are chosen for by one thread and by several."""
     vocab, ways = 49_152, [PLAIN[1], FILTERED[5], GREEDY[0], FILTERED[20], PLAIN[2], FILTERED[-1]]
-    scores = random_scores(len(ways), vocab, 3.0)
-    check(scores, ways)
-    check(scores[:1], ways[:1])
+    logits = random_logits(len(ways), vocab, 3.0)
+    check(logits, ways)
+    check(logits[:1], ways[:1])
 
 
-def test_scores_of_another_type_are_chosen_from_in_torch() -> None:
-    scores = random_scores(len(WAYS), 300, 2.0).to(torch.bfloat16)
+def test_logits_of_another_type_are_chosen_from_in_torch() -> None:
+    logits = random_logits(len(WAYS), 300, 2.0).to(torch.bfloat16)
     settings, rows = settings_of(WAYS), torch.arange(len(WAYS))
-    found = dispatch.choose_tokens(scores, rows, rows.int(), settings, Kinds(True, True, True))
-    assert torch.equal(found, reference.choose_tokens(scores, rows, rows.int(), settings))
+    found = dispatch.sample_tokens(logits, rows, rows.int(), settings, Kinds(True, True, True))
+    assert torch.equal(found, reference.sample_tokens(logits, rows, rows.int(), settings))
 
 
 @pytest.mark.parametrize("name", ["seed_low", "top_k", "temperature", "log_min_p"])
@@ -168,6 +168,6 @@ def test_refuses_settings_of_another_shape_or_type(name: str) -> None:
     for bad in (good.double(), good[:3], good.repeat(2)[::2]):
         fields = {**vars(settings), name: bad}
         with pytest.raises(ValueError, match=name):
-            choose_tokens(torch.zeros(4, 9), rows, rows.int(), RowSettings(**fields))
+            sample_tokens(torch.zeros(4, 9), rows, rows.int(), RowSettings(**fields))
     with pytest.raises(ValueError, match="rows"):
-        choose_tokens(torch.zeros(4, 9), rows.int(), rows.int(), settings)
+        sample_tokens(torch.zeros(4, 9), rows.int(), rows.int(), settings)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from quire.kernels import cpu
-from quire.kernels.cpu.heads import HeadsStep
+from quire.kernels.cpu.heads import QKVStep
 from quire.kernels.cpu.sampling import largest
 from quire.kernels.torch import attention as reference
-from quire.kernels.torch.heads import rms_norm, rotate
+from quire.kernels.torch.qkv import rms_norm, rotate
 from tests.kernels.pages import Case, make_pages
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -54,7 +54,7 @@ def test_prepares_stores_and_attends(
         eq, ek = rotate(eq, *angles), rotate(ek, *angles)
     reference.write_kv(expected_layer, ek, ev, slots)
 
-    step = HeadsStep(kv_layer, slots, query_start, context_lens, tables)
+    step = QKVStep(kv_layer, slots, query_start, context_lens, tables)
     if rotates:
         step.set_rotation(cos, sin, positions)
     if norms:
@@ -73,7 +73,7 @@ def test_refuses_tables_of_another_size() -> None:
     kv_layer = torch.zeros(2, 4, 1, 16, 8)
     ints = torch.zeros(2, dtype=torch.int32)
     slots = torch.zeros(1, dtype=torch.int64)
-    step = HeadsStep(kv_layer, slots, ints, ints[:1], ints.view(1, 2))
+    step = QKVStep(kv_layer, slots, ints, ints[:1], ints.view(1, 2))
     with pytest.raises(ValueError, match="rotation tables"):
         step.set_rotation(torch.ones(5, 3), torch.ones(5, 3), slots)
 

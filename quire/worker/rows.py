@@ -1,4 +1,4 @@
-"""`RequestTable`: the device's record of running requests, one permanent row each."""
+"""`RowTable`: the device's record of running requests, one permanent row each."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StagedLines:
     """Lines of each row that samples."""
 
 
-class RequestTable:
+class RowTable:
     """Rows hold the truth about lengths: positions and slots of a step are computed from them.
 
     `num_drafts` drafts lie behind the known tokens of a row. Where a step computes more of them
@@ -163,16 +163,16 @@ class RequestTable:
         self.num_drafts[rows] = 0
 
     def append_sampled(self, rows: Tensor, tokens: Tensor) -> None:
-        """Append sampled tokens where the sampler chooses; other rows keep their length."""
+        """Append sampled tokens to the rows that take them; others keep their length."""
         if rows.is_cuda:
             from quire.kernels.triton.rows import append_tokens
 
             append_tokens(rows, tokens, self.token_ids, self.num_tokens, self.appends_sampled)
             return
-        at, chosen = self.num_tokens[rows], self.appends_sampled[rows].bool()
+        at, appends = self.num_tokens[rows], self.appends_sampled[rows].bool()
         current = self.token_ids[rows, at]
-        self.token_ids[rows, at] = torch.where(chosen, tokens, current)
-        self.num_tokens[rows] = at + chosen.int()
+        self.token_ids[rows, at] = torch.where(appends, tokens, current)
+        self.num_tokens[rows] = at + appends.int()
 
     def accept(self, rows: Tensor, lines: StagedLines, tokens: Tensor) -> Tensor:
         """Append the `tokens` sampled in the lines of `rows` while drafts agree; see

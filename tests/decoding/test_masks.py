@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from quire.decoding.grammar import MaskTensors
+from quire.decoding.masks import MaskTensors
 
 CPU = torch.device("cpu")
 
@@ -16,9 +16,9 @@ def test_masks_are_applied_and_filled_in_again() -> None:
     for allowed in (3, 40):
         masks.bits[:] = 0
         masks.bits[:, allowed // 32] = 1 << allowed % 32
-        scores = torch.zeros(3, 50)
-        masks.apply(scores)
-        finite = scores.isfinite()
+        logits = torch.zeros(3, 50)
+        masks.apply(logits)
+        finite = logits.isfinite()
         assert finite.sum(dim=1).tolist() == [1, 50, 1]
         assert finite[[0, 2], allowed].all()
         assert masks.serve(lines.copy(), 2)
