@@ -13,6 +13,7 @@ from quire.config.fields import check, option
 from quire.config.log import LEVELS
 from quire.config.structured import GrammarSettings
 from quire.protocol.kv_spec import BLOCK_SIZES, ITEM_BYTES
+from quire.protocol.request import SchedulingPolicy
 
 AUTO_LENGTH = -1
 SERVED_MAX_QUEUED_REQS = 2048
@@ -199,9 +200,9 @@ class SchedulerOptions(CheckedOptions):
         minimum=1,
     )
     scheduling_policy: str = option(
-        "fcfs",
+        SchedulingPolicy.FCFS.value,
         "Order of waiting requests: first come first served, or lowest priority value first.",
-        choices=("fcfs", "priority"),
+        choices=tuple(one.value for one in SchedulingPolicy),
     )
     enable_chunked_prefill: bool = option(
         True, "Spread long prompts over several steps, between other requests' tokens."

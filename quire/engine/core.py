@@ -161,14 +161,18 @@ class EngineCore:
 
     def take_ended(self) -> StepOutput:
         """Terminal outputs that wait for no step (aborts without tokens in flight)."""
-        output = StepOutput(finished=self.scheduler.take_ended())
+        return self._with_ended(StepOutput())
+
+    def _with_ended(self, output: StepOutput) -> StepOutput:
+        output.finished.extend(self.scheduler.take_ended())
         self.grammars.forget(output.finished)
         return output
 
     def step(self) -> StepOutput:
-        """Schedule, execute, sample, apply. Results come `max_steps_in_flight - 1` steps later."""
+        """Schedule, execute, sample, apply. Results come `max_steps_in_flight - 1` steps later, and
+        at most one is applied."""
         self.monitor.step_begins()
-        output = StepOutput()
+        output: StepOutput | None = None
         try:
             plan = self._schedule()
             with suppress(StepFailed):
@@ -177,15 +181,13 @@ class EngineCore:
                     if self._in_flight and self.grammars.need_tokens_in_flight(plan):
                         output = self._apply(plan)  # the device computes meanwhile
                     self._sample(plan)
-                if self._is_result_due(plan):
+                if output is None and self._is_result_due(plan):
                     output = self._apply(plan)
-            self._end_step(plan, output)
+            output = self._end_step(plan, output or StepOutput())
         except Exception as error:
             # Planning or applying broke off half-way: its state can no longer be trusted.
             self.die(f"a step could not be planned or applied: {error!r}", error)
-        output.finished.extend(self.scheduler.take_ended())
-        self.grammars.forget(output.finished)
-        return output
+        return self._with_ended(output or StepOutput())
 
     def _schedule(self) -> StepPlan | None:
         with self.monitor.host:
@@ -206,8 +208,7 @@ class EngineCore:
         self.monitor.launched()
 
     def _is_result_due(self, plan: StepPlan | None) -> bool:
-        """Whether so many steps are in flight that the oldest is waited for. A step begins with
-        fewer, so at most one result is applied in it."""
+        """Whether so many steps are in flight that the oldest is waited for."""
         most = 1 if plan is None or self.pressure.is_on else self.max_steps_in_flight
         return len(self._in_flight) >= most
 
@@ -226,13 +227,14 @@ class EngineCore:
             self.pressure.step_done(oldest)
         return output
 
-    def _end_step(self, plan: StepPlan | None, output: StepOutput) -> None:
+    def _end_step(self, plan: StepPlan | None, output: StepOutput) -> StepOutput:
         with self.monitor.host:
             output.progress = self.scheduler.progress.collect(self.clock())
             self.monitor.step_ends(self.clock(), has_plan=plan is not None)
         if not self.has_work and self.clock() >= self._integrity_check_due:
             self.scheduler.check_integrity()
             self._integrity_check_due = self.clock() + INTEGRITY_CHECK_INTERVAL_S
+        return output
 
     # --- failures ---------------------------------------------------------------------------------
 
@@ -301,7 +303,7 @@ class EngineCore:
         self.scheduler.pause = Pause.NONE
 
     def reset_prefix_cache(self) -> bool:
-        self.scheduler.reset_prefix_cache()
+        self.scheduler.kv.tree.reset()
         return True
 
     def check_integrity(self) -> int:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from quire.config.options import EngineOptions
 from quire.protocol.errors import ContextLengthError, RequestError
 from quire.protocol.plan import Int32Array
-from quire.protocol.request import NewRequest
+from quire.protocol.request import NewRequest, SchedulingPolicy
 from quire.protocol.sampling import BeamSearchParams, SamplingParams
 from quire.text.tokenizer import Tokenizer
 
@@ -229,7 +229,7 @@ class InputProcessor:
         assert options.model.max_model_len is not None
         self.max_model_len = options.model.max_model_len
         self.max_logprobs = options.model.max_logprobs
-        self.uses_priority = options.scheduler.scheduling_policy == "priority"
+        self.uses_priority = options.scheduler.scheduling_policy == SchedulingPolicy.PRIORITY
         eos = list(eos_token_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             eos.append(tokenizer.eos_token_id)

@@ -252,7 +252,7 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes."""
         with self._loop.engine() as core:
-            core.scheduler.reset_prefix_cache()
+            core.reset_prefix_cache()
         return True
 
     # --- ending -----------------------------------------------------------------------------------

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from quire.protocol.plan import Int32Array
 from quire.protocol.sampling import SamplingParams
 
 KEY_BITS = 40
 """Sequences a client can number: key = client_index << KEY_BITS | n."""
+
+
+class SchedulingPolicy(StrEnum):
+    """Order of waiting requests."""
+
+    FCFS = "fcfs"
+    """First come first served."""
+    PRIORITY = "priority"
+    """Lowest `NewRequest.priority` first."""
 
 
 @dataclass(frozen=True)

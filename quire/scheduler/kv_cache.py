@@ -587,9 +587,6 @@ class KVCache:
         self._num_groups = len(limits.windows)
         self._windowed = [(g, w) for g, w in enumerate(limits.windows) if w is not None]
 
-    def blocks_for(self, num_tokens: Int32Array) -> Int32Array:
-        return -(-num_tokens // self.limits.block_size)
-
     # --- admission ------------------------------------------------------------------------------
 
     def match(self, sequence: Sequence, step: int) -> tuple[PrefixMatch, int]:
@@ -645,7 +642,9 @@ class KVCache:
     def num_promised(self, running: Int32Array) -> int:
         """Blocks that running requests still need for the tokens they have."""
         c = self.columns
-        growth = np.maximum(self.blocks_for(c.num_tokens[running]) - c.num_blocks[running], 0)
+        growth = np.maximum(
+            self.limits.blocks_for(c.num_tokens[running]) - c.num_blocks[running], 0
+        )
         total = int(growth.sum()) * (self._num_groups - len(self._windowed))
         for group, _ in self._windowed:
             held = c.num_blocks[running] - c.first_blocks[group, running]
@@ -708,7 +707,7 @@ class KVCache:
 
     def shortfall(self, rows: Int32Array, num_tokens: Int32Array) -> Int32Array:
         """Blocks that each row lacks, in each group, to hold `num_tokens` tokens."""
-        need: Int32Array = self.blocks_for(num_tokens) - self.columns.num_blocks[rows]
+        need: Int32Array = self.limits.blocks_for(num_tokens) - self.columns.num_blocks[rows]
         return need.clip(0)
 
     def can_grow(self, need: Int32Array) -> bool:
@@ -753,7 +752,7 @@ class KVCache:
         c = self.columns
         if self.limits.reserves_max_length:
             return
-        keep = self.blocks_for(c.num_computed[rows])
+        keep = self.limits.blocks_for(c.num_computed[rows])
         fewer = keep < c.num_blocks[rows]
         for row, count in zip(rows[fewer].tolist(), keep[fewer].tolist(), strict=True):
             for table in c.block_tables[:, row, count : c.num_blocks[row]]:

@@ -24,7 +24,7 @@ from quire.protocol.plan import (
     StepPlan,
     StepResult,
 )
-from quire.protocol.request import NewRequest
+from quire.protocol.request import NewRequest, SchedulingPolicy
 from quire.scheduler.beam_search import BeamGroup
 from quire.scheduler.kv_cache import KVCache, PrefixMatch, chain_root
 from quire.scheduler.prefill_budget import PrefillBudget
@@ -130,7 +130,7 @@ class Scheduler:
         for request_id in self.waiting.make_room(new, len(self.free_rows)):
             self.abort(request_id, DISPLACED, now=now)
         self._num_arrivals += 1
-        priority = new.priority if self.limits.policy == "priority" else 0
+        priority = new.priority if self.limits.policy == SchedulingPolicy.PRIORITY else 0
         sequences = make_sequences(
             new,
             rank=(priority, self._num_arrivals),
@@ -665,9 +665,6 @@ class Scheduler:
         self.requests.clear()
 
     # --- maintenance ----------------------------------------------------------------------------
-
-    def reset_prefix_cache(self) -> None:
-        self.kv.tree.reset()
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a block or a row is leaked, lost or counted wrongly."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import TypeVar
 
 import numpy as np
 
@@ -21,8 +22,10 @@ from quire.protocol.plan import (
     StepPlan,
     StepResult,
 )
-from quire.protocol.request import MediaSpan, NewRequest
+from quire.protocol.request import MediaSpan, NewRequest, SchedulingPolicy
 from quire.protocol.sampling import SamplingParams
+
+Count = TypeVar("Count", int, Int32Array)
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     windows: tuple[int | None, ...] = (None,)
     """Of each KV group, how many tokens a query sees; None: all."""
-    policy: str = "fcfs"
+    policy: str = SchedulingPolicy.FCFS
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
@@ -62,7 +65,7 @@ class SchedulerLimits:
     def max_blocks_per_row(self) -> int:
         return self.blocks_for(self.max_model_len)
 
-    def blocks_for(self, num_tokens: int) -> int:
+    def blocks_for(self, num_tokens: Count) -> Count:
         return -(-num_tokens // self.block_size)
 
     def max_held_blocks(self, group: int) -> int:

@@ -136,12 +136,12 @@ def test_reset_forgets_all_prefixes_also_in_mid_run() -> None:
     engine = Engine()
     running = engine.add(numbers(20), max_tokens=12)
     engine.step(3)
-    engine.core.scheduler.reset_prefix_cache()
+    engine.core.reset_prefix_cache()
     late = engine.add(numbers(20))
     engine.finish()
     assert engine.cached(late) == 0
     assert {running, late} == set(engine.ended)
-    engine.core.scheduler.reset_prefix_cache()
+    engine.core.reset_prefix_cache()
     assert len(engine.core.scheduler.kv.tree) == 0
     last = engine.add(numbers(20))
     engine.finish()

@@ -15,9 +15,8 @@ import numpy as np
 
 from quire.config.structured import GrammarSettings
 from quire.engine.executors.base import Executor
-from quire.engine.structured_output.batch import Batch
 from quire.engine.structured_output.compiler import Compilation, GrammarCompiler
-from quire.engine.structured_output.matcher import Growth, Matcher
+from quire.engine.structured_output.matcher import Batch, Growth, Matcher
 from quire.protocol.errors import QuireError
 from quire.protocol.output import FinishedSequence, StepOutput
 from quire.protocol.plan import BoolArray, StepPlan, StepResult, TokenMasks
@@ -77,7 +76,7 @@ class Grammars:
 
     def poll(self) -> None:
         """Let requests run whose grammars are compiled; refuse those whose grammars are wrong."""
-        if self._growth.poll(self._matchers.values()):
+        if self._matchers and self._growth.poll(self._matchers.values()):
             self._batch = None
         for request_id, (new, compilation, accepted) in list(self._pending.items()):
             if not compilation.is_over:

@@ -12,9 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NoReturn
 
-from quire.engine.structured_output.build import STACK_BYTES, build, make_tokenizer, submit, where
+from quire.engine.structured_output.build import (
+    STACK_BYTES,
+    build,
+    grammar_text,
+    make_tokenizer,
+    submit,
+    where,
+)
 from quire.engine.structured_output.sandbox import Case, StartSandbox, Verdict
-from quire.engine.structured_output.translate import grammar_text
 from quire.protocol.codec import line, read_line
 from quire.protocol.errors import RequestError
 

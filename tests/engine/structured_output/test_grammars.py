@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from quire.config.device import trim_heap
 from quire.config.structured import GrammarSettings
 from quire.engine.structured_output import compiler as compiler_module
-from quire.engine.structured_output.batch import Batch, MaskSettings
 from quire.engine.structured_output.build import Vocabulary
 from quire.engine.structured_output.compiler import GrammarCompiler
-from quire.engine.structured_output.matcher import Grammar, Growth, Matcher
+from quire.engine.structured_output.matcher import Batch, Grammar, Growth, MaskSettings, Matcher
 from quire.protocol.errors import RequestError
 from quire.protocol.plan import StepPlan
 from quire.protocol.sampling import SamplingParams
