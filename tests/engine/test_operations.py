@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
 import pytest
 
 from quire.engine.core import COMMANDS
 from quire.engine.monitor import Advisor
 from quire.protocol.errors import RequestError
+from quire.protocol.messages import ID_SEPARATOR
+from quire.protocol.request import KEY_BITS, NewRequest
+from quire.protocol.sampling import SamplingParams
 from quire.scheduler.scheduler import Pause
 from tests.engine.driver import Engine, numbers
 
@@ -106,6 +110,48 @@ def test_all_requests_or_those_of_a_tenant_can_be_aborted() -> None:
     assert engine.core.abort_all() == 3
     engine.finish()
     assert {engine.ended[key].finish_reason for key in mine + others} == {"abort"}
+
+
+def test_requests_are_aborted_by_their_name_or_client() -> None:
+    """A caller's name comes with a suffix, which tells apart those who chose the same one."""
+    engine = Engine()
+    prompt = np.array(numbers(5), np.int32)
+    names = ("a", "b", "a", f"a{ID_SEPARATOR}b")
+    for i, name in enumerate(names):
+        key = (i << KEY_BITS) + 1
+        request_id = f"{name}{ID_SEPARATOR}{i}"
+        engine.core.add(NewRequest(key, request_id, prompt, SamplingParams(max_tokens=9), 0.0))
+    assert engine.core.abort_named("a") == 2
+    assert engine.core.abort_named("c") == 0
+    assert sorted(one.key >> KEY_BITS for one in engine.core.take_ended().finished) == [0, 2]
+    engine.core.abort_client(1)
+    assert [one.key >> KEY_BITS for one in engine.core.take_ended().finished] == [1]
+
+
+def test_a_shutdown_ends_what_is_open() -> None:
+    engine = Engine(steps_in_flight=2, max_num_seqs=1)
+    keys = [engine.add(numbers(5, start=i), max_tokens=9) for i in range(3)]
+    engine.step(3)
+    engine.core.shutdown()
+    ended = engine.core.take_ended().finished
+    assert sorted(one.key for one in ended) == keys
+    assert {one.finish_reason for one in ended} == {"error"}
+
+
+def test_an_idle_engine_checks_its_blocks() -> None:
+    engine = Engine()
+    engine.add(numbers(5))
+    engine.core.scheduler.kv.pool.allocate(1)
+    while engine.core.has_work:
+        engine.core.step()
+    assert engine.core.death is not None and "do not add up" in engine.core.death
+
+
+def test_no_sleep_is_too_long_for_the_system() -> None:
+    engine = Engine()
+    engine.core.pause(Pause.HOLD)
+    engine.add(numbers(5), deadline=1e30)
+    assert engine.core.wait_s == 3600.0
 
 
 def test_commands_are_run_by_name() -> None:

@@ -214,6 +214,25 @@ def test_failures_apart_from_each_other_do_not_add_up() -> None:
     assert [s.finish_reason for s in engine.ended.values()] == ["length"]
 
 
+def test_an_interrupt_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reaches the caller, as often as it comes, and the requests go on."""
+    engine = Engine(steps_in_flight=2)
+    key = engine.add(numbers(9), max_tokens=10)
+    engine.step(3)
+
+    def interrupted(plan: StepPlan) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.toy, "execute", interrupted)
+        for _ in range(4):
+            with pytest.raises(KeyboardInterrupt):
+                engine.core.step()
+    engine.finish()
+    assert engine.core.death is None
+    assert engine.ended[key].finish_reason == "length"
+
+
 def test_an_open_stream_ends_with_the_engine(folder: Path) -> None:
     llm = tiny_llm(folder)
     llm._core.executor = FlakyExecutor(llm._core.executor, Always(4), "before execute")

@@ -100,6 +100,48 @@ def test_tokens_per_second_are_those_of_the_last_seconds() -> None:
     assert engine.core.snapshot().generation_tokens_per_s == 0.0
 
 
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_what_is_preempted_is_counted_once(steps_in_flight: int) -> None:
+    """A prompt is looked up once and has one first token, and each further token comes some time
+    after the one before it, also where its sequence lost its row between them."""
+    engine = Engine(13, steps_in_flight, enable_prefix_caching=False)
+    for start in range(2):
+        engine.add(numbers(20, start=start), max_tokens=20)
+    while engine.core.has_work:
+        engine.now += 1.0
+        engine.step()
+    metrics = engine.core.metrics
+    assert metrics.preemptions.value
+    assert metrics.queries.value == metrics.prompt_tokens.value == 40
+    assert metrics.generation_tokens.value == 40
+    gaps, firsts = metrics.inter_token.read(), metrics.time_to_first_token.read()
+    assert (gaps.count, firsts.count) == (38, 2)
+    ended = engine.ended.values()
+    assert gaps.sum == sum(one.finished_time - one.first_token_time for one in ended)
+    assert firsts.sum == sum(one.first_token_time for one in ended)
+
+
+def test_a_request_that_is_cut_back_to_its_prompt_has_one_first_token() -> None:
+    engine = Engine()
+    engine.now = 1.0
+    key = engine.add(numbers(20), max_tokens=5)
+    engine.step(3)
+    (sequence,) = engine.core.scheduler.requests[f"r{key}"]
+    engine.core.scheduler.cut_back(sequence, 20)
+    engine.finish()
+    assert engine.core.metrics.time_to_first_token.read().count == 1
+
+
+def test_a_sequence_that_waits_for_its_last_tokens_is_shown() -> None:
+    engine = Engine(steps_in_flight=2)
+    key = engine.add(numbers(9), max_tokens=20)
+    engine.step(3)
+    engine.core.abort(f"r{key}")
+    (shown,) = engine.core.snapshot().running
+    assert (shown.key, shown.state, shown.num_blocks) == (key, "draining", 0)
+    engine.finish()
+
+
 def test_a_stopped_engine_can_be_looked_at() -> None:
     engine = Engine()
     engine.core.shutdown()

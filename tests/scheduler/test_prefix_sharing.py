@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.protocol.request import NewRequest
+from quire.protocol.request import MediaSpan, NewRequest
 from quire.protocol.sampling import SamplingParams
 from quire.scheduler.kv_cache import BlockPool, RadixTree, chain_hash, chain_root
 from tests.engine.driver import Engine, numbers
@@ -111,6 +111,32 @@ def test_tenants_that_share_prefixes() -> None:
     assert [engine.cached(key) for key in (first, *apart, other)] == [0, 0, 0, 19]
 
 
+@pytest.mark.parametrize("budget", [256, 8])
+@pytest.mark.parametrize(("length", "rest"), [(2, 9), (6, 9), (6, 0)])
+def test_equal_placeholders_of_different_media_are_kept_apart(
+    length: int, rest: int, budget: int
+) -> None:
+    """In blocks that are admitted, in those that follow, and in the one that the answer fills. They
+    begin in the second block."""
+    engine = Engine(max_num_batched_tokens=budget)
+    prompt = numbers(5) + [9] * length + numbers(rest, start=3)
+    keys = []
+    for digest in (b"cat", b"dog", b"cat", b"dog"):
+        keys.append(engine.add(prompt, media=(MediaSpan(5, length, digest),)))
+        engine.finish()
+    assert [engine.cached(key) for key in keys] == [0, 4, len(prompt) - 1, len(prompt) - 1]
+
+
+def test_parts_of_a_medium_are_told_apart() -> None:
+    """Twice its first part is not the whole of it, although placeholders and digest are equal."""
+    engine = Engine()
+    engine.add([9] * 13, media=(MediaSpan(0, 12, b"cat"),))
+    engine.finish()
+    twice = engine.add([9] * 13, media=(MediaSpan(0, 4, b"cat"), MediaSpan(4, 8, b"cat")))
+    engine.finish()
+    assert engine.cached(twice) == 4
+
+
 def test_a_hash_covers_everything_before_it() -> None:
     """Equal blocks after different beginnings are different blocks."""
     engine = Engine()
@@ -126,6 +152,17 @@ def test_names_of_blocks_last() -> None:
     assert chain_root("ab", "c") != chain_root("a", "bc")
     name = chain_hash(chain_root("model", ""), _ids(0, 4))
     assert name.hex() == "1bb809580f41c57e8b272f612a37d928"
+
+
+def test_names_of_blocks_are_those_of_one_model() -> None:
+    names = []
+    for model in ("a", "b", "a"):
+        engine = Engine(cache_identity=(model,))
+        engine.add(numbers(4), max_tokens=1)
+        engine.finish()
+        kv = engine.core.scheduler.kv
+        names.append({kv.tree.name_of(block) for block in np.flatnonzero(kv.pool.cached)})
+    assert names[0] == names[2] and not names[0] & names[1]
 
 
 def _ids(start: int, stop: int) -> Any:
@@ -158,18 +195,22 @@ def test_without_caching_nothing_is_shared_between_requests() -> None:
     assert len(engine.core.scheduler.kv.tree) == 0
 
 
-def test_skip_reading_prefix_cache() -> None:
+@pytest.mark.parametrize("wish", [{"skip_reading_prefix_cache": True}, {"prompt_logprobs": 1}])
+def test_what_reads_nothing_from_the_cache(wish: dict[str, Any]) -> None:
+    """Logprobs of a prompt need all of it computed, by the first of its sequences alone."""
     engine = Engine()
     engine.add(numbers(20))
     engine.finish()
     key = 100
-    params = SamplingParams(max_tokens=2, seed=key, skip_reading_prefix_cache=True)
+    params = SamplingParams(max_tokens=2, seed=key, n=2, **wish)
     engine.requests[key] = NewRequest(
         key, "skips", np.array(numbers(20), np.int32), params, arrival_time=0.0
     )
     engine.core.add(engine.requests[key])
     engine.finish()
     assert engine.cached(key) == 0
+    wanted = [added.num_prompt_logprobs for plan in engine.plans for added in plan.added_rows]
+    assert wanted == [-1, wish.get("prompt_logprobs", -1), -1]
 
 
 @pytest.mark.parametrize("caching", [True, False])
