@@ -12,7 +12,7 @@ from quire.protocol.plan import StepPlan
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams
 from quire.scheduler.sequence import SchedulerLimits, derive_seed
-from tests.engine.toy import ToyExecutor, entries_of, next_token
+from tests.engine.toy import ToyExecutor, context_of, next_token
 
 VOCAB = 97
 MAX_LEN = 128
@@ -23,9 +23,9 @@ class Engine:
 
     def __init__(self, num_blocks: int = 200, steps_in_flight: int = 1, **limits: Any) -> None:
         block_size = limits.pop("block_size", 4)
-        self.toy = ToyExecutor(num_blocks, block_size, VOCAB)
         wanted = {"max_model_len": MAX_LEN, "max_num_seqs": 16, "max_num_batched_tokens": 256}
         self.limits = SchedulerLimits(num_blocks, block_size, **{**wanted, **limits})
+        self.toy = ToyExecutor(num_blocks, block_size, VOCAB, windows=self.limits.windows)
         self.core = EngineCore(self.toy, self.limits, steps_in_flight, clock=lambda: self.now)
         self.now = 0.0
         self.core.on_plan = self._note
@@ -75,7 +75,7 @@ class Engine:
             tokens = request.prompt_token_ids.tolist()
             for token in sequence.token_ids.tolist():
                 seed = derive_seed(request.params.seed or 0, key % 100)
-                assert token == next_token(entries_of(tokens), seed, VOCAB)
+                assert token == next_token(context_of(tokens, self.limits.windows), seed, VOCAB)
                 tokens.append(token)
             if sequence.finish_reason == "length":
                 assert len(sequence.token_ids) == request.params.max_tokens

@@ -79,6 +79,18 @@ def test_blocks_requests_and_memory() -> None:
     engine.finish()
 
 
+def test_what_a_window_let_go_is_neither_held_nor_waste() -> None:
+    """42 tokens leave 2 of a block's 4 slots empty in each of the two KV groups."""
+    engine = Engine(windows=(None, 6))
+    engine.add(numbers(40), max_tokens=9)
+    engine.step(3)
+    (sequence,) = engine.core.snapshot().running
+    num_blocks = engine.core.scheduler.kv.pool.num_used
+    assert sequence.num_blocks == num_blocks == 11 + 2
+    assert gauges(engine)["kv_cache_waste_perc",] == pytest.approx(4 / (4 * num_blocks))
+    engine.finish()
+
+
 def test_a_long_queue_is_cut() -> None:
     engine = Engine(max_num_seqs=1)
     for i in range(30):

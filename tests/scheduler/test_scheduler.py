@@ -73,9 +73,12 @@ def test_among_equals_the_last_to_arrive_is_preempted(policy: str) -> None:
     assert engine.order[-2:] == [early, late]
 
 
-def test_blocks_that_a_running_prompt_will_need_are_not_given_away() -> None:
-    """A prompt in mid-prefill has 6 blocks to come; the 8 free ones have no room for 3 more."""
-    engine = Engine(10, long_prefill_token_threshold=8)
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_blocks_that_a_running_prompt_will_need_are_not_given_away(num_groups: int) -> None:
+    """A prompt in mid-prefill has 6 blocks to come in each KV group; the 8 free ones have no room
+    for 3 more."""
+    windows = (None,) * num_groups
+    engine = Engine(10 * num_groups, windows=windows, long_prefill_token_threshold=8)
     engine.add(numbers(32), max_tokens=1)
     engine.step()
     engine.add(numbers(9, start=1), max_tokens=3)
