@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.config.architectures import SUPPORTED_ARCHITECTURES
+from quire.config.model import SUPPORTED_ARCHITECTURES
 from quire.config.options import option_groups
 from tests.tiny import save_tiny
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import platform
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.config.kernel_files import ROOT, control_groups, read, read_number, read_stat
-from quire.config.threads import choose_num_threads
+ROOT = Path("/")
+"""Where /proc and /sys are."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,13 @@ def cpu_memory(root: Path = ROOT) -> tuple[int, int]:
     """Bytes of memory this process may use in all, and how many of them are free now."""
     machine, available = _machine_memory(root)
     total = machine
-    for folder, unified in control_groups(root, "memory"):
-        limit = read_number(folder / ("memory.max" if unified else "memory.limit_in_bytes"))
-        usage = read_number(folder / ("memory.current" if unified else "memory.usage_in_bytes"))
+    for folder, unified in _control_groups(root, "memory"):
+        limit = _read_number(folder / ("memory.max" if unified else "memory.limit_in_bytes"))
+        usage = _read_number(folder / ("memory.current" if unified else "memory.usage_in_bytes"))
         if limit is None or limit >= machine:
             continue
         # Cached file pages count as used, yet the kernel gives them up before anything else.
-        cached = read_stat(
+        cached = _read_stat(
             folder / "memory.stat", "inactive_file" if unified else "total_inactive_file"
         )
         total = min(total, limit)
@@ -80,8 +82,8 @@ def trim_heap() -> None:
 
 
 def _machine_memory(root: Path) -> tuple[int, int]:
-    total = read_stat(root / "proc/meminfo", "MemTotal:") * 1024
-    available = read_stat(root / "proc/meminfo", "MemAvailable:") * 1024
+    total = _read_stat(root / "proc/meminfo", "MemTotal:") * 1024
+    available = _read_stat(root / "proc/meminfo", "MemAvailable:") * 1024
     if not total:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         available = total
@@ -89,8 +91,128 @@ def _machine_memory(root: Path) -> tuple[int, int]:
 
 
 def _cpu_name(root: Path) -> str:
-    for line in read(root / "proc/cpuinfo").splitlines():
+    for line in _read(root / "proc/cpuinfo").splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "model name":
             return value.strip()
     return platform.processor() or platform.machine()
+
+
+@dataclass(frozen=True)
+class ThreadChoice:
+    """A number of threads, and why it is that number."""
+
+    count: int
+    reason: str
+    is_wanted: bool = False
+    """Whether a user asked for it."""
+
+
+def choose_num_threads(
+    root: Path = ROOT, allowed: Iterable[int] | None = None, wanted: str | None = None
+) -> ThreadChoice:
+    """One thread per physical core of the processors `allowed`, within the control groups' quota.
+
+    Two threads on the two halves of a core take turns at its arithmetic units; one leaves the other
+    half to the rest of the process. `allowed` is by default the affinity mask, which also is what
+    control groups leave of it. `wanted`, by default OMP_NUM_THREADS, overrides all of it.
+    """
+    wanted = os.environ.get("OMP_NUM_THREADS", "") if wanted is None else wanted
+    first = wanted.split(",")[0].strip()  # the others are for nested regions
+    if first.isdecimal() and int(first) > 0:
+        return ThreadChoice(int(first), f"OMP_NUM_THREADS={wanted}", is_wanted=True)
+    processors = sorted(_affinity() if allowed is None else allowed)
+    cores = len({_core(root, processor) for processor in processors})
+    quota = _cpu_quota(root)
+    if quota < cores:
+        count = max(1, math.ceil(quota))
+        return ThreadChoice(count, f"a quota of {quota:g} CPUs on {_count(cores, 'core')}")
+    reason = _count(cores, "physical core")
+    if cores < len(processors):
+        reason += f" of {_count(len(processors), 'logical processor')}"
+    return ThreadChoice(max(1, cores), reason)
+
+
+def _affinity() -> Iterable[int]:
+    try:
+        return os.sched_getaffinity(0)
+    except AttributeError:  # macOS has none
+        return range(os.cpu_count() or 1)
+
+
+def _core(root: Path, processor: int) -> str:
+    """What the processors of one core have in common; the processor itself if that is not known."""
+    folder = root / f"sys/devices/system/cpu/cpu{processor}/topology"
+    for name in ("core_cpus_list", "thread_siblings_list"):  # the second one before Linux 5.3
+        if siblings := _read(folder / name).strip():
+            return siblings
+    return f"only {processor}"
+
+
+def _cpu_quota(root: Path) -> float:
+    """The smallest number of CPUs that a control group of this process grants."""
+    quotas = [math.inf]
+    for folder, unified in _control_groups(root, "cpu"):
+        if unified:
+            quota, _, period = _read(folder / "cpu.max").partition(" ")
+            if quota.isdecimal() and period.strip().isdecimal():
+                quotas.append(int(quota) / int(period))
+        else:
+            limit = _read_number(folder / "cpu.cfs_quota_us") or 0
+            every = _read_number(folder / "cpu.cfs_period_us") or 0
+            if limit > 0 and every > 0:
+                quotas.append(limit / every)
+    return min(quotas)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def tokenise_on_one_thread() -> None:
+    """For a process of its own, which forks and leaves the other cores to the engine."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _control_groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
+    """Folders of this process's control groups, innermost first, and whether they are version 2."""
+    mount = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            base, unified = mount / controllers, False
+            if not base.is_dir():
+                base = mount / controller
+        elif number == "0" and not controllers:
+            base, unified = mount, True
+        else:
+            continue
+        # Inside a container the path may be the host's: then only the mount point exists.
+        parts = Path(path.lstrip("/")).parts
+        for depth in range(len(parts), -1, -1):
+            folder = base.joinpath(*parts[:depth])
+            if folder.is_dir():
+                yield folder, unified
+
+
+def _read(path: Path) -> str:
+    """The text of a file; empty if it cannot be read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _read_number(path: Path) -> int | None:
+    """The number a file consists of; None if it is something else."""
+    text = _read(path).strip()
+    return int(text) if text.lstrip("-").isdecimal() else None
+
+
+def _read_stat(path: Path, name: str) -> int:
+    """The number after `name` in a file of one entry per line; 0 if there is none."""
+    for line in _read(path).splitlines():
+        words = line.split()
+        if len(words) >= 2 and words[0] == name:
+            return int(words[1])
+    return 0

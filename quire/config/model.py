@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from quire.config import embedded
-from quire.config.architectures import SUPPORTED_ARCHITECTURES
 from quire.config.gguf_model import translate_gguf
 from quire.config.locate import ModelSource, locate_model
 from quire.files.gguf import GGUFFile
@@ -18,8 +17,15 @@ from quire.files.shards import weight_files
 from quire.protocol.errors import ModelError, OptionError
 from quire.protocol.kv_spec import ITEM_BYTES
 
-__all__ = ["ModelConfig", "ModelSource", "load_model_config"]
-
+SUPPORTED_ARCHITECTURES: dict[str, str] = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "OPTForCausalLM": "opt",
+    "GPT2LMHeadModel": "gpt2",
+}
+"""Architectures that Quire runs, and the module of `quire.models` that holds each."""
 ROPE_FACTORS = {
     "linear": ("factor",),
     "dynamic": ("factor",),

@@ -62,8 +62,21 @@ def as_bytes(value: Any) -> Any:
 
 
 class CheckedOptions:
+    """One group of options."""
+
     def __post_init__(self) -> None:
         check(self)
+
+
+class OptionGroups:
+    """All options of an engine or of a server, each group a field."""
+
+    def flat(self) -> dict[str, Any]:
+        """Every option by its flat name; secrets included."""
+        return {
+            name: getattr(getattr(self, group), name)
+            for name, group in option_groups(type(self)).items()
+        }
 
 
 @dataclass(frozen=True)
@@ -304,7 +317,7 @@ class ObservabilityOptions(CheckedOptions):
 
 
 @dataclass(frozen=True)
-class EngineOptions:
+class EngineOptions(OptionGroups):
     """All options of one engine."""
 
     model: ModelOptions = field(default_factory=ModelOptions, metadata={"title": "model"})
@@ -347,24 +360,18 @@ class EngineOptions:
             },
         )
 
-    def flat(self) -> dict[str, Any]:
-        """Every option by its flat name."""
-        return {
-            name: getattr(getattr(self, group), name) for name, group in option_groups().items()
-        }
 
-
-def option_groups() -> dict[str, str]:
-    """Flat option name -> the group of `EngineOptions` it belongs to."""
+def option_groups(owner: Any = EngineOptions) -> dict[str, str]:
+    """Flat option name -> the group that it belongs to."""
     return {
         item.name: group.name
-        for group in dataclasses.fields(EngineOptions)
+        for group in dataclasses.fields(owner)
         for item in dataclasses.fields(group_class(group))
     }
 
 
 def group_class(group: dataclasses.Field[Any]) -> type[Any]:
-    """The dataclass of one group of `EngineOptions`."""
+    """The dataclass of one group of options."""
     kind = group.default_factory
     assert isinstance(kind, type)
     return kind

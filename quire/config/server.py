@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.config.fields import option
-from quire.config.options import CheckedOptions, as_bytes, as_text
+from quire.config.options import CheckedOptions, OptionGroups, as_bytes, as_text, group_class
 from quire.config.reply_formats import REASONING_PARSERS, TOOL_FORMATS
 from quire.protocol.errors import OptionError
 
@@ -196,7 +196,7 @@ class LoggingOptions(CheckedOptions):
 
 
 @dataclass(frozen=True)
-class ServerOptions:
+class ServerOptions(OptionGroups):
     """All options of one server but its engine's."""
 
     network: NetworkOptions = field(default_factory=NetworkOptions, metadata={"title": "network"})
@@ -216,15 +216,7 @@ class ServerOptions:
         """Options by their flat names; those not given have their defaults."""
         groups = {}
         for group in dataclasses.fields(cls):
-            kind: Any = group.default_factory
+            kind = group_class(group)
             names = {item.name for item in dataclasses.fields(kind)}
             groups[group.name] = kind(**{k: v for k, v in values.items() if k in names})
         return cls(**groups)
-
-    def flat(self) -> dict[str, Any]:
-        """Every option by its flat name; secrets included."""
-        return {
-            item.name: getattr(getattr(self, group.name), item.name)
-            for group in dataclasses.fields(self)
-            for item in dataclasses.fields(getattr(self, group.name))
-        }

@@ -11,8 +11,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from quire.config.architectures import SUPPORTED_ARCHITECTURES
-from quire.config.model import ModelConfig
+from quire.config.model import SUPPORTED_ARCHITECTURES, ModelConfig
 from quire.layers.attention.layer import StepContext
 from quire.layers.embedding import LMHead
 from quire.layers.weights import Build, Shard

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from tokenizers import Tokenizer as Backend
 
+from quire.config.locate import ModelSource
 from quire.files.gguf import GGUFFile
 from quire.protocol.errors import RequestError
 from quire.text.chat_template import (
@@ -20,9 +21,6 @@ from quire.text.detokenizer import TextStreams
 from quire.text.tokenizer_check import is_panic
 from quire.text.tokenizer_files import TokenizerParts, read_folder
 from quire.text.tokenizer_gguf import read_gguf
-
-if TYPE_CHECKING:
-    from quire.config.locate import ModelSource
 
 SPACE_CLEAN_UPS = (
     (" .", "."),

@@ -10,8 +10,7 @@ from importlib.util import find_spec
 
 import torch
 
-from quire.config.device import DeviceInfo, cpu_device
-from quire.config.threads import choose_num_threads
+from quire.config.device import DeviceInfo, choose_num_threads, cpu_device
 from quire.kernels import cpu
 from quire.protocol.errors import OptionError
 

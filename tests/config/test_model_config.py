@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import transformers
 
-from quire.config.architectures import SUPPORTED_ARCHITECTURES
-from quire.config.model import load_model_config
+from quire.config.model import SUPPORTED_ARCHITECTURES, load_model_config
 from quire.protocol.errors import ModelError, OptionError
 
 SIZES = {

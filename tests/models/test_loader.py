@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.config.architectures import SUPPORTED_ARCHITECTURES
-from quire.config.model import ModelConfig, load_model_config
+from quire.config.model import SUPPORTED_ARCHITECTURES, ModelConfig, load_model_config
 from quire.layers.attention.layer import StepContext
 from quire.layers.parallel import Parallel
 from quire.layers.weights import Build, Part, WeightedLayer, divided, stacked, whole

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from quire.config.threads import tokenise_on_one_thread
+from quire.config.device import tokenise_on_one_thread
 from quire.protocol.codec import Decoder, encode
 from quire.protocol.errors import QuireError, RequestError
 from quire.server import app  # its routes register what they prepare

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.config.device import cpu_device
-from quire.config.threads import choose_num_threads
+from quire.config.device import choose_num_threads, cpu_device
 
 
 def machine(root: Path, cores: list[str], files: dict[str, str] | None = None) -> Path:
