@@ -20,12 +20,12 @@ from quire.server.http.reply import (
     off_loop,
     unless_disconnected,
 )
-from quire.server.preparation.context import Prepared
+from quire.server.preparation.prepare import Prepared
 from quire.server.state import state_of
 
 
 class Reply(Protocol):
-    """Writes what came of a generation in the form of its protocol."""
+    """Writes what came of a generation in the format of its protocol."""
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """All of it at once."""

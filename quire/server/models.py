@@ -1,4 +1,4 @@
-"""`/v1/models`, in the form of the client's protocol."""
+"""`/v1/models`, in the format of the client's protocol."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def models(
     after_id: str | None = None,
     before_id: str | None = None,
 ) -> dict[str, Any]:
-    """In the form of the client's protocol; the parameters are those of Anthropic's."""
+    """In the format of the client's protocol; the parameters are those of Anthropic's."""
     records = [_record(request, name) for name in state_of(request).model_names]
     if request.state.dialect is ANTHROPIC:
         return _anthropic_page(records, limit, after_id, before_id)

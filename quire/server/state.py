@@ -13,8 +13,8 @@ from quire.frontend.async_llm import AsyncLLM
 from quire.server.http.auth import Access
 from quire.server.http.limits import BodyMemory
 from quire.server.http.middleware import Load
-from quire.server.preparation.context import Preparation, PreparationSettings
 from quire.server.preparation.pool import ForkServer, PreparationPool
+from quire.server.preparation.prepare import Preparation, PreparationSettings
 from quire.server.tracing import Tracer
 
 

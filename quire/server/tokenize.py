@@ -9,8 +9,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, Strict
 
 from quire.protocol.errors import RequestError
-from quire.server.preparation.context import Preparation
-from quire.server.preparation.conversation import render_chat
+from quire.server.preparation.prepare import Preparation
 from quire.server.preparation.routes import answered_already, prepared_route
 from quire.text.tool_calls.declared import ToolUse, chat_tools
 
@@ -44,8 +43,7 @@ def tokenize_text(state: Preparation, body: TokenizeBody) -> bytes:
     state.check_model(body.model)
     special = body.add_special_tokens
     if body.messages is not None:
-        prompt = render_chat(
-            state,
+        prompt = state.render_chat(
             body.messages,
             chat_template=body.chat_template,
             add_generation_prompt=body.add_generation_prompt,

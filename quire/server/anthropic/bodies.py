@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from quire.protocol.errors import RequestError
-from quire.server.preparation.bodies import MessageBody
-from quire.server.preparation.conversation import text_parts
+from quire.server.preparation.bodies import MessageBody, text_parts
 from quire.text.message_stream import MessageFormat
 from quire.text.tool_calls.declared import ToolUse, flat_tools
 
@@ -46,15 +45,19 @@ class CountBody(MessageBody):
         return None if self.thinking is None else THINKING[self.thinking["type"]]
 
     def output_format(self) -> dict[str, Any]:
-        form = (self.output_config or {}).get("format")
-        if form is None:
+        format = (self.output_config or {}).get("format")
+        if format is None:
             return {}
-        if not isinstance(form, dict) or form.get("type") != "json_schema" or "schema" not in form:
+        if (
+            not isinstance(format, dict)
+            or format.get("type") != "json_schema"
+            or "schema" not in format
+        ):
             raise RequestError(
                 "output_config.format must be {'type': 'json_schema', 'schema': {...}}, got "
-                f"{form!r:.200}."
+                f"{format!r:.200}."
             )
-        return {"type": "json_schema", "json_schema": form}
+        return {"type": "json_schema", "json_schema": format}
 
     @property
     def output_format_field(self) -> str:
@@ -120,8 +123,8 @@ class MessagesBody(CountBody):
     def own_params(self) -> dict[str, Any]:
         return {} if self.stop_sequences is None else {"stop": self.stop_sequences}
 
-    def check_reply(self, form: MessageFormat, model: str) -> None:
-        if self.thinks and form.tags is None:
+    def check_reply(self, format: MessageFormat, model: str) -> None:
+        if self.thinks and format.tags is None:
             raise RequestError(
                 f"thinking={self.thinking!r:.200} is refused: the chat template of model {model!r} "
                 "shows no reasoning; leave it out, or set the server's --reasoning-parser."

@@ -17,8 +17,7 @@ from quire.server.anthropic.bodies import CountBody, MessagesBody
 from quire.server.anthropic.errors import ERRORS
 from quire.server.generation import Generation
 from quire.server.http.errors import ANTHROPIC, error_body, status_of
-from quire.server.preparation.context import Preparation, Prepared
-from quire.server.preparation.conversation import conversation_prompt, prepare_messages
+from quire.server.preparation.prepare import Preparation, Prepared
 from quire.server.preparation.routes import answered_already, prepared_route
 from quire.text.deltas import CallDelta, Delta, Message, ReasoningDelta, TextDelta
 from quire.text.message_stream import MessageFormat
@@ -29,11 +28,11 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "repetition": "max_t
 """The protocol has no name for a deadline or an abort: null stands for these."""
 
 
-@prepared_route(router, "/v1/messages", MessagesBody, prepare_messages)
+@prepared_route(router, "/v1/messages", MessagesBody, Preparation.prepare_messages)
 async def create_message(made: Prepared, request: Request) -> Response:
     body: MessagesBody = made.body
     message_id = f"msg_{body.request_id or request.state.request_id}"
-    reply = MessageReply(message_id, made.model, made.form)
+    reply = MessageReply(message_id, made.model, made.format)
     terms = body.terms(request.state.tenant)
     generation = await Generation.start(request, made, reply.id, terms)
     return await generation.answer(reply, body.stream, last=b"", write_error=_error_event)
@@ -41,7 +40,7 @@ async def create_message(made: Prepared, request: Request) -> Response:
 
 def count_tokens(state: Preparation, body: CountBody) -> bytes:
     state.check(body)
-    prompt = conversation_prompt(state, body, body.tool_use)
+    prompt = state.conversation_prompt(body, body.tool_use)
     assert prompt.token_ids is not None
     return msgspec.json.encode({"input_tokens": len(prompt.token_ids)})
 
@@ -57,11 +56,11 @@ def _error_event(error: QuireError) -> bytes:
 class MessageReply:
     """Writes the reply to one request, whole or as events."""
 
-    def __init__(self, message_id: str, model: str, form: MessageFormat) -> None:
+    def __init__(self, message_id: str, model: str, format: MessageFormat) -> None:
         self.id = message_id
         self._model = model
-        self._form = form
-        self._stream = form.open()
+        self._format = format
+        self._stream = format.open()
         self._output_tokens = 0
         self._block: TextBlock | ThinkingBlock | ToolBlock | None = None
         """The one that is open, of `_num_blocks`."""
@@ -71,7 +70,7 @@ class MessageReply:
         (output,) = outputs
         (one,) = output.outputs
         self._output_tokens += len(one.token_ids)
-        parsed = self._form.parse(one.text)
+        parsed = self._format.parse(one.text)
         return {
             **self._message(content_of(parsed), self._usage(output)),
             **stop_of(one, bool(parsed.calls)),
@@ -100,7 +99,7 @@ class MessageReply:
 
     def _take(self, one: CompletionOutput) -> bytes:
         """The events of new text; this runs for every token."""
-        if self._form.is_plain:
+        if self._format.is_plain:
             opening = b"" if self._block else self._open_block(TextDelta(""))
             assert self._block is not None
             return opening + self._block.delta(one.text)

@@ -1,4 +1,4 @@
-"""From what goes wrong to a status and a body in the form of the client's protocol."""
+"""From what goes wrong to a status and a body in the format of the client's protocol."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ _WHOLE = re.compile(r"structured_outputs(\.[a-z_]+)?")
 
 
 @dataclass(frozen=True)
-class FormFields:
+class StructuredFields:
     """Where a client wrote what the engine calls `structured_outputs`: names for errors."""
 
     whole: str | None = None
-    """Of the form; None: that of the engine."""
+    """Of all of it; None: the name that the engine has."""
     lines: Mapping[int, str] = field(default_factory=dict)
     """Of the schemas in a grammar that was made here, by its lines."""
 
@@ -139,11 +139,11 @@ def status_of(error: QuireError) -> int:
 
 
 def quire_error_response(
-    error: QuireError, dialect: Dialect, form_fields: FormFields | None = None
+    error: QuireError, dialect: Dialect, structured_fields: StructuredFields | None = None
 ) -> Response:
     status, text = status_of(error), dialect.message_of(error)
-    if form_fields is not None:
-        text = form_fields.named(text)
+    if structured_fields is not None:
+        text = structured_fields.named(text)
     retry = RETRY_AFTER_S if isinstance(error, EngineDeadError) else None
     if isinstance(error, OverloadedError):
         retry = error.retry_after_s
@@ -185,10 +185,12 @@ def _methods_of(app: FastAPI, request: Request) -> list[str]:
 def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(QuireError)
     async def on_quire_error(request: Request, error: QuireError) -> Response:
-        form_fields = getattr(request.state, "form_fields", None)
-        if isinstance(field := getattr(error, "form_field", None), str):  # there was no more yet
-            form_fields = FormFields(field)
-        return quire_error_response(error, request.state.dialect, form_fields)
+        structured_fields = getattr(request.state, "structured_fields", None)
+        if isinstance(
+            field := getattr(error, "structured_field", None), str
+        ):  # there was no more yet
+            structured_fields = StructuredFields(field)
+        return quire_error_response(error, request.state.dialect, structured_fields)
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid_body(request: Request, error: RequestValidationError) -> Response:

@@ -8,7 +8,7 @@ from quire.frontend.inputs import Prompt
 from quire.protocol.errors import RequestError
 from quire.protocol.sampling import BeamSearchParams, SamplingParams
 from quire.server.openai.bodies import ChoicesBody
-from quire.server.preparation.context import Preparation
+from quire.server.preparation.prepare import Preparation
 
 USED = frozenset(
     {

@@ -26,8 +26,7 @@ from quire.server.openai.chat_messages import (
 from quire.server.openai.logprobs import Candidates, chat_logprobs
 from quire.server.openai.stream import ChunkWriter
 from quire.server.openai.usage import Usage
-from quire.server.preparation.context import Preparation, Prepared
-from quire.server.preparation.conversation import prepare_messages
+from quire.server.preparation.prepare import Preparation, Prepared
 from quire.server.preparation.routes import prepared_route
 from quire.text.deltas import ReasoningDelta
 from quire.text.message_stream import MessageFormat, MessageStream
@@ -36,7 +35,7 @@ router = APIRouter()
 
 
 def prepare_chat(state: Preparation, body: ChatBody) -> Prepared:
-    made = prepare_messages(state, body)
+    made = state.prepare_messages(body)
     if body.use_beam_search:
         made.params = beam_search_params(state, body, made.sampling, made.prompts)
     return made
@@ -46,7 +45,7 @@ def prepare_chat(state: Preparation, body: ChatBody) -> Prepared:
 async def create_chat_completion(made: Prepared, request: Request) -> Response:
     body: ChatBody = made.body
     response_id = f"chatcmpl-{body.request_id or request.state.request_id}"
-    reply = ChatReply(body, response_id, made.model, made.form)
+    reply = ChatReply(body, response_id, made.model, made.format)
     terms = body.terms(request.state.tenant, body.wants_progress)
     generation = await Generation.start(request, made, reply.id, terms)
     return await generation.answer(reply, body.stream, begins_first=not body.wants_progress)
@@ -55,10 +54,10 @@ async def create_chat_completion(made: Prepared, request: Request) -> Response:
 class ChatReply:
     """Writes the reply to one request, whole or in chunks."""
 
-    def __init__(self, body: ChatBody, response_id: str, model: str, form: MessageFormat) -> None:
+    def __init__(self, body: ChatBody, response_id: str, model: str, format: MessageFormat) -> None:
         self.id = response_id
         self._body = body
-        self._form = form
+        self._format = format
         self._streams: dict[int, MessageStream] = {}
         """By choice: where the parsing of its text stands."""
         self._model = model
@@ -99,10 +98,10 @@ class ChatReply:
         return told
 
     def _message(self, one: CompletionOutput) -> dict[str, Any]:
-        if self._form.is_plain:
+        if self._format.is_plain:
             message = {"role": self._role, "content": one.text, "refusal": None}
             return {"message": message, **self._details(one, finish_reason(one.finish_reason))}
-        parsed = self._form.parse(one.text)
+        parsed = self._format.parse(one.text)
         message = whole_message(parsed, self._role, self._body.include_reasoning is not False)
         reason = finish_reason(one.finish_reason, bool(parsed.calls))
         return {"message": message, **self._details(one, reason)}
@@ -151,7 +150,7 @@ class ChatReply:
         )
 
     def _chunk(self, writer: ChunkWriter, one: CompletionOutput, usage: Usage) -> bytes:
-        if not self._form.is_plain:
+        if not self._format.is_plain:
             return self._parsed_chunks(writer, one, usage)
         if self._plain and not self._continuous and one.finish_reason is None:
             return writer.text(one.index, one.text, b'"delta":{"content":', b"}")
@@ -161,7 +160,7 @@ class ChatReply:
 
     def _parsed_chunks(self, writer: ChunkWriter, one: CompletionOutput, usage: Usage) -> bytes:
         """A chunk for each thing that new text says; none while it may say several things."""
-        stream = self._streams.setdefault(one.index, self._form.open())
+        stream = self._streams.setdefault(one.index, self._format.open())
         ends = one.finish_reason is not None
         found = stream.finish(one.text) if ends else stream.feed(one.text)
         deltas = [

@@ -17,7 +17,7 @@ from quire.protocol.errors import RequestError
 from quire.protocol.output import RequestProgress
 from quire.protocol.sampling import BeamSearchParams, SamplingParams
 from quire.server.generation import Generation
-from quire.server.http.errors import FormFields
+from quire.server.http.errors import StructuredFields
 from quire.server.http.reply import num_values, off_loop
 from quire.server.openai.beam_search import beam_search_params
 from quire.server.openai.bodies import CompletionBody
@@ -25,7 +25,7 @@ from quire.server.openai.chat_messages import finish_reason, stop_reason
 from quire.server.openai.logprobs import Candidates, CompletionLogprobs
 from quire.server.openai.stream import ChunkWriter
 from quire.server.openai.usage import Usage
-from quire.server.preparation.context import Preparation, Prepared
+from quire.server.preparation.prepare import Preparation, Prepared
 from quire.server.preparation.routes import prepared_route
 from quire.server.state import state_of
 from quire.text.tokenizer import Tokenizer
@@ -38,8 +38,8 @@ def prepare_completion(state: Preparation, body: CompletionBody) -> Prepared:
     prompts = _prompts(state, body)
     params = _params(state, body, prompts)
     echoes = [_text_of(state, prompt) for prompt in prompts] if body.echo else None
-    fields = FormFields(body.form_field)
-    return Prepared(body, model, prompts, params, echoes=echoes, form_fields=fields)
+    fields = StructuredFields(body.structured_field)
+    return Prepared(body, model, prompts, params, echoes=echoes, structured_fields=fields)
 
 
 @prepared_route(router, "/v1/completions", CompletionBody, prepare_completion, uses_template=False)

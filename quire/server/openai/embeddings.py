@@ -16,7 +16,7 @@ from quire.protocol.errors import RequestError
 from quire.server.generation import Generation
 from quire.server.http.reply import CLIENT_LEFT, encoded, off_loop
 from quire.server.openai.bodies import EmbeddingBody
-from quire.server.preparation.context import Preparation, Prepared
+from quire.server.preparation.prepare import Preparation, Prepared
 from quire.server.preparation.routes import prepared_route
 
 router = APIRouter()

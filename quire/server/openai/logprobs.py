@@ -1,4 +1,4 @@
-"""Logprobs in the two forms of the OpenAI protocol."""
+"""Logprobs in the two formats of the OpenAI protocol."""
 
 from __future__ import annotations
 

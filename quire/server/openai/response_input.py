@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 
 from quire.protocol.errors import RequestError
 from quire.server.openai.bodies import refuse_stream_options
-from quire.server.preparation.bodies import MessageBody
-from quire.server.preparation.conversation import text_parts
+from quire.server.preparation.bodies import MessageBody, text_parts
 from quire.text.tool_calls.declared import ToolUse, flat_tools
 
 LOGPROBS = "message.output_text.logprobs"

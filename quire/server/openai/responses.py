@@ -25,8 +25,7 @@ from quire.server.openai.response_items import (
     ReasoningItem,
 )
 from quire.server.openai.usage import Usage
-from quire.server.preparation.context import Prepared
-from quire.server.preparation.conversation import prepare_messages
+from quire.server.preparation.prepare import Preparation, Prepared
 from quire.server.preparation.routes import prepared_route
 from quire.text.deltas import CallDelta, Delta, ReasoningDelta, TextDelta
 from quire.text.message_stream import MessageFormat
@@ -34,11 +33,11 @@ from quire.text.message_stream import MessageFormat
 router = APIRouter()
 
 
-@prepared_route(router, "/v1/responses", ResponseBody, prepare_messages)
+@prepared_route(router, "/v1/responses", ResponseBody, Preparation.prepare_messages)
 async def create_response(made: Prepared, request: Request) -> Response:
     body: ResponseBody = made.body
     request_id = body.request_id or request.state.request_id
-    reply = ResponseReply(body, request_id, made.model, made.sampling, made.form)
+    reply = ResponseReply(body, request_id, made.model, made.sampling, made.format)
     terms = body.terms(request.state.tenant)
     generation = await Generation.start(request, made, reply.id, terms)
     return await generation.answer(reply, body.stream, last=b"", write_error=reply.failure)
@@ -53,7 +52,7 @@ class ResponseReply:
         request_id: str,
         model: str,
         params: SamplingParams,
-        form: MessageFormat,
+        format: MessageFormat,
     ) -> None:
         self.id = f"resp_{request_id}"
         self._body = body
@@ -63,8 +62,8 @@ class ResponseReply:
         self._repeated = _repeated(body)
         self._usage = Usage()
         self._writer = EventWriter()
-        self._is_plain = form.is_plain
-        self._stream = form.open()
+        self._is_plain = format.is_plain
+        self._stream = format.open()
         self._items: list[Item] = []
         """In order; all but the last are complete."""
         self._open: type[Delta] | None = None

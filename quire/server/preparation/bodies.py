@@ -138,7 +138,7 @@ class GenerationBody(SamplingBody):
     length_penalty: float | None = None
 
     def output_format(self) -> dict[str, Any]:
-        """The form of the answer as chat completions' `response_format` has it."""
+        """The format of the answer as chat completions' `response_format` has it."""
         return {}
 
     @property
@@ -156,34 +156,38 @@ class GenerationBody(SamplingBody):
 
     @property
     def json_settings(self) -> JsonSettings:
-        """What the body says about JSON, whatever asks for it: a form, or a tool's schema."""
-        # They are checked beside a form.
+        """What the body says about JSON, whatever asks for it: a format, or a tool's schema."""
+        # They are checked beside a format.
         return StructuredOutputs(json_object=True, **self._json_settings()).json_settings
 
     @property
-    def form_field(self) -> str | None:
-        """Where the body has the form of its answer, if that is not `structured_outputs`."""
+    def structured_field(self) -> str | None:
+        """Where the body has the structure of its answer, if that is not `structured_outputs`."""
         own = None if self._has_settings_only else self.structured_outputs
         has_other = own is not None or any(getattr(self, name) is not None for name in GUIDED)
-        has_form = self.output_format().get("type", "text") != "text"
-        return self.output_format_field if has_form and not has_other else None
+        has_structure = self.output_format().get("type", "text") != "text"
+        return self.output_format_field if has_structure and not has_other else None
 
-    def requested_form(self) -> StructuredOutputs | None:
-        """The form of the answer, under any of the names there are for that."""
-        forms = {"response_format": _from_response_format(self.output_format())}
+    def requested_structure(self) -> StructuredOutputs | None:
+        """The structure of the answer, under any of the names there are for that."""
+        structures = {"response_format": _from_response_format(self.output_format())}
         for name, field in GUIDED.items():
             value = getattr(self, name)
             if value is not None:
                 _warn_of(name, field)
-                forms[name] = StructuredOutputs(**{field: value})
-        given = {name: form for name, form in forms.items() if form is not None}
+                structures[name] = StructuredOutputs(**{field: value})
+        given = {name: structure for name, structure in structures.items() if structure is not None}
         if not self._has_settings_only or not (given or self.declares_tools):
             own = as_structured_outputs(self.structured_outputs)
             given |= {} if own is None else {"structured_outputs": own}
         if len(given) > 1:
             raise RequestError(f"{' and '.join(given)} exclude each other; use one of them.")
-        form, settings = next(iter(given.values()), None), self._json_settings()
-        return dataclasses.replace(form, **settings) if form is not None and settings else form
+        structure, settings = next(iter(given.values()), None), self._json_settings()
+        return (
+            dataclasses.replace(structure, **settings)
+            if structure is not None and settings
+            else structure
+        )
 
     def _json_settings(self) -> dict[str, Any]:
         given = self.structured_outputs or {}
@@ -194,10 +198,10 @@ class GenerationBody(SamplingBody):
 
     @property
     def _has_settings_only(self) -> bool:
-        """Whether `structured_outputs` has no form of its own, but speaks of one elsewhere."""
+        """Whether `structured_outputs` has no structure of its own, but speaks of one elsewhere."""
         given = self.structured_outputs or {}
-        has_form = {name for name, value in given.items() if value is not None}
-        return bool(given) and has_form <= set(JSON_SETTINGS)
+        has_structure = {name for name, value in given.items() if value is not None}
+        return bool(given) and has_structure <= set(JSON_SETTINGS)
 
     def without_default_repetition(self) -> dict[str, Any]:
         """What a grammar asks for comes again and again, such as quotes: defaults of the model that
@@ -220,7 +224,7 @@ class GenerationBody(SamplingBody):
             given["repetition_detection"] = RepetitionDetectionParams(**values)
         elif "repetition_detection" in self.model_fields_set or self.ignore_eos or self.min_tokens:
             given["repetition_detection"] = None  # the client decides when the text ends
-        given["structured_outputs"] = self.requested_form()
+        given["structured_outputs"] = self.requested_structure()
         if given["structured_outputs"] is not None:
             given |= self.without_default_repetition()
         if self.vllm_xargs is not None:
@@ -275,7 +279,7 @@ class ConversationBody(GenerationBody):
         """Sampling parameters that this protocol has under other names."""
         return {}
 
-    def check_reply(self, form: MessageFormat, model: str) -> None:
+    def check_reply(self, format: MessageFormat, model: str) -> None:
         """Raise for what the body asks of replies that the model's template cannot do."""
 
 
@@ -304,14 +308,35 @@ class MessageBody(ConversationBody):
                 )
 
 
-def _from_response_format(form: dict[str, Any]) -> StructuredOutputs | None:
-    kind = form.get("type", "text")
+def text_parts(content: Any, kinds: tuple[str, ...], where: str) -> list[dict[str, Any]]:
+    """A message's content as the text parts that templates read; `kinds` are the names that the
+    protocol has for such parts."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise RequestError(f"{where} must be a text or a list of parts, got {content!r:.80}.")
+    parts = []
+    for index, part in enumerate(content):
+        place = f"{where}[{index}]"
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in kinds:
+            raise RequestError(
+                f"{place} is of type {kind!r}, which is not supported; use {' or '.join(kinds)}."
+            )
+        if not isinstance(part.get("text"), str):
+            raise RequestError(f"{place}.text must be a text, got {part.get('text')!r:.80}.")
+        parts.append({"type": "text", "text": part["text"]})
+    return parts
+
+
+def _from_response_format(response_format: dict[str, Any]) -> StructuredOutputs | None:
+    kind = response_format.get("type", "text")
     if kind == "text":
         return None
     if kind == "json_object":
         return StructuredOutputs(json_object=True)
     if kind == "json_schema":
-        wrapper = form.get("json_schema")
+        wrapper = response_format.get("json_schema")
         schema = wrapper.get("schema") if isinstance(wrapper, dict) else None
         if schema is None:
             raise RequestError(
@@ -320,7 +345,7 @@ def _from_response_format(form: dict[str, Any]) -> StructuredOutputs | None:
             )
         return StructuredOutputs(json=schema)
     if kind == "structural_tag":
-        return StructuredOutputs(structural_tag=form)
+        return StructuredOutputs(structural_tag=response_format)
     raise RequestError(
         f"response_format.type must be text, json_object, json_schema or structural_tag, got "
         f"{kind!r}."

@@ -16,7 +16,7 @@ from typing import Any
 from quire.frontend.inputs import Prompt
 from quire.protocol.codec import encode
 from quire.protocol.errors import OverloadedError, RequestError
-from quire.server.preparation.context import PreparationSettings, Prepared, PreparedKind
+from quire.server.preparation.prepare import PreparationSettings, Prepared, PreparedKind
 from quire.server.preparation.wire import (
     CONTENT,
     DONE,

@@ -25,8 +25,8 @@ from quire.config.device import tokenise_on_one_thread
 from quire.protocol.codec import Decoder, encode
 from quire.protocol.errors import QuireError, RequestError
 from quire.server import app  # its routes register what they prepare
-from quire.server.preparation.context import Preparation, PreparationSettings
-from quire.server.preparation.routes import PREPARED_KINDS, prepare
+from quire.server.preparation.prepare import Preparation, PreparationSettings
+from quire.server.preparation.routes import PREPARED_KINDS
 from quire.server.preparation.wire import (
     DONE,
     ENDED,
@@ -197,7 +197,7 @@ class _Worker:
 
     def _answer(self, path: str, data: bytearray) -> Iterator[bytes]:
         try:
-            made = prepare(self._preparation, PREPARED_KINDS[path], bytes(data))
+            made = self._preparation.prepare(PREPARED_KINDS[path], bytes(data))
             frames = list(result_frames(made))
         except (QuireError, RecursionError) as error:
             refusal = Refusal.of(error)

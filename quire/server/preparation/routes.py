@@ -1,27 +1,21 @@
-"""Routes whose bodies are read, checked and tokenised before they run, and off their event loop;
-and `prepare`, which does it in whichever process."""
+"""Routes whose bodies are read, checked and tokenised before they run, and off their event loop."""
 
 from __future__ import annotations
 
 import inspect
-import json
-import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from quire.protocol.errors import QuireError
-from quire.protocol.sampling import SamplingParams
 from quire.server.http.errors import InvalidBodyError
 from quire.server.http.reply import CLIENT_LEFT, unless_disconnected
-from quire.server.preparation.bodies import GenerationBody, RequestBody
-from quire.server.preparation.context import Preparation, Prepare, Prepared, PreparedKind
-from quire.server.preparation.conversation import log_parsers
+from quire.server.preparation.bodies import RequestBody
+from quire.server.preparation.prepare import Preparation, Prepare, Prepared, PreparedKind
 from quire.server.state import state_of
 
 SMALL_BYTES = 8 << 10
@@ -32,7 +26,9 @@ PREPARED_KINDS: dict[str, PreparedKind] = {}
 """By path."""
 
 
-PARSERS = PREPARED_KINDS[""] = PreparedKind("", RequestBody, log_parsers, uses_template=True)
+PARSERS = PREPARED_KINDS[""] = PreparedKind(
+    "", RequestBody, Preparation.log_parsers, uses_template=True
+)
 """No route: says at start-up what the chat template asks for, since even that reads it."""
 
 Answer = Callable[[Prepared, Request], Awaitable[Response]]
@@ -51,7 +47,7 @@ class PreparedRoute(APIRoute):
                 return Response(status_code=CLIENT_LEFT)
             if isinstance(made, bytes):
                 return Response(made, media_type="application/json")
-            request.state.form_fields = made.form_fields  # for errors
+            request.state.structured_fields = made.structured_fields  # for errors
             return await answer(made, request)
 
         return handle
@@ -68,7 +64,7 @@ async def _prepared(kind: PreparedKind, request: Request) -> Prepared | bytes | 
             return None
         check_content_type(request)
         if not kind.uses_template and held.num_bytes < SMALL_BYTES:
-            return prepare(state.preparation, kind, b"".join(held.pieces))
+            return state.preparation.prepare(kind, b"".join(held.pieces))
         return await unless_disconnected(request.receive, state.pool.run(kind, held.pieces))
 
 
@@ -119,53 +115,3 @@ def check_content_type(request: Request) -> None:
         raise InvalidBodyError(
             "the body is not a JSON object; send one, with 'Content-Type: application/json'."
         )
-
-
-def read_body(kind: type[BaseModel], data: bytes) -> Any:
-    """The body that `data` holds; raises `InvalidBodyError`."""
-    try:
-        value = json.loads(data) if data else None
-    except json.JSONDecodeError as error:
-        raise InvalidBodyError(
-            f"the body is not JSON: {error.msg} (at character {error.pos})."
-        ) from None
-    except ValueError as error:  # not UTF-8, or a number of thousands of digits
-        raise InvalidBodyError(f"the body is not JSON that can be read: {error}.") from None
-    if not isinstance(value, dict):
-        raise InvalidBodyError(
-            "the body is not a JSON object; send one, with 'Content-Type: application/json'."
-        )
-    try:
-        return kind.model_validate(value)
-    except ValidationError as error:
-        # All errors of a long list would take longer to write down than to find.
-        errors = error.errors(include_url=False, include_context=False, include_input=False)
-        where = [str(part) for part in errors[0]["loc"]]
-        text = f"{'.'.join(where) or 'the body'}: {errors[0]['msg']}."
-        if len(forms := _forms([one["loc"] for one in errors])) > 1:
-            text = f"{where[0]} must be one of {', '.join(forms)}, and is none of them."
-        raise InvalidBodyError(text, where[0] if where else None) from None
-
-
-def _forms(places: list[tuple[int | str, ...]]) -> list[str]:
-    """The types that the field of the first error may have, if it may have several: pydantic names
-    them where an object would have a field and a list an index."""
-    kinds = dict.fromkeys(str(p[1]) for p in places if p[:1] == places[0][:1] and len(p) > 1)
-    return [kind for kind in kinds if re.match(r"(str|list|dict)\b", kind)]
-
-
-def prepare(preparation: Preparation, kind: PreparedKind, data: bytes) -> Prepared | bytes:
-    body = read_body(kind.body, data)
-    field: str | None = None
-    try:
-        if isinstance(body, RequestBody):
-            body.refuse_unsupported()
-        if isinstance(body, GenerationBody):
-            field = body.form_field
-        made = kind.prepare(preparation, body)
-        if isinstance(made, Prepared) and isinstance(made.params, SamplingParams):
-            preparation.inputs.prepare_params(made.params)  # long lists that are refused stay here
-        return made
-    except QuireError as error:
-        error.__dict__["form_field"] = field
-        raise

@@ -18,8 +18,8 @@ from quire.frontend.pooling import PoolingParams
 from quire.protocol.codec import Decoder, encode
 from quire.protocol.errors import QuireError, RequestError
 from quire.protocol.sampling import BeamSearchParams, SamplingParams
-from quire.server.http.errors import FormFields
-from quire.server.preparation.context import Prepared
+from quire.server.http.errors import StructuredFields
+from quire.server.preparation.prepare import Prepared
 from quire.text.message_stream import MessageFormat
 
 JOB = struct.Struct("!IQ?")
@@ -58,9 +58,9 @@ class Head(msgspec.Struct, tag=True):
     sampling: SamplingParams | None = None
     beams: BeamSearchParams | None = None
     pooling: PoolingParams | None = None
-    form: MessageFormat | None = None
+    format: MessageFormat | None = None
     echoes: list[str] | None = None
-    form_fields: FormFields | None = None
+    structured_fields: StructuredFields | None = None
 
 
 class Content(msgspec.Struct, tag=True):
@@ -157,9 +157,9 @@ def _head(made: Prepared) -> Head:
         params if isinstance(params, SamplingParams) else None,
         params if isinstance(params, BeamSearchParams) else None,
         params if isinstance(params, PoolingParams) else None,
-        made.form,
+        made.format,
         made.echoes,
-        made.form_fields,
+        made.structured_fields,
     )
 
 
@@ -171,7 +171,7 @@ def from_head(head: Head, body: type[Any], prompts: list[Prompt]) -> Prepared:
         head.model,
         prompts,
         params,
-        head.form or MessageFormat(),
+        head.format or MessageFormat(),
         head.echoes,
-        head.form_fields or FormFields(),
+        head.structured_fields or StructuredFields(),
     )

@@ -16,8 +16,8 @@ from quire.config.options import EngineOptions
 from quire.config.server import ServingOptions
 from quire.protocol.sampling import SamplingParams
 from quire.server import app  # its routes register what they prepare
-from quire.server.preparation.context import PreparationSettings, Prepared
 from quire.server.preparation.pool import LARGE_BYTES, MAX_LARGE, PreparationPool
+from quire.server.preparation.prepare import PreparationSettings, Prepared
 from quire.server.preparation.routes import PREPARED_KINDS
 
 assert app
