@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from fastapi import Request
 from starlette.responses import Response
 
-from quire.frontend.async_llm import OutputStream, RequestTerms
+from quire.frontend.async_llm import OutputStream
 from quire.frontend.outputs import EmbeddingRequestOutput, RequestOutput
 from quire.frontend.pooling import PoolingParams
 from quire.server.http.reply import (
@@ -26,6 +26,8 @@ from quire.server.state import state_of
 
 class Reply(Protocol):
     """Writes what came of a generation in the format of its protocol."""
+
+    id: str
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """All of it at once."""
@@ -44,26 +46,12 @@ class Generation:
 
     @classmethod
     async def start(
-        cls, request: Request, made: Prepared, name: str, terms: RequestTerms
+        cls, request: Request, made: Prepared, name: str, wants_progress: bool = False
     ) -> Generation:
         """Hand prompts to the engine; returns once it has accepted them all."""
+        terms = made.body.terms(request.state.tenant, wants_progress)
         llm = state_of(request).llm
         return cls(request, await llm.open_stream(made.prompts, made.params, name, terms))
-
-    async def answer(
-        self, reply: Reply, streams: bool | None, *, begins_first: bool = True, **ending: Any
-    ) -> Response:
-        """The response to the request. `begins_first`: a stream's status waits for its first news;
-        `ending` is what `EventStream` must know about its protocol."""
-        if streams:
-            if begins_first and not await self._begin():
-                return Response(status_code=CLIENT_LEFT)
-            return EventStream(reply.events(self), self.close, **ending)
-        outputs = await self._outputs()
-        if outputs is None:
-            return Response(status_code=CLIENT_LEFT)
-        data = await off_loop(num_values(outputs), lambda: encoded(reply.whole(outputs)))
-        return Response(data, media_type="application/json")
 
     async def news(self) -> AsyncGenerator[list[tuple[int, Any]], None]:
         """News as they come: outputs, and progress where that was asked for."""
@@ -87,7 +75,7 @@ class Generation:
         """The client has left: what is unfinished is aborted."""
         self._stream.close()
 
-    async def _outputs(self) -> list[RequestOutput] | None:
+    async def outputs(self) -> list[RequestOutput] | None:
         """All outputs at the end, in the order of the prompts; None if the client left."""
 
         async def collect() -> list[RequestOutput]:
@@ -101,7 +89,7 @@ class Generation:
         finally:
             self.close()
 
-    async def _begin(self) -> bool:
+    async def begin(self) -> bool:
         """Wait for the first news, so that a request which fails before gets a status of its own
         instead of an event; False if the client left."""
         try:
@@ -112,3 +100,20 @@ class Generation:
         if self._first is None:
             self.close()
         return self._first is not None
+
+
+async def answer(
+    request: Request, made: Prepared, reply: Reply, wants_progress: bool = False, **ending: Any
+) -> Response:
+    """The response to a request. The status of a stream waits for its first news, unless these are
+    progress; `ending` is what `EventStream` must know about the protocol."""
+    generation = await Generation.start(request, made, reply.id, wants_progress)
+    if made.body.stream:
+        if not wants_progress and not await generation.begin():
+            return Response(status_code=CLIENT_LEFT)
+        return EventStream(reply.events(generation), generation.close, **ending)
+    outputs = await generation.outputs()
+    if outputs is None:
+        return Response(status_code=CLIENT_LEFT)
+    data = await off_loop(num_values(outputs), lambda: encoded(reply.whole(outputs)))
+    return Response(data, media_type="application/json")

@@ -8,7 +8,7 @@ import pytest
 
 from quire.config.embedded import CHAT_MAX_TOKENS
 from quire.protocol.sampling import RepetitionDetectionParams, SamplingParams
-from quire.server.openai.bodies import ChatBody
+from quire.server.openai.chat import ChatBody
 from tests.server.running import RunningServer
 
 MESSAGES = [{"role": "user", "content": "Hello"}]

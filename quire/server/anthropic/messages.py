@@ -15,7 +15,7 @@ from quire.protocol.errors import QuireError
 from quire.server.anthropic.blocks import TextBlock, ThinkingBlock, ToolBlock, event
 from quire.server.anthropic.bodies import CountBody, MessagesBody
 from quire.server.anthropic.errors import ERRORS
-from quire.server.generation import Generation
+from quire.server.generation import Generation, answer
 from quire.server.http.errors import ANTHROPIC, error_body, status_of
 from quire.server.preparation.prepare import Preparation, Prepared
 from quire.server.preparation.routes import answered_already, prepared_route
@@ -33,9 +33,7 @@ async def create_message(made: Prepared, request: Request) -> Response:
     body: MessagesBody = made.body
     message_id = f"msg_{body.request_id or request.state.request_id}"
     reply = MessageReply(message_id, made.model, made.format)
-    terms = body.terms(request.state.tenant)
-    generation = await Generation.start(request, made, reply.id, terms)
-    return await generation.answer(reply, body.stream, last=b"", write_error=_error_event)
+    return await answer(request, made, reply, last=b"", write_error=_error_event)
 
 
 def count_tokens(state: Preparation, body: CountBody) -> bytes:

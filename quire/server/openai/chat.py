@@ -2,42 +2,97 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire.frontend.outputs import CompletionOutput, RequestOutput
-from quire.protocol.output import RequestProgress
-from quire.server.generation import Generation
-from quire.server.http.reply import num_values, off_loop, printable
-from quire.server.openai.beam_search import beam_search_params
-from quire.server.openai.bodies import ChatBody
-from quire.server.openai.chat_messages import (
-    delta_record,
-    finish_reason,
-    stop_reason,
-    whole_message,
-)
+from quire.protocol.errors import RequestError
+from quire.server.generation import answer
+from quire.server.http.reply import printable
+from quire.server.openai.choices import ChoicesBody, ChoicesReply, finish_reason, stop_reason
 from quire.server.openai.logprobs import Candidates, chat_logprobs
-from quire.server.openai.stream import ChunkWriter
-from quire.server.openai.usage import Usage
+from quire.server.preparation.bodies import ConversationBody
 from quire.server.preparation.prepare import Preparation, Prepared
 from quire.server.preparation.routes import prepared_route
-from quire.text.deltas import ReasoningDelta
+from quire.text.deltas import CallDelta, Delta, Message, ReasoningDelta
 from quire.text.message_stream import MessageFormat, MessageStream
+from quire.text.tool_calls.declared import ToolUse, chat_tools
 
 router = APIRouter()
+
+
+class ChatBody(ChoicesBody, ConversationBody):
+    prepared_fields: ClassVar[frozenset[str]] = ConversationBody.prepared_fields | {
+        *("messages", "documents", "tools", "tool_choice", "response_format"),
+    }
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = False
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = True
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.logprobs) or self.logprob_token_ids is not None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are asked for; given ids take their place."""
+        needs_number = self.wants_logprobs and self.logprob_token_ids is None
+        return self.top_logprobs or 0 if needs_number else self.top_logprobs
+
+    @property
+    def max_tokens_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def tool_use(self) -> ToolUse:
+        return ToolUse.read(chat_tools(self.tools), self.tool_choice, self.parallel_tool_calls)
+
+    def chat_messages(self) -> list[dict[str, Any]]:
+        return self.messages
+
+    def own_params(self) -> dict[str, Any]:
+        return {"logprobs": self.num_logprobs}
+
+    def template_settings(self) -> dict[str, Any]:
+        kwargs = {"documents": self.documents, "reasoning_effort": self.reasoning_effort}
+        continues, generates = bool(self.continue_final_message), self.add_generation_prompt
+        return {
+            "template_kwargs": {name: value for name, value in kwargs.items() if value is not None},
+            "add_generation_prompt": not continues if generates is None else generates,
+            "continue_final_message": continues,
+        }
+
+    def kept_for_reply(self) -> dict[str, Any]:
+        """With the role of the last message, which a reply that continues it has too."""
+        return {**super().kept_for_reply(), "messages": [{"role": self.messages[-1]["role"]}]}
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        if self.top_logprobs is not None and not self.wants_logprobs:
+            raise RequestError(
+                f"top_logprobs={self.top_logprobs} has no effect without logprobs; set "
+                "logprobs=true."
+            )
+        if self.top_logprobs is not None and self.top_logprobs < 0:
+            raise RequestError(f"top_logprobs must be at least 0, got {self.top_logprobs}.")
 
 
 def prepare_chat(state: Preparation, body: ChatBody) -> Prepared:
     made = state.prepare_messages(body)
     if body.use_beam_search:
-        made.params = beam_search_params(state, body, made.sampling, made.prompts)
+        made.params = body.beam_search_params(state, made.sampling, made.prompts)
     return made
 
 
@@ -46,48 +101,27 @@ async def create_chat_completion(made: Prepared, request: Request) -> Response:
     body: ChatBody = made.body
     response_id = f"chatcmpl-{body.request_id or request.state.request_id}"
     reply = ChatReply(body, response_id, made.model, made.format)
-    terms = body.terms(request.state.tenant, body.wants_progress)
-    generation = await Generation.start(request, made, reply.id, terms)
-    return await generation.answer(reply, body.stream, begins_first=not body.wants_progress)
+    return await answer(request, made, reply, body.wants_progress)
 
 
-class ChatReply:
-    """Writes the reply to one request, whole or in chunks."""
+class ChatReply(ChoicesReply):
+    whole_kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
     def __init__(self, body: ChatBody, response_id: str, model: str, format: MessageFormat) -> None:
-        self.id = response_id
+        super().__init__(body, response_id, model)
         self._body = body
         self._format = format
         self._streams: dict[int, MessageStream] = {}
         """By choice: where the parsing of its text stands."""
-        self._model = model
-        self._created = int(time.time())
-        self._plain = not (body.wants_logprobs or body.return_token_ids)
+        self._is_plain = not (body.wants_logprobs or body.return_token_ids)
         self._candidates = Candidates(body.top_logprobs or 0, body.logprob_token_ids)
-        self._continuous = bool(
-            body.usage_options.include_usage and body.usage_options.continuous_usage_stats
-        )
+        self._has_begun = False
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs
-        usage = Usage()
-        usage.add(0, output)
-        choices = [
-            {
-                "index": one.index,
-                **self._message(one),
-            }
-            for one in output.outputs
-        ]
-        reply = {
-            "id": self.id,
-            "object": "chat.completion",
-            "created": self._created,
-            "model": self._model,
-            "choices": choices,
-            "usage": usage.record(),
-        }
-        return reply | self._about_prompt(output)
+        self._count(0, output)
+        choices = [{"index": one.index, **self._message(one)} for one in output.outputs]
+        return self._whole(choices) | self._about_prompt(output)
 
     def _about_prompt(self, output: RequestOutput) -> dict[str, Any]:
         told: dict[str, Any] = {}
@@ -106,59 +140,33 @@ class ChatReply:
         reason = finish_reason(one.finish_reason, bool(parsed.calls))
         return {"message": message, **self._details(one, reason)}
 
-    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
-        writer = ChunkWriter(
-            self.id,
-            "chat.completion.chunk",
-            self._created,
-            self._model,
-            tells_usage=bool(self._body.usage_options.include_usage),
-        )
-        usage = Usage()
-        opened = False
-        async with aclosing(generation.news()) as all_news:
-            async for news in all_news:
-                data = []
-                for index, output in news:
-                    if isinstance(output, RequestProgress):
-                        data.append(writer.progress(output))
-                        continue
-                    usage.add(index, output)
-                    if not opened:
-                        opened = True
-                        opening = partial(self._opening, writer, output, usage)
-                        data.append(await off_loop(num_values([output]), opening))
-                    data += [self._chunk(writer, one, usage) for one in output.outputs]
-                yield b"".join(data)
-        if self._body.usage_options.include_usage:
-            yield writer.bare(usage=usage.record())
+    def _begins(self, index: int, output: RequestOutput) -> bool:
+        return not self._has_begun
 
-    def _opening(self, writer: ChunkWriter, output: RequestOutput, usage: Usage) -> bytes:
+    def _chunks(self, index: int, output: RequestOutput) -> bytes:
+        opening = b"" if self._has_begun else self._opening(output)
+        self._has_begun = True
+        return opening + b"".join([self._chunk(one) for one in output.outputs])
+
+    def _opening(self, output: RequestOutput) -> bytes:
         """The role of each choice, before its text."""
-        extra = self._about_prompt(output) | self._running_usage(usage)
+        about_prompt = self._about_prompt(output)
+        silent = {"logprobs": None, "finish_reason": None}
+        delta = {"role": self._role, "content": ""}
         return b"".join(
-            writer.choice(
-                {
-                    "index": index,
-                    "delta": {"role": self._role, "content": ""},
-                    "logprobs": None,
-                    "finish_reason": None,
-                },
-                **extra,
-            )
+            self._choice_chunk({"index": index, "delta": delta, **silent}, **about_prompt)
             for index in range(self._body.n or 1)
         )
 
-    def _chunk(self, writer: ChunkWriter, one: CompletionOutput, usage: Usage) -> bytes:
+    def _chunk(self, one: CompletionOutput) -> bytes:
         if not self._format.is_plain:
-            return self._parsed_chunks(writer, one, usage)
-        if self._plain and not self._continuous and one.finish_reason is None:
-            return writer.text(one.index, one.text, b'"delta":{"content":', b"}")
+            return self._parsed_chunks(one)
+        if self._is_plain and not self._continuous and one.finish_reason is None:
+            return self._text(one.index, one.text, b'"delta":{"content":', b"}")
         details = self._details(one, finish_reason(one.finish_reason))
-        choice = {"index": one.index, "delta": {"content": one.text}, **details}
-        return writer.choice(choice, **self._running_usage(usage))
+        return self._choice_chunk({"index": one.index, "delta": {"content": one.text}, **details})
 
-    def _parsed_chunks(self, writer: ChunkWriter, one: CompletionOutput, usage: Usage) -> bytes:
+    def _parsed_chunks(self, one: CompletionOutput) -> bytes:
         """A chunk for each thing that new text says; none while it may say several things."""
         stream = self._streams.setdefault(one.index, self._format.open())
         ends = one.finish_reason is not None
@@ -169,17 +177,12 @@ class ChatReply:
             if self._body.include_reasoning is not False or not isinstance(delta, ReasoningDelta)
         ]
         *early, last = deltas or [{}]
-        quiet = {"logprobs": None, "finish_reason": None}
-        running = self._running_usage(usage)
-        data = [writer.choice({"index": one.index, "delta": d, **quiet}, **running) for d in early]
-        if last or ends or not self._plain or self._continuous:
+        silent = {"logprobs": None, "finish_reason": None}
+        data = [self._choice_chunk({"index": one.index, "delta": d, **silent}) for d in early]
+        if last or ends or not self._is_plain or self._continuous:
             details = self._details(one, finish_reason(one.finish_reason, stream.has_calls))
-            choice = {"index": one.index, "delta": last, **details}
-            data.append(writer.choice(choice, **running))
+            data.append(self._choice_chunk({"index": one.index, "delta": last, **details}))
         return b"".join(data)
-
-    def _running_usage(self, usage: Usage) -> dict[str, Any]:
-        return {"usage": usage.record()} if self._continuous else {}
 
     def _details(self, one: CompletionOutput, finish_reason: str | None) -> dict[str, Any]:
         """What a choice says in addition to its text."""
@@ -205,3 +208,38 @@ class ChatReply:
         if self._body.continue_final_message:
             return printable(str(self._body.messages[-1]["role"]))
         return "assistant"
+
+
+def whole_message(parsed: Message, role: str, with_reasoning: bool) -> dict[str, Any]:
+    message: dict[str, Any] = {
+        "role": role,
+        "content": parsed.content or None,
+        "refusal": None,
+    }
+    if parsed.reasoning and with_reasoning:
+        message["reasoning"] = parsed.reasoning
+    if parsed.calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in parsed.calls
+        ]
+    elif not parsed.reasoning:
+        message["content"] = parsed.content
+    return message
+
+
+def delta_record(delta: Delta) -> dict[str, Any]:
+    if isinstance(delta, ReasoningDelta):
+        return {"reasoning": delta.text}
+    if not isinstance(delta, CallDelta):
+        return {"content": delta.text}
+    call: dict[str, Any] = {"index": delta.index}
+    function = {"arguments": delta.arguments}
+    if delta.name is not None:
+        call |= {"id": delta.id, "type": "function"}
+        function = {"name": delta.name, **function}
+    return {"tool_calls": [{**call, "function": function}]}

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -14,23 +10,48 @@ from starlette.responses import Response
 from quire.frontend.inputs import Prompt, number_of_prompts, parse_prompts
 from quire.frontend.outputs import CompletionOutput, RequestOutput
 from quire.protocol.errors import RequestError
-from quire.protocol.output import RequestProgress
 from quire.protocol.sampling import BeamSearchParams, SamplingParams
-from quire.server.generation import Generation
+from quire.server.generation import answer
 from quire.server.http.errors import StructuredFields
-from quire.server.http.reply import num_values, off_loop
-from quire.server.openai.beam_search import beam_search_params
-from quire.server.openai.bodies import CompletionBody
-from quire.server.openai.chat_messages import finish_reason, stop_reason
+from quire.server.openai.choices import ChoicesBody, ChoicesReply, finish_reason, stop_reason
 from quire.server.openai.logprobs import Candidates, CompletionLogprobs
-from quire.server.openai.stream import ChunkWriter
-from quire.server.openai.usage import Usage
+from quire.server.preparation.bodies import PromptInput
 from quire.server.preparation.prepare import Preparation, Prepared
 from quire.server.preparation.routes import prepared_route
 from quire.server.state import state_of
 from quire.text.tokenizer import Tokenizer
 
 router = APIRouter()
+
+
+class CompletionBody(ChoicesBody):
+    prepared_fields: ClassVar[frozenset[str]] = ChoicesBody.prepared_fields | {
+        "prompt",
+        "response_format",
+    }
+
+    prompt: PromptInput | None = None
+    logprobs: int | None = None
+    echo: bool | None = False
+    suffix: str | None = None
+    best_of: int | None = None
+    add_special_tokens: bool | None = True
+
+    @property
+    def asks_about_prompt(self) -> bool:
+        return self.prompt_logprobs is not None or self.prompt_logprob_token_ids is not None
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        if self.suffix:
+            raise RequestError(
+                f"suffix={self.suffix!r} is not supported: models here continue text and cannot "
+                "fill it in. Leave suffix out."
+            )
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise RequestError(f"best_of={self.best_of} is not supported; use n, or leave it out.")
+        if self.prompt is None:
+            raise RequestError("prompt is missing; give text, token ids, or a list of these.")
 
 
 def prepare_completion(state: Preparation, body: CompletionBody) -> Prepared:
@@ -48,9 +69,7 @@ async def create_completion(made: Prepared, request: Request) -> Response:
     response_id = f"cmpl-{body.request_id or request.state.request_id}"
     tokenizer = state_of(request).preparation.tokenizer
     reply = CompletionReply(body, response_id, made.model, tokenizer, made.echoes)
-    terms = body.terms(request.state.tenant, body.wants_progress)
-    generation = await Generation.start(request, made, response_id, terms)
-    return await generation.answer(reply, body.stream, begins_first=not body.wants_progress)
+    return await answer(request, made, reply, body.wants_progress)
 
 
 def _prompts(state: Preparation, body: CompletionBody) -> list[Prompt]:
@@ -82,7 +101,7 @@ def _params(
         own["prompt_logprob_token_ids"] = body.logprob_token_ids
     params = body.sampling_params(defaults, output_kind=body.output_kind, **own)
     if body.use_beam_search:
-        return beam_search_params(state, body, params, prompts)
+        return body.beam_search_params(state, params, prompts)
     return params
 
 
@@ -93,8 +112,10 @@ def _text_of(state: Preparation, prompt: Prompt) -> str:
     return state.tokenizer.decode(prompt.token_ids.tolist())
 
 
-class CompletionReply:
-    """Writes the reply to one request, whole or in chunks. `echoes` are the prompts to repeat."""
+class CompletionReply(ChoicesReply):
+    """`echoes` are the prompts to repeat."""
+
+    whole_kind = chunk_kind = "text_completion"
 
     def __init__(
         self,
@@ -104,42 +125,33 @@ class CompletionReply:
         tokenizer: Tokenizer,
         echoes: list[str] | None,
     ) -> None:
-        self._id = response_id
+        super().__init__(body, response_id, model)
         self._body = body
-        self._model = model
         self._text_of = tokenizer.decode
         self._echoes = echoes
-        self._created = int(time.time())
         self._num_each = body.n or 1
         self._prompt_only = bool(body.echo) and body.max_tokens == 0
         self._wants_logprobs = body.logprobs is not None or body.logprob_token_ids is not None
-        self._plain = not (self._wants_logprobs or body.return_token_ids or body.asks_about_prompt)
-        self._continuous = bool(
-            body.usage_options.include_usage and body.usage_options.continuous_usage_stats
+        self._is_plain = not (
+            self._wants_logprobs or body.return_token_ids or body.asks_about_prompt
         )
         self._logprobs: dict[int, CompletionLogprobs] = {}
+        self._begun: set[int] = set()
+        """Choices that have said something."""
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        usage = Usage()
         choices = []
         for index, output in enumerate(outputs):
-            self._leave_out_generated(output)
-            usage.add(index, output)
+            self._count(index, output)
             choices += [self._first_choice(index, output, one) for one in output.outputs]
-        return {
-            "id": self._id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self._model,
-            "choices": choices,
-            "usage": usage.record(),
-        }
+        return self._whole(choices)
 
-    def _leave_out_generated(self, output: RequestOutput) -> None:
-        if self._prompt_only:
+    def _count(self, index: int, output: RequestOutput) -> None:
+        if self._prompt_only:  # what was generated is left out
             for one in output.outputs:
                 one.text, one.token_ids = "", []
                 one.logprobs = None if one.logprobs is None else []
+        super()._count(index, output)
 
     def _first_choice(
         self, index: int, output: RequestOutput, one: CompletionOutput
@@ -154,52 +166,21 @@ class CompletionReply:
             choice["prompt_logprobs"] = list(output.prompt_logprobs)
         return choice
 
-    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
-        writer = ChunkWriter(
-            self._id,
-            "text_completion",
-            self._created,
-            self._model,
-            tells_usage=bool(self._body.usage_options.include_usage),
-        )
-        usage = Usage()
-        begun: set[int] = set()
-        async with aclosing(generation.news()) as all_news:
-            async for news in all_news:
-                data = []
-                for index, output in news:
-                    if isinstance(output, RequestProgress):
-                        data.append(writer.progress(output))
-                        continue
-                    self._leave_out_generated(output)
-                    usage.add(index, output)
-                    for one in output.outputs:
-                        write = partial(self._chunk, writer, index, output, one, usage, begun)
-                        begins = index * self._num_each + one.index not in begun
-                        size = num_values([output]) if begins else 0
-                        data.append(await off_loop(size, write))
-                yield b"".join(data)
-        if self._body.usage_options.include_usage:
-            yield writer.bare(usage=usage.record())
+    def _begins(self, index: int, output: RequestOutput) -> bool:
+        return any(index * self._num_each + one.index not in self._begun for one in output.outputs)
 
-    def _chunk(
-        self,
-        writer: ChunkWriter,
-        index: int,
-        output: RequestOutput,
-        one: CompletionOutput,
-        usage: Usage,
-        begun: set[int],
-    ) -> bytes:
+    def _chunks(self, index: int, output: RequestOutput) -> bytes:
+        return b"".join([self._chunk(index, output, one) for one in output.outputs])
+
+    def _chunk(self, index: int, output: RequestOutput, one: CompletionOutput) -> bytes:
         place = index * self._num_each + one.index
-        begins = place not in begun
-        begun.add(place)
-        if self._plain and not self._continuous and one.finish_reason is None:
+        begins = place not in self._begun
+        self._begun.add(place)
+        if self._is_plain and not self._continuous and one.finish_reason is None:
             echo = self._echoes[index] if begins and self._echoes is not None else ""
-            return writer.text(place, echo + one.text, b'"text":', b"")
+            return self._text(place, echo + one.text, b'"text":', b"")
         choose = self._first_choice if begins else self._choice
-        choice = choose(index, output, one)
-        return writer.choice(choice, **({"usage": usage.record()} if self._continuous else {}))
+        return self._choice_chunk(choose(index, output, one))
 
     def _choice(
         self,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import base64
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request
+from pydantic import Strict
 from starlette.responses import Response
 
 from quire.frontend.inputs import Prompt, number_of_prompts, parse_prompts
@@ -15,11 +16,24 @@ from quire.frontend.pooling import PoolingParams, checked_params
 from quire.protocol.errors import RequestError
 from quire.server.generation import Generation
 from quire.server.http.reply import CLIENT_LEFT, encoded, off_loop
-from quire.server.openai.bodies import EmbeddingBody
+from quire.server.preparation.bodies import PromptInput, RequestBody
 from quire.server.preparation.prepare import Preparation, Prepared
 from quire.server.preparation.routes import prepared_route
 
 router = APIRouter()
+
+
+class EmbeddingBody(RequestBody):
+    prepared_fields: ClassVar[frozenset[str]] = frozenset({"input"})
+    stubs: ClassVar[dict[str, Any]] = {"input": ""}
+
+    input: PromptInput
+    encoding_format: Literal["float", "base64"] | None = "float"
+    dimensions: Annotated[int, Strict()] | None = None
+    pooling: str | None = None
+    normalize: Annotated[bool, Strict()] | None = None
+    add_special_tokens: Annotated[bool, Strict()] | None = True
+    user: str | None = None
 
 
 def prepare_embedding(state: Preparation, body: EmbeddingBody) -> Prepared:
@@ -34,8 +48,7 @@ async def create_embedding(made: Prepared, request: Request) -> Response:
     params = made.params
     assert isinstance(params, PoolingParams)
     name = f"embd-{body.request_id or request.state.request_id}"
-    terms = body.terms(request.state.tenant)
-    generation = await Generation.start(request, made, name, terms)
+    generation = await Generation.start(request, made, name)
     outputs = await generation.embeddings(params)
     if outputs is None:
         return Response(status_code=CLIENT_LEFT)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from quire.protocol.errors import RequestError
-from quire.server.openai.bodies import refuse_stream_options
+from quire.server.openai.choices import refuse_stream_options
 from quire.server.preparation.bodies import MessageBody, text_parts
 from quire.text.tool_calls.declared import ToolUse, flat_tools
 

@@ -13,8 +13,9 @@ from starlette.responses import Response
 from quire.frontend.outputs import CompletionOutput, RequestOutput
 from quire.protocol.errors import QuireError
 from quire.protocol.sampling import SamplingParams
-from quire.server.generation import Generation
+from quire.server.generation import Generation, answer
 from quire.server.http.reply import printable, printable_data
+from quire.server.openai.choices import Usage
 from quire.server.openai.logprobs import Candidates, chat_logprobs
 from quire.server.openai.response_input import ResponseBody
 from quire.server.openai.response_items import (
@@ -24,7 +25,6 @@ from quire.server.openai.response_items import (
     MessageItem,
     ReasoningItem,
 )
-from quire.server.openai.usage import Usage
 from quire.server.preparation.prepare import Preparation, Prepared
 from quire.server.preparation.routes import prepared_route
 from quire.text.deltas import CallDelta, Delta, ReasoningDelta, TextDelta
@@ -38,9 +38,7 @@ async def create_response(made: Prepared, request: Request) -> Response:
     body: ResponseBody = made.body
     request_id = body.request_id or request.state.request_id
     reply = ResponseReply(body, request_id, made.model, made.sampling, made.format)
-    terms = body.terms(request.state.tenant)
-    generation = await Generation.start(request, made, reply.id, terms)
-    return await generation.answer(reply, body.stream, last=b"", write_error=reply.failure)
+    return await answer(request, made, reply, last=b"", write_error=reply.failure)
 
 
 class ResponseReply:

@@ -7,9 +7,10 @@ import dataclasses
 import itertools
 import json
 import logging
-from typing import Any, ClassVar, Self, get_type_hints
+from typing import Annotated, Any, ClassVar, Self, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, create_model
+from pydantic_core import PydanticCustomError
 
 from quire.frontend.async_llm import RequestTerms
 from quire.protocol.errors import RequestError
@@ -40,6 +41,31 @@ NOTED_FIELDS = 20
 """Of one body."""
 _unknown_fields: set[str] = set()
 _warned_of: set[str] = set()
+
+
+def _prompt_input(value: Any) -> Any:
+    """A prompt or several, as they are; token ids are neither truth values nor text with digits. A
+    union would try each member on every element, and write down what is wrong with each."""
+    kinds = set(map(type, value)) if isinstance(value, list) else {type(value)}
+    if kinds == {list}:
+        kinds = set().union(*(map(type, ids) for ids in value))
+        fits = kinds <= {int}
+    else:
+        fits = kinds in ({str}, {int}, set()) and not isinstance(value, int)
+    if not fits:
+        raise PydanticCustomError(
+            "prompt_input",
+            "must be a text, a list of texts, a list of token ids, or a list of such lists",
+        )
+    return value
+
+
+PromptInput = Annotated[
+    Any,
+    PlainValidator(
+        _prompt_input, json_schema_input_type=str | list[str] | list[int] | list[list[int]]
+    ),
+]
 
 
 class RequestBody(BaseModel):
