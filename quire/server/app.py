@@ -7,19 +7,18 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from quire import __version__
-from quire.server import admin, health, metrics, models, tokenize
+from quire.server import admin, health, models, tokenize
 from quire.server.anthropic import messages
 from quire.server.dashboard import page
 from quire.server.dashboard import state as dashboard_state
-from quire.server.http.errors import add_error_handlers
+from quire.server.http.errors import ErrorReply, add_error_handlers, described_errors
 from quire.server.http.middleware import Middleware
 from quire.server.openai import chat, completions, embeddings, responses
-from quire.server.openai.errors import ERRORS
 from quire.server.request_log import Observer, RequestLog
 from quire.server.state import ServerState
 
 ROUTES = (
-    *(health, models, tokenize, metrics, completions, chat, embeddings, responses, messages),
+    *(health, models, tokenize, completions, chat, embeddings, responses, messages),
     *(page, dashboard_state),
 )
 
@@ -27,7 +26,11 @@ ROUTES = (
 def build_app(state: ServerState) -> ASGIApp:
     """All routes behind the middleware."""
     app = FastAPI(
-        title="Quire", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS
+        title="Quire",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        responses=described_errors(ErrorReply),
     )
     app.state.server = state
     add_error_handlers(app)

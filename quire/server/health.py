@@ -1,4 +1,4 @@
-"""`/health`, `/ping`, `/version` and `/load`: the server itself."""
+"""`/health`, `/ping`, `/version`, `/load` and `/metrics`: how the server and its engine are."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire import __version__
+from quire.metrics.prometheus import CONTENT_TYPE, render
 from quire.server.http.errors import RETRY_AFTER_S, error_response
 from quire.server.state import state_of
 
@@ -38,3 +39,16 @@ async def version() -> dict[str, str]:
 async def load(request: Request) -> dict[str, int]:
     """Requests that are being answered, by whichever API process."""
     return {"server_load": state_of(request).load.num_requests}
+
+
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+)
+async def metrics(request: Request) -> Response:
+    state = state_of(request)
+    readings = await state.llm.get_metrics()
+    labels = {"model_name": state.model_names[0], "engine": "0"}
+    text = render(readings, state.options.serving.metrics_prefix, labels)
+    return Response(text, media_type=CONTENT_TYPE)

@@ -13,11 +13,32 @@ def event(kind: str, **content: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode({"type": kind, **content}))
 
 
-class TextBlock:
+class Block:
+    """A content block, from its first event to its last."""
+
+    def __init__(self, index: int, empty: dict[str, Any]) -> None:
+        self._index = index
+        self._empty = empty
+
+    def opening(self) -> bytes:
+        return event("content_block_start", index=self._index, content_block=self._empty)
+
+    def delta(self, text: str) -> bytes:
+        """Add to the text."""
+        raise NotImplementedError
+
+    def _delta_event(self, **delta: str) -> bytes:
+        return event("content_block_delta", index=self._index, delta=delta)
+
+    def closing(self) -> bytes:
+        return event("content_block_stop", index=self._index)
+
+
+class TextBlock(Block):
     """What the model says to the user."""
 
     def __init__(self, index: int) -> None:
-        self._index = index
+        super().__init__(index, self.record(""))
         self._delta_head = (
             b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
             b'"delta":{"type":"text_delta","text":' % index
@@ -27,46 +48,32 @@ class TextBlock:
     def record(text: str) -> dict[str, Any]:
         return {"type": "text", "text": text, "citations": None}
 
-    def opening(self) -> bytes:
-        return event("content_block_start", index=self._index, content_block=self.record(""))
-
     def delta(self, text: str) -> bytes:
         """Add to the text; this runs for every token."""
         if not text:
             return b""  # held back: it may be the beginning of a stop sequence
         return b"%b%b}}\n\n" % (self._delta_head, encode(text))
 
-    def closing(self) -> bytes:
-        return event("content_block_stop", index=self._index)
 
-
-class ThinkingBlock:
+class ThinkingBlock(Block):
     """What the model thought before it answered."""
 
     def __init__(self, index: int) -> None:
-        self._index = index
+        super().__init__(index, self.record(""))
 
     @staticmethod
     def record(text: str) -> dict[str, Any]:
         return {"type": "thinking", "thinking": text, "signature": ""}
 
-    def opening(self) -> bytes:
-        return event("content_block_start", index=self._index, content_block=self.record(""))
-
     def delta(self, text: str) -> bytes:
-        delta = {"type": "thinking_delta", "thinking": text}
-        return event("content_block_delta", index=self._index, delta=delta)
-
-    def closing(self) -> bytes:
-        return event("content_block_stop", index=self._index)
+        return self._delta_event(type="thinking_delta", thinking=text)
 
 
-class ToolBlock:
+class ToolBlock(Block):
     """A call of a tool that the client has."""
 
     def __init__(self, index: int, call_id: str, name: str) -> None:
-        self._index = index
-        self._call = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+        super().__init__(index, {"type": "tool_use", "id": call_id, "name": name, "input": {}})
 
     @staticmethod
     def record(call: ToolCall) -> dict[str, Any]:
@@ -77,14 +84,5 @@ class ToolBlock:
             arguments = {"partial_json": call.arguments}
         return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
 
-    def opening(self) -> bytes:
-        return event("content_block_start", index=self._index, content_block=self._call)
-
     def delta(self, text: str) -> bytes:
-        if not text:
-            return b""
-        delta = {"type": "input_json_delta", "partial_json": text}
-        return event("content_block_delta", index=self._index, delta=delta)
-
-    def closing(self) -> bytes:
-        return event("content_block_stop", index=self._index)
+        return self._delta_event(type="input_json_delta", partial_json=text) if text else b""

@@ -12,17 +12,22 @@ from starlette.responses import Response
 
 from quire.frontend.outputs import CompletionOutput, RequestOutput
 from quire.protocol.errors import QuireError
-from quire.server.anthropic.blocks import TextBlock, ThinkingBlock, ToolBlock, event
+from quire.server.anthropic.blocks import Block, TextBlock, ThinkingBlock, ToolBlock, event
 from quire.server.anthropic.bodies import CountBody, MessagesBody
-from quire.server.anthropic.errors import ERRORS
 from quire.server.generation import Generation, answer
-from quire.server.http.errors import ANTHROPIC, error_body, status_of
+from quire.server.http.errors import (
+    ANTHROPIC,
+    MessageError,
+    described_errors,
+    error_body,
+    status_of,
+)
 from quire.server.preparation.prepare import Preparation, Prepared
 from quire.server.preparation.routes import answered_already, prepared_route
 from quire.text.deltas import CallDelta, Delta, Message, ReasoningDelta, TextDelta
 from quire.text.message_stream import MessageFormat
 
-router = APIRouter(responses=ERRORS)
+router = APIRouter(responses=described_errors(MessageError))
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "repetition": "max_tokens"}
 """The protocol has no name for a deadline or an abort: null stands for these."""
@@ -60,7 +65,7 @@ class MessageReply:
         self._format = format
         self._stream = format.open()
         self._output_tokens = 0
-        self._block: TextBlock | ThinkingBlock | ToolBlock | None = None
+        self._block: Block | None = None
         """The one that is open, of `_num_blocks`."""
         self._num_blocks = 0
 
@@ -119,8 +124,8 @@ class MessageReply:
         if isinstance(delta, CallDelta):
             self._block = ToolBlock(index, delta.id or "", delta.name or "")
         else:
-            kind = ThinkingBlock if isinstance(delta, ReasoningDelta) else TextBlock
-            self._block = kind(index)
+            thinks = isinstance(delta, ReasoningDelta)
+            self._block = ThinkingBlock(index) if thinks else TextBlock(index)
         return closing + self._block.opening()
 
     def _opening(self, output: RequestOutput) -> bytes:

@@ -7,11 +7,12 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match
@@ -24,8 +25,6 @@ from quire.protocol.errors import (
     RequestError,
     RequestTimeoutError,
 )
-from quire.server.anthropic import errors as anthropic
-from quire.server.openai import errors as openai
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +33,27 @@ RETRY_AFTER_S = 5.0
 MAX_MESSAGE = 2000
 ANTHROPIC_VERSION = b"anthropic-version"
 """A header that all requests of Anthropic's clients have."""
+OPENAI_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    413: "PayloadTooLargeError",
+    500: "InternalServerError",
+    501: "NotImplementedError",
+    503: "ServiceUnavailableError",
+}
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    500: "api_error",
+    503: "overloaded_error",
+}
 
 
 @dataclass(frozen=True)
@@ -48,8 +68,67 @@ class Dialect:
     """Headers of a reply that hold the request's id."""
 
 
-OPENAI = Dialect(openai.error_body, str, (b"x-request-id",))
-ANTHROPIC = Dialect(anthropic.error_body, anthropic.message_of, (b"x-request-id", b"request-id"))
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: int | str
+
+
+class ErrorReply(BaseModel):
+    """An error as OpenAI's clients expect it."""
+
+    error: ErrorDetail
+
+
+class MessageErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class MessageError(BaseModel):
+    """An error as Anthropic's clients expect it."""
+
+    type: Literal["error"]
+    error: MessageErrorDetail
+
+
+def described_errors(body: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """Errors of every route of a protocol, as the description of the API has them."""
+    return {
+        "4XX": {"model": body, "description": "The request cannot be answered as it is."},
+        "503": {"model": body, "description": "Overloaded, or the engine is down."},
+    }
+
+
+def _openai_body(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
+    kind = OPENAI_TYPES.get(status, "APIError")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or status}}
+
+
+def _anthropic_body(
+    status: int, message: str, param: str | None, code: str | None
+) -> dict[str, Any]:
+    kind = ANTHROPIC_TYPES.get(status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _anthropic_message(error: QuireError) -> str:
+    """Clients know a conversation that is too long by these words."""
+    if not isinstance(error, ContextLengthError):
+        return str(error)
+    prompt, limit = error.prompt_tokens, error.max_model_len
+    if prompt >= limit:
+        return f"prompt is too long: {prompt} tokens > {limit - 1} maximum"
+    return (
+        f"input length and `{error.field}` exceed context limit: {prompt} + "
+        f"{error.completion_tokens} > {limit}, decrease input length or `{error.field}` and try "
+        "again"
+    )
+
+
+OPENAI = Dialect(_openai_body, str, (b"x-request-id",))
+ANTHROPIC = Dialect(_anthropic_body, _anthropic_message, (b"x-request-id", b"request-id"))
 
 
 def dialect_of(path: str, headers: Mapping[bytes, bytes]) -> Dialect:

@@ -1,12 +1,14 @@
-"""Where a server is spoken to: its port and how many connections it may have."""
+"""Where a server is spoken to: its port, how many connections it may have, and its files for HTTPS.
+All are tried before the model is loaded: what cannot work is known at once."""
 
 from __future__ import annotations
 
 import resource
 import socket
+import ssl
 
-from quire.config.server import ServerOptions
-from quire.protocol.errors import QuireError
+from quire.config.server import NetworkOptions, ServerOptions
+from quire.protocol.errors import OptionError, QuireError
 
 
 class ServerStopped(QuireError):
@@ -20,7 +22,7 @@ def allow_many_connections() -> None:
 
 
 def bind(options: ServerOptions) -> socket.socket:
-    """The port is taken before the model is loaded: one that is in use is known at once."""
+    """The socket that API processes accept connections from."""
     host, port = options.network.host, options.network.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
@@ -35,3 +37,28 @@ def bind(options: ServerOptions) -> socket.socket:
         ) from None
     listener.set_inheritable(True)
     return listener
+
+
+def check_tls(network: NetworkOptions) -> None:
+    """Raise `OptionError` if HTTPS is wanted and its files cannot be used."""
+    if network.ssl_certfile is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # Without a password to try, OpenSSL would ask for one on the terminal.
+        context.load_cert_chain(network.ssl_certfile, network.ssl_keyfile, password=lambda: "")
+    except (OSError, ValueError) as error:
+        raise OptionError(
+            f"ssl_certfile={network.ssl_certfile!r} with ssl_keyfile={network.ssl_keyfile!r} "
+            f"cannot be used: {error}. Give a certificate and the private key that belongs to it, "
+            "as PEM files without a password."
+        ) from None
+    if network.ssl_ca_certs is None:
+        return
+    try:
+        context.load_verify_locations(network.ssl_ca_certs)
+    except (OSError, ValueError) as error:
+        raise OptionError(
+            f"ssl_ca_certs={network.ssl_ca_certs!r} cannot be used: {error}. Give a PEM file with "
+            "the certificates of the authorities."
+        ) from None

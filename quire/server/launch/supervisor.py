@@ -30,15 +30,14 @@ from quire.protocol.messages import (
     StartApi,
     StartEngine,
 )
-from quire.server.http.tls import check_tls
-from quire.server.launch.child import Child, exit_cause
+from quire.server.launch.child import Child, exit_cause, until_silent
 from quire.server.launch.listening import (
     ServerStopped,
     allow_many_connections,
     bind,
+    check_tls,
 )
 from quire.server.launch.socket_folder import SOCKET_NAME_BYTES, SocketFolder
-from quire.server.launch.watchdog import until_silent
 from quire.server.tracing import check_tracing
 
 logger = logging.getLogger(__name__)
