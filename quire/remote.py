@@ -156,7 +156,7 @@ async def _engine_poster(arguments: Arguments) -> AsyncIterator[Post]:
             "server."
         ) from None
     from quire import AsyncLLM
-    from quire.client.asgi import post_asgi
+    from quire.client.run_batch import post_asgi
 
     llm = AsyncLLM(**engine_arguments(arguments))
     state = ServerState(llm, ServerOptions())

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.metrics.instruments import Counter, Gauge, Histogram, Metric, RecentRate
-from quire.metrics.requests import RequestHistograms
 from quire.protocol.output import FinishedSequence
 from quire.protocol.plan import Int32Array, StepPlan
 from quire.protocol.request import NewRequest
@@ -19,6 +18,29 @@ SECONDS = (
 )
 STEP_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+REQUEST_SECONDS = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0),
+    *(7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0),
+)
+REQUEST_TOKENS = (
+    1,
+    2,
+    5,
+    10,
+    20,
+    50,
+    100,
+    200,
+    500,
+    1_000,
+    2_000,
+    5_000,
+    10_000,
+    20_000,
+    50_000,
+    100_000,
+)
+MOST_PENDING = 512 * 7
 FINISH_REASONS = ("stop", "length", "abort", "timeout", "overloaded", "error", "repetition")
 MEMORY_KINDS = ("weights", "kv_used", "kv_cached", "kv_free", "other")
 
@@ -43,51 +65,61 @@ class EngineStatistics:
 
 class EngineMetrics:
     def __init__(self) -> None:
-        self.running = Gauge("quire:num_requests_running", "Sequences that hold a row.")
+        self.running = Gauge("quire:num_requests_running", "Sequences that are running.")
         self.waiting = Gauge("quire:num_requests_waiting", "Sequences in the queue.")
         self.waiting_by_reason = {
             reason: Gauge(
                 "quire:num_requests_waiting_by_reason",
-                "Sequences in the queue.",
+                "Sequences in the queue: for want of capacity, or deferred until they are ready.",
                 {"reason": reason},
             )
             for reason in ("capacity", "deferred")
         }
         self.cache_usage = Gauge("quire:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
         self.peak_blocks = Gauge("quire:kv_blocks_used_peak", "Most KV blocks in use at once.")
-        self.shared_blocks = Gauge("quire:kv_blocks_shared", "KV blocks with several owners.")
-        self.cached_blocks = Gauge("quire:kv_blocks_cached", "Free KV blocks that can be found.")
+        self.shared_blocks = Gauge(
+            "quire:kv_blocks_shared", "KV blocks shared by several sequences."
+        )
+        self.cached_blocks = Gauge(
+            "quire:kv_blocks_cached", "Free KV blocks that are in the prefix cache."
+        )
         self.waste = Gauge(
-            "quire:kv_cache_waste_perc", "Share of the slots held by rows that are empty, 0 to 1."
+            "quire:kv_cache_waste_perc", "Share of allocated KV slots without a token, 0 to 1."
         )
         self.memory = {
             kind: Gauge("quire:device_memory_bytes", "Memory of the device.", {"kind": kind})
             for kind in MEMORY_KINDS
         }
-        self.queries = Counter("quire:prefix_cache_queries", "Prompt tokens looked up.")
-        self.hits = Counter("quire:prefix_cache_hits", "Prompt tokens found in the cache.")
-        self.preemptions = Counter("quire:num_preemptions", "Times a request lost its blocks.")
+        self.queries = Counter(
+            "quire:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
+        )
+        self.hits = Counter("quire:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self.preemptions = Counter(
+            "quire:num_preemptions", "Preemptions of sequences, which are recomputed later."
+        )
         self.prompt_tokens = Counter("quire:prompt_tokens", "Prompt tokens received.")
         self.by_source = {
             source: Counter(
-                "quire:prompt_tokens_by_source", "Prompt tokens begun.", {"source": source}
+                "quire:prompt_tokens_by_source",
+                "Prompt tokens of admitted sequences.",
+                {"source": source},
             )
             for source in ("local_compute", "local_cache_hit")
         }
         self.prompt_tokens_cached = Counter(
-            "quire:prompt_tokens_cached", "Prompt tokens that were not computed."
+            "quire:prompt_tokens_cached", "Prompt tokens taken from the prefix cache."
         )
         self.generation_tokens = Counter("quire:generation_tokens", "Tokens generated.")
-        self.steps = Counter("quire:num_steps", "Steps planned.")
+        self.steps = Counter("quire:num_steps", "Steps scheduled.")
         self.held_blocks = Counter(
-            "quire:kv_blocks_allocated", "Blocks held by rows, summed over steps."
+            "quire:kv_blocks_allocated", "KV blocks of running sequences, summed over steps."
         )
         self.held_tokens = Counter(
-            "quire:kv_tokens_held", "Tokens held in them, summed over steps."
+            "quire:kv_tokens_held", "Tokens in these KV blocks, summed over steps."
         )
         self.success = {
             reason: Counter(
-                "quire:request_success", "Sequences ended.", {"finished_reason": reason}
+                "quire:request_success", "Sequences finished.", {"finished_reason": reason}
             )
             for reason in FINISH_REASONS
         }
@@ -100,7 +132,7 @@ class EngineMetrics:
         self.step_tokens = Histogram("quire:iteration_tokens_total", "Tokens per step.", TOKENS)
         self.step_host = Histogram(
             "quire:step_host_seconds",
-            "Scheduling, taking in results and making outputs, per step.",
+            "Scheduling, applying results and making outputs, per step.",
             STEP_SECONDS,
         )
         self.step_launch = Histogram(
@@ -145,7 +177,7 @@ class EngineMetrics:
         self.inter_token.observe_many(gaps)
 
     def finished(self, ended: FinishedSequence, new: NewRequest, is_last: bool) -> None:
-        """A sequence ended, and with it its request if it `is_last`."""
+        """A sequence has finished, and with it its request if it `is_last`."""
         self.success[ended.finish_reason].add(1)
         self.requests.ended(ended, new, is_last)
 
@@ -174,3 +206,94 @@ class EngineMetrics:
             several = value.values() if isinstance(value, dict) else (value,)
             found += [i.read() for i in several if isinstance(i, Counter | Gauge | Histogram)]
         return found
+
+
+class RequestHistograms:
+    """What became of requests, taken in when they end and sorted in bulk."""
+
+    def __init__(self) -> None:
+        def seconds(name: str, help: str) -> Histogram:
+            return Histogram(f"quire:{name}_seconds", help, REQUEST_SECONDS)
+
+        def tokens(name: str, help: str) -> Histogram:
+            return Histogram(f"quire:{name}", help, REQUEST_TOKENS)
+
+        self.latency = seconds("e2e_request_latency", "Arrival to the last token.")
+        self.queue = seconds("request_queue_time", "Arrival to the first step.")
+        self.inference = seconds("request_inference_time", "First step to the last token.")
+        self.prefill = seconds("request_prefill_time", "First step to the first token.")
+        self.decode = seconds("request_decode_time", "First token to the last token.")
+        self.per_token = seconds(
+            "request_time_per_output_token", "Decode time over the tokens after the first."
+        )
+        self.prompt_tokens = tokens("request_prompt_tokens", "Prompt tokens per sequence.")
+        self.generation_tokens = tokens(
+            "request_generation_tokens", "Generated tokens per sequence."
+        )
+        self.prefill_tokens = tokens(
+            "request_prefill_kv_computed_tokens", "Prompt tokens that were computed."
+        )
+        self.longest = tokens(
+            "request_max_num_generation_tokens", "Generated tokens of a request's longest sequence."
+        )
+        self.params_n = Histogram(
+            "quire:request_params_n", "Sequences asked for.", (1, 2, 5, 10, 20)
+        )
+        self.params_max_tokens = tokens("request_params_max_tokens", "max_tokens asked for.")
+        self._sequences: list[float] = []
+        """Seven numbers for each, and three for each request; a time of 0 was not."""
+        self._requests: list[float] = []
+        self._longest: dict[str, int] = {}
+        """Of requests that have sequences left."""
+
+    def ended(self, sequence: FinishedSequence, new: NewRequest, is_last: bool) -> None:
+        """A sequence has finished, and with it its request if it `is_last`."""
+        params = new.params
+        longest = num_out = len(sequence.token_ids)
+        self._sequences += (
+            sequence.arrival_time,
+            sequence.first_scheduled_time,
+            sequence.first_token_time,
+            sequence.finished_time,
+            len(new.prompt_token_ids),
+            num_out,
+            sequence.num_cached_tokens,
+        )
+        if params.n > 1:
+            longest = max(num_out, self._longest.pop(new.request_id, 0))
+            if not is_last:
+                self._longest[new.request_id] = longest
+        if is_last:
+            self._requests += (longest, params.n, params.max_tokens or 0)
+        if len(self._sequences) >= MOST_PENDING:
+            self.flush()
+
+    def flush(self) -> None:
+        """Sort what has come since the last time into the histograms."""
+        if self._sequences:
+            self._sort_sequences()
+        if self._requests:
+            longest, n, max_tokens = np.array(self._requests, np.float64).reshape(-1, 3).T
+            self.longest.observe_many(longest)
+            self.params_n.observe_many(n)
+            self.params_max_tokens.observe_many(max_tokens[max_tokens > 0])
+        self._sequences, self._requests = [], []
+
+    def _sort_sequences(self) -> None:
+        columns = np.array(self._sequences, np.float64).reshape(-1, 7).T
+        arrival, scheduled, first, end, num_prompt, num_out, num_cached = columns
+        for times in (scheduled, first, end):
+            times[times == 0] = np.nan
+        for histogram, values in (
+            (self.latency, end - arrival),
+            (self.queue, scheduled - arrival),
+            (self.inference, end - scheduled),
+            (self.prefill, first - scheduled),
+            (self.decode, end - first),
+            (self.per_token, (end - first) / np.where(num_out > 1, num_out - 1, np.nan)),
+            (self.prompt_tokens, num_prompt),
+            (self.generation_tokens, num_out),
+            (self.prefill_tokens, np.where(np.isnan(scheduled), np.nan, num_prompt - num_cached)),
+        ):
+            # A sequence that never ran, or had no token, has no such time.
+            histogram.observe_many(values[~np.isnan(values)])

@@ -128,7 +128,7 @@ def expected_reservation(figures: dict[str, Any]) -> dict[str, float]:
     for step in tokens_by_step(requests, at_once):
         admitted |= {id(one) for one, _ in step}
         if len(admitted) == len(requests):
-            break  # no reader waits any more
+            break  # no request waits any more
         num_steps += 1
         for one, count in step:
             in_use = blocks_for(count, size) * size
