@@ -74,7 +74,9 @@ class CountBody(MessageBody):
             raise RequestError("messages is an empty list; give at least one message.")
         turns: list[dict[str, Any]] = []
         if self.system is not None:
-            turns.append({"role": "system", "content": _text_blocks(self.system, "system")})
+            turns.append(
+                {"role": "system", "content": text_parts(self.system, TEXT_BLOCKS, "system")}
+            )
         for index, message in enumerate(self.messages):
             role, where = message.get("role"), f"messages[{index}]"
             if role not in ROLES:
@@ -129,10 +131,6 @@ class MessagesBody(CountBody):
                 f"thinking={self.thinking!r:.200} is refused: the chat template of model {model!r} "
                 "shows no reasoning; leave it out, or set the server's --reasoning-parser."
             )
-
-
-def _text_blocks(content: Any, where: str) -> list[dict[str, Any]]:
-    return text_parts(content, TEXT_BLOCKS, where)
 
 
 def _read_turn(role: str, content: Any, where: str) -> list[dict[str, Any]]:

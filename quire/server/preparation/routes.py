@@ -34,13 +34,19 @@ PARSERS = PREPARED_KINDS[""] = PreparedKind(
 Answer = Callable[[Prepared, Request], Awaitable[Response]]
 
 
-class PreparedRoute(APIRoute):
-    """A route that gets what was prepared. FastAPI only describes its body."""
+def prepared_route(
+    router: APIRouter,
+    path: str,
+    body: type[BaseModel],
+    prepare: Prepare,
+    *,
+    uses_template: bool = True,
+) -> Callable[[Answer], Answer]:
+    """Registers a function that answers what `prepare` makes of a body. A `prepare` that returns
+    bytes has answered already."""
+    kind = PREPARED_KINDS[path] = PreparedKind(path, body, prepare, uses_template)
 
-    def get_route_handler(self) -> Callable[[Request], Any]:
-        kind: PreparedKind = self.endpoint.kind  # type: ignore[attr-defined]
-        answer: Answer = self.endpoint.answer  # type: ignore[attr-defined]
-
+    def register(answer: Answer) -> Answer:
         async def handle(request: Request) -> Response:
             made = await _prepared(kind, request)
             if made is None:
@@ -50,7 +56,21 @@ class PreparedRoute(APIRoute):
             request.state.structured_fields = made.structured_fields  # for errors
             return await answer(made, request)
 
-        return handle
+        class PreparedRoute(APIRoute):
+            def get_route_handler(self) -> Callable[[Request], Any]:
+                return handle
+
+        async def endpoint(**arguments: Any) -> Response:
+            """FastAPI only describes the body, which its signature names."""
+            raise AssertionError("PreparedRoute answers in its place")
+
+        endpoint.__name__, endpoint.__doc__ = answer.__name__, answer.__doc__
+        field = inspect.Parameter("body", inspect.Parameter.KEYWORD_ONLY, annotation=body)
+        endpoint.__signature__ = inspect.Signature([field], return_annotation=Response)  # type: ignore[attr-defined]
+        router.add_api_route(path, endpoint, methods=["POST"], route_class_override=PreparedRoute)
+        return answer
+
+    return register
 
 
 async def _prepared(kind: PreparedKind, request: Request) -> Prepared | bytes | None:
@@ -68,50 +88,16 @@ async def _prepared(kind: PreparedKind, request: Request) -> Prepared | bytes | 
         return await unless_disconnected(request.receive, state.pool.run(kind, held.pieces))
 
 
-def prepared_route(
-    router: APIRouter,
-    path: str,
-    body: type[BaseModel],
-    prepare: Prepare,
-    *,
-    uses_template: bool = True,
-    **described: Any,
-) -> Callable[[Answer], Answer]:
-    """Registers a function that answers what `prepare` makes of a body. A `prepare` that returns
-    bytes has answered already."""
-    kind = PREPARED_KINDS[path] = PreparedKind(path, body, prepare, uses_template)
-
-    def register(answer: Answer) -> Answer:
-        async def endpoint(**arguments: Any) -> Response:
-            raise AssertionError("PreparedRoute answers in its place")
-
-        endpoint.__name__, endpoint.__doc__ = answer.__name__, answer.__doc__
-        endpoint.kind, endpoint.answer = kind, answer  # type: ignore[attr-defined]
-        field = inspect.Parameter("body", inspect.Parameter.KEYWORD_ONLY, annotation=body)
-        endpoint.__signature__ = inspect.Signature([field], return_annotation=Response)  # type: ignore[attr-defined]
-        router.add_api_route(
-            path, endpoint, methods=["POST"], route_class_override=PreparedRoute, **described
-        )
-        return answer
-
-    return register
-
-
 async def answered_already(made: Prepared, request: Request) -> Response:
     """For routes whose `prepare` returns bytes."""
     raise AssertionError("nothing is left to answer")
 
 
-def is_json(content_type: str) -> bool:
-    kind = content_type.partition(";")[0].strip().lower()
-    return kind == "application/json" or (
-        kind.startswith("application/") and kind.endswith("+json")
-    )
-
-
 def check_content_type(request: Request) -> None:
     """Bodies of another type than JSON are not looked at."""
-    if not is_json(request.headers.get("content-type", "")):
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    is_variant = kind.startswith("application/") and kind.endswith("+json")
+    if kind != "application/json" and not is_variant:
         raise InvalidBodyError(
             "the body is not a JSON object; send one, with 'Content-Type: application/json'."
         )
