@@ -89,14 +89,7 @@ class ChatBody(ChoicesBody, ConversationBody):
             raise RequestError(f"top_logprobs must be at least 0, got {self.top_logprobs}.")
 
 
-def prepare_chat(state: Preparation, body: ChatBody) -> Prepared:
-    made = state.prepare_messages(body)
-    if body.use_beam_search:
-        made.params = body.beam_search_params(state, made.sampling, made.prompts)
-    return made
-
-
-@prepared_route(router, "/v1/chat/completions", ChatBody, prepare_chat)
+@prepared_route(router, "/v1/chat/completions", ChatBody, Preparation.prepare_messages)
 async def create_chat_completion(made: Prepared, request: Request) -> Response:
     body: ChatBody = made.body
     response_id = f"chatcmpl-{body.request_id or request.state.request_id}"

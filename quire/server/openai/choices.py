@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -11,23 +10,12 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
-from quire.frontend.inputs import Prompt
 from quire.frontend.outputs import CompletionOutput, RequestOutput
 from quire.protocol.errors import RequestError
 from quire.protocol.output import RequestProgress
-from quire.protocol.sampling import BeamSearchParams, SamplingParams
 from quire.server.generation import Generation
 from quire.server.http.reply import encode, encoded, num_values, off_loop
 from quire.server.preparation.bodies import GenerationBody
-from quire.server.preparation.prepare import Preparation
-
-USED_BY_BEAM_SEARCH = frozenset(
-    {
-        *("n", "max_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
-        *("temperature", "seed", "output_kind"),  # beams are not drawn, and end all at once
-    }
-)
-"""Sampling parameters that a search follows, or that cannot change what it finds."""
 
 
 class StreamOptions(BaseModel):
@@ -69,37 +57,6 @@ class ChoicesBody(GenerationBody):
     @property
     def wants_progress(self) -> bool:
         return bool(self.stream and self.usage_options.include_progress)
-
-    def beam_search_params(
-        self, state: Preparation, params: SamplingParams, prompts: list[Prompt]
-    ) -> BeamSearchParams:
-        """The search that is asked for as vLLM has it: `use_beam_search` with `n` as the number of
-        beams. `params` are the sampling parameters of this body."""
-        plain = SamplingParams()
-        for item in dataclasses.fields(params):
-            name = item.name
-            if name not in USED_BY_BEAM_SEARCH and getattr(params, name) != getattr(plain, name):
-                raise RequestError(
-                    f"{name}={getattr(params, name)!r} is not supported in beam search; leave "
-                    f"{name} or use_beam_search out."
-                )
-        limit = state.options.scheduler.max_num_seqs
-        if limit is not None and params.n > limit:
-            raise RequestError(
-                f"n={params.n} exceeds max_num_seqs={limit}: all beams run at once. Lower n, or "
-                "start the server with a larger --max-num-seqs."
-            )
-        longest = max(len(prompt.token_ids) for prompt in prompts if prompt.token_ids is not None)
-        room = state.inputs.max_model_len - longest
-        return BeamSearchParams(
-            beam_width=params.n,
-            max_tokens=room if params.max_tokens is None else params.max_tokens,
-            ignore_eos=params.ignore_eos,
-            temperature=0.0 if self.temperature is None else self.temperature,
-            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
-            include_stop_str_in_output=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
-        )
 
 
 class Usage:

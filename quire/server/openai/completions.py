@@ -101,7 +101,7 @@ def _params(
         own["prompt_logprob_token_ids"] = body.logprob_token_ids
     params = body.sampling_params(defaults, output_kind=body.output_kind, **own)
     if body.use_beam_search:
-        return body.beam_search_params(state, params, prompts)
+        return state.beam_search_params(body, params, prompts)
     return params
 
 

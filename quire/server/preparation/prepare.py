@@ -36,6 +36,14 @@ from quire.text.tool_calls.enforcement import reply_grammar
 
 logger = logging.getLogger(__name__)
 
+USED_BY_BEAM_SEARCH = frozenset(
+    {
+        *("n", "max_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
+        *("temperature", "seed", "output_kind"),  # beams are not drawn, and end all at once
+    }
+)
+"""Sampling parameters that a search follows, or that cannot change what it finds."""
+
 
 @dataclass(frozen=True)
 class TokenizerRecord:
@@ -237,6 +245,37 @@ class Preparation:
                 error.args = (str(error).removeprefix("prompts[0]: "),)
             raise
 
+    def beam_search_params(
+        self, body: GenerationBody, params: SamplingParams, prompts: list[Prompt]
+    ) -> BeamSearchParams:
+        """The search that is asked for as vLLM has it: `use_beam_search` with `n` as the number of
+        beams. `params` are the sampling parameters of the body."""
+        plain = SamplingParams()
+        for item in dataclasses.fields(params):
+            name = item.name
+            if name not in USED_BY_BEAM_SEARCH and getattr(params, name) != getattr(plain, name):
+                raise RequestError(
+                    f"{name}={getattr(params, name)!r} is not supported in beam search; leave "
+                    f"{name} or use_beam_search out."
+                )
+        limit = self.options.scheduler.max_num_seqs
+        if limit is not None and params.n > limit:
+            raise RequestError(
+                f"n={params.n} exceeds max_num_seqs={limit}: all beams run at once. Lower n, or "
+                "start the server with a larger --max-num-seqs."
+            )
+        longest = max(len(prompt.token_ids) for prompt in prompts if prompt.token_ids is not None)
+        room = self.inputs.max_model_len - longest
+        return BeamSearchParams(
+            beam_width=params.n,
+            max_tokens=room if params.max_tokens is None else params.max_tokens,
+            ignore_eos=params.ignore_eos,
+            temperature=0.0 if body.temperature is None else body.temperature,
+            length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+
     def check_count(self, field: str, count: int, num_each: int = 1) -> None:
         """Refuse more prompts than may wait at once; before any work is done for them."""
         limit = self.options.scheduler.max_num_queued_reqs
@@ -265,7 +304,10 @@ class Preparation:
             **body.own_params(),
         )
         params, fields = self._with_format(body, params, format, use)
-        return Prepared(body, model, [prompt], params, format, structured_fields=fields)
+        made = Prepared(body, model, [prompt], params, format, structured_fields=fields)
+        if body.use_beam_search:
+            made.params = self.beam_search_params(body, params, made.prompts)
+        return made
 
     def conversation_prompt(self, body: ConversationBody, use: ToolUse) -> Prompt:
         """A conversation as a tokenised prompt. The body's own template arguments win."""

@@ -61,8 +61,7 @@ def prepared_route(
                 return handle
 
         async def endpoint(**arguments: Any) -> Response:
-            """FastAPI only describes the body, which its signature names."""
-            raise AssertionError("PreparedRoute answers in its place")
+            raise AssertionError("PreparedRoute answers in its place")  # this one is described
 
         endpoint.__name__, endpoint.__doc__ = answer.__name__, answer.__doc__
         field = inspect.Parameter("body", inspect.Parameter.KEYWORD_ONLY, annotation=body)
