@@ -54,3 +54,18 @@ def test_links_lead_somewhere(page: Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors(target)):
             broken.append(link)
     assert not broken
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_files_that_a_page_names_exist(page: str) -> None:
+    """Paths begin at the repository or at `quire/`; a bare name is one of a folder named nearby."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    names = {path.name for path in (ROOT / "quire").rglob("*") if path.is_file()}
+    named = set(re.findall(r"[\w./-]*\w\.(?:py|h|cpp|json)\b", text))
+    missing = {
+        name
+        for name in named
+        if not ((ROOT / name).exists() or (ROOT / "quire" / name).exists())
+        and ("/" in name or name not in names)
+    }
+    assert named and not missing
