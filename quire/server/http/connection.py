@@ -1,7 +1,9 @@
 """`BoundedConnection`: a connection whose client can neither fill memory nor hold it for ever.
 
-uvicorn's options bound none of this for the parser that is used here, and it has no public class
-to build on: of its protocol's own state this reads `cycle`, `pipeline`, `loop` and `transport`.
+uvicorn takes any class of connections, but documents none to build on. Its options bound neither
+the size of a head nor the time for it with the parser that is used here, and an application is
+called only once the head is complete. Of uvicorn's own state this reads `cycle`, `pipeline`, `loop`
+and `transport`.
 """
 
 from __future__ import annotations
