@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quire import AsyncLLM
-from quire.client.asgi import post_asgi
+from quire.client.run_batch import post_asgi
 from quire.config.server import ServerOptions
 from quire.server.app import build_app
 from quire.server.state import ServerState
