@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass
 
@@ -103,6 +104,8 @@ def scheduler_limits(
     identity = (
         model.source.name,
         options.model.revision or "",
+        json.dumps(options.model.hf_overrides or {}, sort_keys=True, default=str),
+        f"dummy {options.model.seed}" if options.model.load_format == "dummy" else "",
         options.model.dtype,
         options.model.quantization or "",
         options.cache.kv_cache_dtype,

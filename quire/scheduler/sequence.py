@@ -480,15 +480,14 @@ class Sequence:
 
 def media_digests(media: tuple[MediaSpan, ...], block_size: int) -> dict[int, bytes]:
     """Block index -> what tells the block from others with the same placeholder tokens: which
-    media, and which part of each."""
+    media, by how many tokens each is represented, and which of them lie here."""
     digests: dict[int, bytes] = {}
     for span in media:
         last = (span.start + span.length - 1) // block_size
         for block in range(span.start // block_size, last + 1):
-            part = span.start - block * block_size
-            digests[block] = (
-                digests.get(block, b"") + part.to_bytes(8, "little", signed=True) + span.digest
-            )
+            place = (span.start - block * block_size, span.length, len(span.digest))
+            key = b"".join(number.to_bytes(8, "little", signed=True) for number in place)
+            digests[block] = digests.get(block, b"") + key + span.digest
     return digests
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,9 +88,17 @@ def test_the_same_memory_holds_twice_the_tokens(
 
 
 def test_blocks_of_other_weights_have_other_names(folder: Path) -> None:
-    """Keys and values of 8-bit weights are not those of exact ones, even in the same type."""
+    """Keys and values of 8-bit weights are not those of exact ones, even in the same type; nor are
+    those of another rotation, or of random weights."""
     roots = set()
-    for quantization in (None, "int8"):
-        with tiny_llm(folder, quantization=quantization, kv_cache_dtype="float32") as llm:
+    changes: list[dict[str, Any]] = [
+        {},
+        {"quantization": "int8"},
+        {"hf_overrides": {"rope_theta": 500.0}},
+        {"load_format": "dummy"},
+        {"load_format": "dummy", "seed": 1},
+    ]
+    for change in changes:
+        with tiny_llm(folder, kv_cache_dtype="float32", **change) as llm:
             roots.add(llm._core.scheduler.limits.cache_identity)
-    assert len(roots) == 2
+    assert len(roots) == len(changes)

@@ -127,14 +127,26 @@ def test_equal_placeholders_of_different_media_are_kept_apart(
     assert [engine.cached(key) for key in keys] == [0, 4, len(prompt) - 1, len(prompt) - 1]
 
 
-def test_parts_of_a_medium_are_told_apart() -> None:
-    """Twice its first part is not the whole of it, although placeholders and digest are equal."""
-    engine = Engine()
-    engine.add([9] * 13, media=(MediaSpan(0, 12, b"cat"),))
+@pytest.mark.parametrize(
+    ("media", "num_shared"),
+    [
+        ([MediaSpan(6, 9, b"cat")], 19),
+        ([MediaSpan(6, 10, b"cat")], 4),  # more tokens, as of another resolution
+        ([MediaSpan(7, 9, b"cat")], 4),
+        ([MediaSpan(6, 9, b"cat"), MediaSpan(16, 2, b"dog")], 16),
+        ([MediaSpan(6, 2, b"cat"), MediaSpan(8, 9, b"cat")], 4),
+        ([], 4),
+    ],
+)
+def test_parts_of_a_medium_are_told_apart(media: list[MediaSpan], num_shared: int) -> None:
+    """By where it begins and how many tokens stand for it, although placeholders and digest are
+    equal."""
+    engine, prompt = Engine(), [*numbers(6), *[9] * 12, 1, 2]
+    engine.add(prompt, media=(MediaSpan(6, 9, b"cat"),))
     engine.finish()
-    twice = engine.add([9] * 13, media=(MediaSpan(0, 4, b"cat"), MediaSpan(4, 8, b"cat")))
+    again = engine.add(prompt, media=tuple(media))
     engine.finish()
-    assert engine.cached(twice) == 4
+    assert engine.cached(again) == num_shared
 
 
 def test_a_hash_covers_everything_before_it() -> None:
