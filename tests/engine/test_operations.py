@@ -58,6 +58,17 @@ def test_preempted_requests_have_begun_and_come_back_in_a_pause() -> None:
     assert urgent in engine.ended
 
 
+def test_preempted_requests_come_back_by_priority_in_a_pause() -> None:
+    """Three requests of 10 blocks each: first the last in rank loses its blocks, then the second."""
+    engine = Engine(18, enable_prefix_caching=False, policy="priority")
+    keys = [engine.add(numbers(20, start=i), max_tokens=20, priority=i) for i in range(3)]
+    engine.step()
+    engine.core.pause()
+    run_until_idle(engine)
+    assert engine.core.statistics().num_preemptions == 2
+    assert [added.seed for plan in engine.plans for added in plan.added_rows] == [*keys, *keys[1:]]
+
+
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 4])
 def test_held_requests_stay_where_they_are(steps_in_flight: int) -> None:
     engine = Engine(steps_in_flight=steps_in_flight)

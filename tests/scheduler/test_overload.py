@@ -157,9 +157,9 @@ def test_a_flood_of_names_takes_no_place_of_an_older_tenant(
 
 
 def test_just_enough_makes_room_for_an_older_tenant() -> None:
-    """N1 to N3 have 70 prompt tokens in a queue for 40. For 40 more of an older tenant 30 must go:
-    the newest tenants' last requests first, and none within the share that its tenant has beside
-    four (a third of 40 for N2, half for N1)."""
+    """N1 to N3 have 70 prompt tokens in a queue for 40. For 30 more of an older tenant 20 must go,
+    and for another 10 as many: the newest tenants' last requests first, and none within the share
+    that its tenant has beside four (a third of 40 for N2, half for N1)."""
     engine = Engine(max_num_seqs=1, max_num_queued_reqs=100, max_num_queued_tokens=40)
     engine.add(numbers(5), max_tokens=100, tenant="old")
     engine.step()
@@ -167,9 +167,10 @@ def test_just_enough_makes_room_for_an_older_tenant() -> None:
         tenant: [engine.add(numbers(10), tenant=tenant) for _ in range(room)]
         for tenant, room in (("n1", 4), ("n2", 2), ("n3", 1))
     }
-    engine.add(numbers(40), tenant="old")
-    displaced = {one.key: one.finish_reason for one in engine.core.scheduler.ended}
-    assert displaced == dict.fromkeys([keys["n2"][1], *keys["n1"][2:]], "overloaded")
+    for length, gone in ((30, [keys["n2"][1], keys["n1"][3]]), (10, [keys["n1"][2]])):
+        engine.add(numbers(length), tenant="old")
+        displaced = [(one.key, one.finish_reason) for one in engine.core.scheduler.take_ended()]
+        assert displaced == [(key, "overloaded") for key in gone]
     with pytest.raises(OverloadedError):
         engine.add(numbers(1), tenant="old")
 

@@ -194,6 +194,8 @@ def drive(core: EngineCore, work: list[Job]) -> dict[int, FinishedSequence]:
     """Drive the engine to the end, with an integrity check after every step."""
     ended: dict[int, FinishedSequence] = {}
     streamed: dict[int, list[int]] = {}
+    aborted: dict[int, int] = {}
+    """Sequences that must end soon, and since when."""
 
     def check_budget(plan: StepPlan) -> None:
         assert plan.num_tokens <= core.scheduler.limits.max_num_batched_tokens
@@ -205,6 +207,8 @@ def drive(core: EngineCore, work: list[Job]) -> dict[int, FinishedSequence]:
             core.add(new_request(i, pending.pop(i)))
         for i, job in enumerate(work):
             if job.aborts == step and i not in pending:
+                for sequence in core.scheduler.requests.get(f"r{i}", ()):
+                    aborted[sequence.key] = step
                 core.abort(f"r{i}")
             if step in job.cuts:
                 cut_back(core, f"r{i}", streamed, step)
@@ -219,8 +223,10 @@ def drive(core: EngineCore, work: list[Job]) -> dict[int, FinishedSequence]:
         for sequence in output.finished:
             assert sequence.key not in ended, "one terminal output per sequence"
             ended[sequence.key] = sequence
+            aborted.pop(sequence.key, None)
             if sequence.key in streamed:
                 assert streamed[sequence.key] == sequence.token_ids.tolist()
+        assert all(step - since < core.max_steps_in_flight for since in aborted.values())
         if not pending and not core.has_work:
             break
     else:
