@@ -28,18 +28,12 @@ class Engine:
         self.toy = ToyExecutor(num_blocks, block_size, VOCAB, windows=self.limits.windows)
         self.core = EngineCore(self.toy, self.limits, steps_in_flight, clock=lambda: self.now)
         self.now = 0.0
-        self.core.on_plan = self._note
         self.plans: list[StepPlan] = []
+        self.core.on_plan = self.plans.append
         self.requests: dict[int, NewRequest] = {}
         self.ended: dict[int, FinishedSequence] = {}
         self.order: list[int] = []
         """Keys in the order in which their requests ended."""
-
-    def _note(self, plan: StepPlan) -> None:
-        assert plan.num_tokens <= self.limits.max_num_batched_tokens
-        assert len(plan.rows) <= self.limits.max_num_seqs
-        assert (plan.num_new_tokens > 0).all()
-        self.plans.append(plan)
 
     def add(self, prompt: list[int], max_tokens: int = 4, n: int = 1, **more: Any) -> int:
         """Queue a request; returns its key."""
@@ -55,7 +49,12 @@ class Engine:
         """Returns the progress reports of the last step."""
         output = StepOutput()
         for _ in range(count):
+            num_plans = len(self.plans)
             output = self.core.step()
+            for plan in self.plans[num_plans:]:
+                assert plan.num_tokens <= self.limits.max_num_batched_tokens
+                assert len(plan.rows) <= self.limits.max_num_seqs
+                assert (plan.num_new_tokens > 0).all()
             for sequence in output.finished:
                 assert sequence.key not in self.ended
                 self.ended[sequence.key] = sequence
@@ -70,6 +69,7 @@ class Engine:
             if not self.core.has_work:
                 break
         assert not self.core.has_work
+        assert self.core.death is None or self.toy.failing_steps, self.core.death
         for key, sequence in self.ended.items():
             request = self.requests[key - key % 100]
             tokens = request.prompt_token_ids.tolist()

@@ -175,6 +175,18 @@ def test_a_waiting_request_can_be_aborted() -> None:
     assert engine.ended[waits].finish_reason == "abort" and not len(engine.ended[waits].token_ids)
 
 
+def test_a_preempted_request_can_be_aborted_before_its_tokens_are_there() -> None:
+    engine = Engine(13, steps_in_flight=4, enable_prefix_caching=False)
+    engine.add(numbers(20), max_tokens=20)
+    gone = engine.add(numbers(20, start=1), max_tokens=20)
+    (sequence,) = engine.core.scheduler.requests[f"r{gone}"]
+    while sequence.status is not Status.DRAINING:
+        engine.step()
+    engine.core.abort(f"r{gone}")
+    engine.finish()
+    assert engine.ended[gone].finish_reason == "abort"
+
+
 def test_one_of_several_sequences_can_be_stopped() -> None:
     engine = Engine()
     key = engine.add(numbers(9), max_tokens=10, n=3)
