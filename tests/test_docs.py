@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -69,3 +72,34 @@ def test_files_that_a_page_names_exist(page: str) -> None:
         and ("/" in name or name not in names)
     }
     assert named and not missing
+
+
+def num_code_lines(path: Path) -> int:
+    """Lines with code in them: no blanks, comments and docstrings."""
+    text = path.read_text(encoding="utf-8")
+    silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in (*silent, tokenize.ENDMARKER):
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
+
+
+@pytest.mark.parametrize("begins", ["the core: ", "all of `quire/`"])
+def test_sizes_that_the_architecture_page_states(begins: str) -> None:
+    """A claim about size is true within a twentieth."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (line,) = [line for line in page.splitlines() if line.startswith(f"| {begins}")]
+    _, what, num_lines, num_code, _ = line.split("|")
+    packages = re.findall(r"`(\w+)/`", what)
+    folders = [ROOT / ("" if name == "quire" else "quire") / name for name in packages]
+    files = [path for folder in folders for path in folder.rglob("*.py")]
+    stated = [int(text.replace(",", "")) for text in (num_lines, num_code)]
+    actual = [
+        sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files),
+        sum(map(num_code_lines, files)),
+    ]
+    assert stated == pytest.approx(actual, rel=0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,18 +64,25 @@ class EngineStatistics:
     """Share of prompt tokens found in the prefix cache."""
 
 
+T = TypeVar("T", Counter, Gauge)
+
+
+def labelled(kind: type[T], name: str, help: str, /, **label: tuple[str, ...]) -> dict[str, T]:
+    """One instrument for each value of a label."""
+    ((key, values),) = label.items()
+    return {value: kind(name, help, {key: value}) for value in values}
+
+
 class EngineMetrics:
     def __init__(self) -> None:
         self.running = Gauge("quire:num_requests_running", "Sequences that are running.")
         self.waiting = Gauge("quire:num_requests_waiting", "Sequences in the queue.")
-        self.waiting_by_reason = {
-            reason: Gauge(
-                "quire:num_requests_waiting_by_reason",
-                "Sequences in the queue: for want of capacity, or deferred until they are ready.",
-                {"reason": reason},
-            )
-            for reason in ("capacity", "deferred")
-        }
+        self.waiting_by_reason = labelled(
+            Gauge,
+            "quire:num_requests_waiting_by_reason",
+            "Sequences in the queue: for want of capacity, or deferred until they are ready.",
+            reason=("capacity", "deferred"),
+        )
         self.cache_usage = Gauge("quire:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
         self.peak_blocks = Gauge("quire:kv_blocks_used_peak", "Most KV blocks in use at once.")
         self.shared_blocks = Gauge(
@@ -86,10 +94,9 @@ class EngineMetrics:
         self.waste = Gauge(
             "quire:kv_cache_waste_perc", "Share of allocated KV slots without a token, 0 to 1."
         )
-        self.memory = {
-            kind: Gauge("quire:device_memory_bytes", "Memory of the device.", {"kind": kind})
-            for kind in MEMORY_KINDS
-        }
+        self.memory = labelled(
+            Gauge, "quire:device_memory_bytes", "Memory of the device.", kind=MEMORY_KINDS
+        )
         self.queries = Counter(
             "quire:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
         )
@@ -98,14 +105,12 @@ class EngineMetrics:
             "quire:num_preemptions", "Preemptions of sequences, which are recomputed later."
         )
         self.prompt_tokens = Counter("quire:prompt_tokens", "Prompt tokens received.")
-        self.by_source = {
-            source: Counter(
-                "quire:prompt_tokens_by_source",
-                "Prompt tokens of admitted sequences.",
-                {"source": source},
-            )
-            for source in ("local_compute", "local_cache_hit")
-        }
+        self.by_source = labelled(
+            Counter,
+            "quire:prompt_tokens_by_source",
+            "Prompt tokens of admitted sequences.",
+            source=("local_compute", "local_cache_hit"),
+        )
         self.prompt_tokens_cached = Counter(
             "quire:prompt_tokens_cached", "Prompt tokens taken from the prefix cache."
         )
@@ -117,12 +122,9 @@ class EngineMetrics:
         self.held_tokens = Counter(
             "quire:kv_tokens_held", "Tokens in these KV blocks, summed over steps."
         )
-        self.success = {
-            reason: Counter(
-                "quire:request_success", "Sequences finished.", {"finished_reason": reason}
-            )
-            for reason in FINISH_REASONS
-        }
+        self.success = labelled(
+            Counter, "quire:request_success", "Sequences finished.", finished_reason=FINISH_REASONS
+        )
         self.time_to_first_token = Histogram(
             "quire:time_to_first_token_seconds", "Arrival to first token.", SECONDS
         )
