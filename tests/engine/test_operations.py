@@ -59,7 +59,7 @@ def test_preempted_requests_have_begun_and_come_back_in_a_pause() -> None:
 
 
 def test_preempted_requests_come_back_by_priority_in_a_pause() -> None:
-    """Three requests of 10 blocks each: first the last in rank loses its blocks, then the second."""
+    """Three requests of 10 blocks each: the last in rank loses its blocks, then the second."""
     engine = Engine(18, enable_prefix_caching=False, policy="priority")
     keys = [engine.add(numbers(20, start=i), max_tokens=20, priority=i) for i in range(3)]
     engine.step()

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.scheduler.queue import MAX_IDLE_TENANTS, MAX_KNOWN_TENANTS, LazyHeap, Tenants
+from quire.scheduler.sequence import derive_seed
 from tests.engine.driver import Engine, numbers
 
 
@@ -169,6 +170,19 @@ def test_the_last_admitted_is_preempted_not_the_last_to_arrive() -> None:
     rows = [added.seed for plan in engine.plans for added in plan.added_rows]
     assert rows[:4] == [*first, single, queued[0]]
     assert rows.count(single) == 1 and rows.count(queued[0]) > 1
+
+
+def test_all_sequences_of_a_prompt_rank_by_its_admission() -> None:
+    """Those that follow the first are admitted with it, whenever their request came."""
+    engine = Engine(20, enable_prefix_caching=False, max_num_seqs=3)
+    for i in range(2):
+        engine.add(numbers(4, start=i), max_tokens=2, tenant="a")
+    engine.step()
+    queued = [engine.add(numbers(20, start=2 + i), max_tokens=20, tenant="a") for i in range(3)]
+    several = engine.add(numbers(20, start=9), max_tokens=20, n=2, tenant="b")
+    engine.finish()
+    rows = [added.seed for plan in engine.plans for added in plan.added_rows]
+    assert rows.count(derive_seed(several, 1)) == 1 and rows.count(queued[0]) > 1
 
 
 def test_tenants_without_requests_are_forgotten() -> None:
