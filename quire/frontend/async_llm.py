@@ -7,14 +7,13 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 from threading import Lock
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from quire.frontend.engine_client import EngineClient, ThreadEngineClient
-from quire.frontend.inputs import Prompt, TokenizationOptions, parse_prompts
+from quire.frontend.inputs import Prompt, RequestTerms, TokenizationOptions, parse_prompts
 from quire.frontend.output_processor import OpenRequest, OutputProcessor
 from quire.frontend.outputs import EmbeddingRequestOutput, RequestOutput
 from quire.frontend.pooling import PoolingParams, checked_params
@@ -26,7 +25,6 @@ from quire.protocol.errors import (
     RequestError,
     RequestTimeoutError,
 )
-from quire.protocol.messages import ID_SEPARATOR
 from quire.protocol.output import EngineSnapshot, RequestProgress, StepOutput
 from quire.protocol.request import KEY_BITS, NewRequest
 from quire.protocol.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -40,17 +38,6 @@ DISPLACED_RETRY_S = 10.0
 
 AT_ONCE = 32
 """Requests that are made before others of the same event loop have a turn."""
-
-
-@dataclass(frozen=True)
-class RequestTerms:
-    """How the engine is to treat requests that were made together."""
-
-    priority: int = 0
-    tenant: str = ""
-    shares_prefixes: bool = False
-    timeout_s: float | None = None
-    wants_progress: bool = False
 
 
 class LoopRequests:
@@ -259,7 +246,16 @@ class AsyncLLM:
         made, adds = list[NewRequest](), list[asyncio.Future[None]]()
         try:
             for prompt in prompts:
-                new = self._new_request(here.first_key, prompt, prepared, name, terms, task)
+                new = self.session.inputs.new_request(
+                    prompt,
+                    prepared,
+                    terms,
+                    arrival_time=time.monotonic(),
+                    name=name,
+                    first_key=here.first_key,
+                    streams=params.output_kind is not RequestOutputKind.FINAL_ONLY,
+                    **task,
+                )
                 made.append(new)
                 known_as = name or f"quire-{new.key}"
                 request = here.processor.open(new, prompt.text, params.output_kind, known_as)
@@ -346,31 +342,6 @@ class AsyncLLM:
             for request, _ in list(loop.open.values())
             if request.request_id == name
         ]
-
-    def _new_request(
-        self,
-        first_key: int,
-        prompt: Prompt,
-        params: SamplingParams,
-        name: str | None,
-        terms: RequestTerms,
-        task: Mapping[str, Any],
-    ) -> NewRequest:
-        key, now = first_key + self.session.take_keys(params.n), time.monotonic()
-        return self.session.inputs.new_request(
-            key,
-            str(key) if name is None else f"{name}{ID_SEPARATOR}{key}",
-            prompt,
-            params,
-            arrival_time=now,
-            priority=terms.priority,
-            streams=params.output_kind is not RequestOutputKind.FINAL_ONLY,
-            tenant=terms.tenant,
-            shares_prefixes=terms.shares_prefixes,
-            deadline=None if terms.timeout_s is None else now + terms.timeout_s,
-            wants_progress=terms.wants_progress,
-            **task,
-        )
 
     def _requests_here(self) -> LoopRequests:
         """Those of the event loop that this runs on, which the engine reports to from now on."""

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from array import array as array_of_ints
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quire.config.options import EngineOptions
 from quire.protocol.errors import ContextLengthError, RequestError
+from quire.protocol.messages import ID_SEPARATOR
 from quire.protocol.plan import Int32Array
-from quire.protocol.request import NewRequest, SchedulingPolicy
+from quire.protocol.request import KEY_BITS, NewRequest, SchedulingPolicy
 from quire.protocol.sampling import BeamSearchParams, SamplingParams
 from quire.text.tokenizer import Tokenizer
 
@@ -74,6 +76,17 @@ class TokenizationOptions:
                 f"truncation_side must be 'left' or 'right', got {options.truncation_side!r}."
             )
         return options
+
+
+@dataclass(frozen=True)
+class RequestTerms:
+    """How the engine is to treat requests that were made together."""
+
+    priority: int = 0
+    tenant: str = ""
+    shares_prefixes: bool = False
+    timeout_s: float | None = None
+    wants_progress: bool = False
 
 
 def parse_prompts(prompts: Any) -> list[Prompt]:
@@ -145,13 +158,14 @@ def _parse_prompt(prompt: Any) -> Prompt:
 def _token_array(ids: Any) -> Int32Array:
     if isinstance(ids, str | bytes):
         raise RequestError(f"prompt_token_ids must be a list of token ids, got {ids!r}.")
-    try:
+    if isinstance(ids, list) and ids:
         # Quicker than numpy where there is a list of integers, and refuses what is none.
-        if isinstance(ids, list) and ids:
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
             return np.asarray(array_of_ints("i", ids))  # those below 0 are refused later
+    try:
         array = np.asarray(ids)
-    except (TypeError, ValueError, OverflowError):
-        array = _any_array(ids)
+    except (TypeError, ValueError):
+        array = np.empty((0, 0))
     if not array.size:
         if array.ndim == 1:
             raise RequestError("prompt_token_ids is empty; give at least one token.")
@@ -162,13 +176,6 @@ def _token_array(ids: Any) -> Int32Array:
         bad = next(int(token) for token in array if not 0 <= token <= np.iinfo(np.int32).max)
         raise RequestError(f"prompt_token_ids holds {bad}, which is outside the vocabulary.")
     return array.astype(np.int32)
-
-
-def _any_array(ids: Any) -> NDArray[Any]:
-    try:
-        return np.asarray(ids)
-    except (TypeError, ValueError):
-        return np.empty((0, 0))
 
 
 def params_per_prompt(params: Params, count: int, default: SamplingParams) -> list[SamplingParams]:
@@ -223,6 +230,7 @@ class InputProcessor:
         vocab_size: int,
         eos_token_ids: Sequence[int],
         options: EngineOptions,
+        client_index: int = 0,
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
@@ -235,6 +243,8 @@ class InputProcessor:
             eos.append(tokenizer.eos_token_id)
         # A tokenizer may know more tokens than the model, which never generates those.
         self.eos_token_ids = tuple(i for i in dict.fromkeys(eos) if i < self.vocab_size)
+        self._next_key = client_index << KEY_BITS
+        self._key_lock = Lock()
 
     def tokenize(self, prompts: list[Prompt], options: TokenizationOptions) -> None:
         """Fill in all token ids and check them."""
@@ -385,50 +395,49 @@ class InputProcessor:
 
     def new_request(
         self,
-        key: int,
-        request_id: str,
         prompt: Prompt,
         params: SamplingParams,
+        terms: RequestTerms,
         *,
         arrival_time: float,
-        priority: int = 0,
+        name: str | None = None,
+        first_key: int = 0,
         streams: bool = False,
-        tenant: str = "",
-        shares_prefixes: bool = False,
-        deadline: float | None = None,
-        wants_progress: bool = False,
         pooling: str | None = None,
         beams: BeamSearchParams | None = None,
     ) -> NewRequest:
-        """A request from a checked prompt and prepared parameters. `beams`, if it is a beam search;
-        then `params` are `beams.sampling()`."""
+        """A request from a checked prompt and prepared parameters. The engine knows it by its key,
+        which is counted from `first_key` on, and by `name`. `beams`, if it is a beam search; then
+        `params` are `beams.sampling()`."""
         assert prompt.token_ids is not None
         num_tokens = len(prompt.token_ids)
         if params.min_tokens > self.max_model_len - num_tokens:
             raise ContextLengthError(
                 self.max_model_len, num_tokens, params.min_tokens, "min_tokens"
             )
+        with self._key_lock:
+            key = first_key + self._next_key
+            self._next_key += params.n
         return NewRequest(
             key=key,
-            request_id=request_id,
+            request_id=str(key) if name is None else f"{name}{ID_SEPARATOR}{key}",
             prompt_token_ids=prompt.token_ids,
             params=params,
             arrival_time=arrival_time,
             eos_token_ids=self.eos_token_ids,
-            priority=self.check_priority(priority),
+            priority=self.check_priority(terms.priority),
             cache_salt=prompt.cache_salt,
-            streams=streams or watches_tokens(params),
+            # The frontend must see tokens as they come also where it looks for an end in them.
+            streams=streams
+            or bool(params.stop)
+            or params.wants_logprobs
+            or params.repetition_detection is not None,
             interactive=streams,
-            tenant=tenant,
-            shares_prefixes=shares_prefixes,
-            deadline=deadline,
-            wants_progress=wants_progress,
+            tenant=terms.tenant,
+            shares_prefixes=terms.shares_prefixes,
+            deadline=None if terms.timeout_s is None else arrival_time + terms.timeout_s,
+            wants_progress=terms.wants_progress,
             pooling=pooling,
             beam_width=0 if beams is None else beams.beam_width,
             length_penalty=1.0 if beams is None else beams.length_penalty,
         )
-
-
-def watches_tokens(params: SamplingParams) -> bool:
-    """Whether the frontend must see tokens as they come even if the text is not read."""
-    return bool(params.stop) or params.wants_logprobs or params.repetition_detection is not None

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.structured_output.compiler import Compilation
-from quire.frontend.garbage import no_full_collections
 from quire.frontend.inputs import (
     Params,
     Prompt,
+    RequestTerms,
     TokenizationOptions,
     naming_index,
     params_per_prompt,
@@ -21,9 +23,8 @@ from quire.frontend.inputs import (
 from quire.frontend.output_processor import OpenRequest, OutputProcessor
 from quire.frontend.outputs import BeamSearchOutput, EmbeddingRequestOutput, RequestOutput
 from quire.frontend.pooling import PoolingParams, checked_params
-from quire.frontend.progress import ProgressBar
 from quire.frontend.session import start_session
-from quire.frontend.step_loop import StepLoop
+from quire.frontend.step_loop import StepLoop, no_full_collections
 from quire.metrics.engine import EngineStatistics
 from quire.metrics.instruments import Metric
 from quire.protocol.errors import QuireError, RequestError
@@ -40,6 +41,41 @@ TOKENS_TO_START_WITH = 2048
 COMPILED_AHEAD = 64
 TAKEN_AT_ONCE = 128
 """Requests that are checked or added before other threads' steps get a turn."""
+
+
+class ProgressBar:
+    """tqdm over prompts; silent where it is not wanted, or tqdm is not installed."""
+
+    def __init__(self, total: int, enabled: bool) -> None:
+        self._bar: Any = None
+        self._started = time.perf_counter()
+        self._num_in = self._num_out = 0
+        if enabled:
+            with contextlib.suppress(ImportError):
+                from tqdm import tqdm
+
+                self._bar = tqdm(total=total, desc="Processed prompts", dynamic_ncols=True)
+
+    def add(self, request: OpenRequest) -> None:
+        """Count a finished request."""
+        if self._bar is None:
+            return
+        self._num_in += len(request.prompt_token_ids)
+        self._num_out += sum(len(sequence.token_ids) for sequence in request.sequences)
+        elapsed = max(time.perf_counter() - self._started, 1e-9)
+        self._bar.set_postfix_str(
+            f"input: {self._num_in / elapsed:.1f} tok/s, "
+            f"output: {self._num_out / elapsed:.1f} tok/s",
+            refresh=False,
+        )
+        self._bar.update(1)
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
 
 
 def _refused(name: str, reason: str) -> Any:
@@ -83,9 +119,7 @@ class LLM:
         `{"prompt_token_ids": ...}`, one or many. Outputs come in the order of the prompts."""
         _refuse_extras(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         options = TokenizationOptions.from_kwargs(tokenization_kwargs)
-        with no_full_collections():
-            requests = self._submit(parse_prompts(prompts), sampling_params, priority, options)
-            return self._finish(requests, use_tqdm)
+        return self._complete(parse_prompts(prompts), sampling_params, priority, options, use_tqdm)
 
     def chat(
         self,
@@ -116,9 +150,7 @@ class LLM:
             template_kwargs=chat_template_kwargs,
         )
         options = TokenizationOptions.from_kwargs(tokenization_kwargs, add_special_tokens=False)
-        with no_full_collections():
-            requests = self._submit(prompts, sampling_params, priority, options)
-            return self._finish(requests, use_tqdm)
+        return self._complete(prompts, sampling_params, priority, options, use_tqdm)
 
     def stream(
         self, prompt: Any, sampling_params: SamplingParams | None = None
@@ -192,7 +224,8 @@ class LLM:
         with ProgressBar(len(news), use_tqdm) as bar:
             for start in range(0, len(news), size):
                 part = slice(start, start + size)
-                requests = self._run_apart(news[part], parsed[part], bar)
+                requests = self._add(news[part], parsed[part])
+                self._wait(requests, bar)
                 self._raise_failure(requests)
                 outputs += [request.read_beams(self._inputs.tokenizer) for request in requests]
         return outputs
@@ -216,7 +249,8 @@ class LLM:
             self._checked_requests(parsed, sampling, priority, options, pooling=params.pooling)
         )
         with ProgressBar(len(news), use_tqdm) as bar:
-            requests = self._run_apart(news, parsed, bar)
+            requests = self._add(news, parsed)
+            self._wait(requests, bar)
         return [request.read_embedding(params, self._core.death) for request in requests]
 
     @property
@@ -295,18 +329,13 @@ class LLM:
         params = params_per_prompt(sampling_params, len(prompts), self._session.default_params)
         self._inputs.encode_texts(prompts, options)
         streams = kind is not RequestOutputKind.FINAL_ONLY
-        news: Iterable[NewRequest] = self._checked_requests(
-            prompts, params, priority, options, streams=streams
-        )
-        compilations: list[Compilation | None] = [None] * len(prompts)
-        if any(one.structured_outputs is not None for one in params):
-            news = self._all_checked(news)
-            compilations = self._compiled(news)
-        elif priority is not None or not self._core.can_start_ahead:
-            news = self._all_checked(news)
-        return self._add(
-            zip(news, compilations, prompts, strict=True), kind, starts=priority is None
-        )
+        news = self._checked_requests(prompts, params, priority, options, streams=streams)
+        has_grammars = any(one.structured_outputs is not None for one in params)
+        if priority is None and self._core.can_start_ahead and not has_grammars:
+            return self._add(news, prompts, kind, starts=True)
+        checked = self._all_checked(news)
+        compilations = self._compiled(checked) if has_grammars else None
+        return self._add(checked, prompts, kind, compilations, starts=priority is None)
 
     def _checked_requests(
         self,
@@ -324,21 +353,18 @@ class LLM:
             raise RequestError(
                 f"priority has {len(priority)} entries for {len(prompts)} prompts; give one each."
             )
-        inputs, now = self._inputs, self._core.clock()
+        inputs, now, terms = self._inputs, self._core.clock(), RequestTerms()
         prepared: dict[int, SamplingParams] = {}
         for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             with naming_index(i):
                 inputs.check_prompt(prompt, options)
                 if id(one) not in prepared:
                     prepared[id(one)] = inputs.prepare_params(one)
-                key = self._session.take_keys(one.n)
                 new = inputs.new_request(
-                    key,
-                    str(key),
                     prompt,
                     prepared[id(one)],
+                    terms if priority is None else RequestTerms(priority[i]),
                     arrival_time=now,
-                    priority=priority[i] if priority is not None else 0,
                     streams=streams,
                     pooling=pooling,
                     beams=beams,
@@ -372,23 +398,27 @@ class LLM:
             raise
         return made
 
-    def _all_checked(self, news: Iterable[NewRequest]) -> list[NewRequest]:
-        made, left = list[NewRequest](), iter(news)
+    def _all_checked(self, news: Iterator[NewRequest]) -> list[NewRequest]:
+        """All of them, while no thread steps the engine."""
+        made = list[NewRequest]()
         more = True
         while more:
             with self._loop.engine():
-                group = list(islice(left, TAKEN_AT_ONCE))
+                group = list(islice(news, TAKEN_AT_ONCE))
             made += group
             more = len(group) == TAKEN_AT_ONCE
         return made
 
     def _add(
         self,
-        triples: Iterator[tuple[NewRequest, Compilation | None, Prompt]],
-        kind: RequestOutputKind,
+        news: Iterable[NewRequest],
+        prompts: Sequence[Prompt],
+        kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY,
+        compilations: Sequence[Compilation | None] | None = None,
         starts: bool = False,
     ) -> list[OpenRequest]:
         """All of them or none. Where the engine is free, steps are begun once that `starts`."""
+        triples = zip(news, compilations or [None] * len(prompts), prompts, strict=True)
         requests: list[OpenRequest] = []
         num_tokens = 0
         more = True
@@ -420,6 +450,18 @@ class LLM:
         finally:
             self._loop.forget(requests)
 
+    def _complete(
+        self,
+        prompts: list[Prompt],
+        sampling_params: Params,
+        priority: Sequence[int] | None,
+        options: TokenizationOptions,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        with no_full_collections():
+            requests = self._submit(prompts, sampling_params, priority, options)
+            return self._finish(requests, use_tqdm)
+
     def _finish(self, requests: list[OpenRequest], use_tqdm: bool) -> list[RequestOutput]:
         """Step until the given requests have ended."""
         with ProgressBar(len(requests), use_tqdm) as bar:
@@ -434,16 +476,6 @@ class LLM:
         for request in requests:
             if request.error is not None:
                 raise request.failure(self._core.death)
-
-    def _run_apart(
-        self, news: list[NewRequest], prompts: list[Prompt], bar: ProgressBar
-    ) -> list[OpenRequest]:
-        """Run requests whose outputs are no texts; returns them ended."""
-        compilations = [None] * len(news)
-        kind = RequestOutputKind.FINAL_ONLY
-        requests = self._add(zip(news, compilations, prompts, strict=True), kind)
-        self._wait(requests, bar)
-        return requests
 
     def _stream(
         self, prompts: list[Prompt], params: SamplingParams | None, options: TokenizationOptions

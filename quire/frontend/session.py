@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
-from threading import Lock
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from quire.config.embedded import CHAT_MAX_TOKENS
 from quire.config.locate import locate_model
 from quire.config.log import configure_logging
 from quire.config.model import ModelConfig
@@ -16,16 +18,28 @@ from quire.config.options import EngineOptions
 from quire.engine.core import EngineCore
 from quire.engine.startup import find_model, start_engine
 from quire.engine.structured_output.build import Vocabulary
-from quire.frontend.garbage import no_full_collections
-from quire.frontend.generation_defaults import chat_defaults, generation_defaults
+from quire.files.json_file import read_json_object
 from quire.frontend.inputs import InputProcessor, Prompt, naming_index
-from quire.protocol.errors import QuireError
-from quire.protocol.request import KEY_BITS
-from quire.protocol.sampling import SamplingParams
+from quire.frontend.step_loop import no_full_collections
+from quire.protocol.errors import ModelError, QuireError, RequestError
+from quire.protocol.sampling import RepetitionDetectionParams, SamplingParams
 from quire.text.chat_template import is_batch
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
+
+MAX_NEW_TOKENS = "max_new_tokens"
+KEYS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    MAX_NEW_TOKENS: "max_tokens",
+}
+CHAT_REPETITION = RepetitionDetectionParams(max_pattern_size=64, min_pattern_size=16, min_count=4)
+"""Ends a chat of the embedded model that goes round in circles. Of a shorter cycle, several make up
+a pattern: 64 tokens in a row are no list or table any more."""
 
 
 class Session:
@@ -45,10 +59,8 @@ class Session:
         self.default_params: SamplingParams = generation_defaults(source, model)
         self.chat_params: SamplingParams = chat_defaults(source, model)
         self.inputs = InputProcessor(
-            self._tokenizer, model.vocab_size, model.eos_token_ids, options
+            tokenizer, model.vocab_size, model.eos_token_ids, options, client_index
         )
-        self._next_key = client_index << KEY_BITS
-        self._key_lock = Lock()
 
     @property
     def has_tokenizer(self) -> bool:
@@ -71,13 +83,6 @@ class Session:
             backend.no_truncation()
         size = max(self.model_config.vocab_size, len(self.tokenizer))
         return Vocabulary(backend.to_str(), size, self.inputs.eos_token_ids)
-
-    def take_keys(self, count: int) -> int:
-        """The first of `count` consecutive sequence keys."""
-        with self._key_lock:
-            first = self._next_key
-            self._next_key += count
-        return first
 
     def render(self, messages: Any, **options: Any) -> list[Prompt]:
         """Prompts of one or several conversations."""
@@ -133,3 +138,39 @@ def session_tokenizer(model: ModelConfig, options: EngineOptions) -> Tokenizer |
             download_dir=wanted.download_dir,
         )
     return load_tokenizer(source, wanted.chat_template)
+
+
+def generation_defaults(source: str, model: ModelConfig) -> SamplingParams:
+    """`source` is the option generation_config: "auto", "vllm" or a folder."""
+    values, where = _recommended(source, model)
+    wanted = {name: values[key] for key, name in KEYS.items() if values.get(key) is not None}
+    try:
+        return SamplingParams(**wanted)
+    except RequestError as error:
+        raise ModelError(f"{where}: {error} Set generation_config='vllm' to ignore it.") from None
+
+
+def chat_defaults(source: str, model: ModelConfig) -> SamplingParams:
+    """The same for chats, which end where the model ends them, or at `max_new_tokens`."""
+    params = generation_defaults(source, model)
+    if source == "auto" and model.source.is_embedded:
+        return dataclasses.replace(
+            params, max_tokens=CHAT_MAX_TOKENS, repetition_detection=CHAT_REPETITION
+        )
+    values, _ = _recommended(source, model)
+    return dataclasses.replace(params, max_tokens=values.get(MAX_NEW_TOKENS))
+
+
+def _recommended(source: str, model: ModelConfig) -> tuple[dict[str, Any], str]:
+    """What a generation_config.json says, and where it lies."""
+    if source == "vllm":
+        return {}, ""
+    if source == "auto":
+        return model.generation, "the model's generation_config.json"
+    path = Path(source) / "generation_config.json"
+    if not path.is_file():
+        raise ModelError(
+            f"generation_config={source!r}: {path} does not exist; use 'auto' (the model's "
+            "own), 'vllm' (none) or a folder with such a file."
+        )
+    return read_json_object(path), str(path)

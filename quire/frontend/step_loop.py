@@ -8,6 +8,7 @@ leaves, by whatever way, wakes one of them to drive.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -22,6 +23,36 @@ from quire.protocol.errors import EngineDeadError
 from quire.protocol.output import StepOutput
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import RequestOutputKind
+
+NEVER = 1 << 30
+"""Collections of the youngest objects before one of the oldest."""
+_lock = Lock()
+_num_blocks = 0
+_usual = NEVER
+
+
+@contextlib.contextmanager
+def no_full_collections() -> Iterator[None]:
+    """Put off collections of the oldest objects until the end of the block, or of all blocks where
+    engines in several threads overlap.
+
+    One takes 0.1 s where torch is loaded, and the device would wait for it; many requests at once
+    are reason enough for Python to start one. Young objects are collected as ever.
+    """
+    global _num_blocks, _usual
+    with _lock:
+        first, second, third = gc.get_threshold()
+        if _num_blocks == 0:
+            _usual = third
+            gc.set_threshold(first, second, NEVER)
+        _num_blocks += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_blocks -= 1
+            if _num_blocks == 0:
+                gc.set_threshold(*gc.get_threshold()[:2], _usual)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from quire.frontend.garbage import NEVER, no_full_collections
+from quire.frontend.step_loop import NEVER, no_full_collections
 
 
 def test_full_collections_come_back_when_the_last_block_ends() -> None:

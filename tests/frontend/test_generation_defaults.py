@@ -14,8 +14,8 @@ import pytest
 
 from quire.config import embedded
 from quire.config.model import ModelConfig, load_model_config
-from quire.frontend.generation_defaults import chat_defaults, generation_defaults
 from quire.frontend.output_processor import repeats
+from quire.frontend.session import chat_defaults, generation_defaults
 from quire.protocol.sampling import SamplingParams
 
 

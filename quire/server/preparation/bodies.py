@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Self, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, create_model
 from pydantic_core import PydanticCustomError
 
-from quire.frontend.async_llm import RequestTerms
+from quire.frontend.inputs import RequestTerms
 from quire.protocol.errors import RequestError
 from quire.protocol.sampling import (
     PARAMETERS,
