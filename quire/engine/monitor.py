@@ -4,10 +4,11 @@ status while it is busy, and advice about settings that do not suit the load."""
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 
 from quire.metrics.engine import EngineMetrics
 from quire.protocol.request import NewRequest
@@ -85,13 +86,26 @@ class Monitor:
 
 
 @dataclass(frozen=True)
-class _StatusCounts:
-    time: float
-    prompt: int
-    generated: int
+class _Counts:
+    """Counters at one time, or what was added between two."""
+
+    prompt_tokens: int
+    generation_tokens: int
     queries: int
     hits: int
+    admitted: int
+    steps: int
+    held_blocks: int
+    held_tokens: int
     preemptions: int
+
+    @classmethod
+    def of(cls, metrics: EngineMetrics, admitted: int) -> _Counts:
+        names = (field.name for field in fields(cls) if field.name != "admitted")
+        return cls(**{name: getattr(metrics, name).value for name in names}, admitted=admitted)
+
+    def __sub__(self, other: _Counts) -> _Counts:
+        return _Counts(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 class StatusLog:
@@ -101,42 +115,29 @@ class StatusLog:
     def __init__(self, scheduler: Scheduler, interval_s: float = 10.0) -> None:
         self._scheduler = scheduler
         self._interval_s = interval_s
-        self._before: _StatusCounts | None = None
-        self._last_look = 0.0
+        self._before = _Counts.of(scheduler.metrics, scheduler.num_admissions)
+        self._began = self._last_look = -math.inf
 
     def look(self, now: float) -> None:
         # Time without work is no part of a rate: after a pause a new interval begins.
         was_idle = now - self._last_look >= self._interval_s
         self._last_look = now
-        if self._before is None or was_idle:
-            self._before = self._counts(now)
-        elif now - self._before.time >= self._interval_s:
-            counts = self._counts(now)
-            logger.info("%s", self._line(self._before, counts))
-            self._before = counts
+        if now - self._began < self._interval_s:
+            return
+        counts = _Counts.of(self._scheduler.metrics, self._scheduler.num_admissions)
+        if not was_idle:
+            logger.info("%s", self._line(counts - self._before, now - self._began))
+        self._before, self._began = counts, now
 
-    def _counts(self, now: float) -> _StatusCounts:
-        metrics = self._scheduler.metrics
-        return _StatusCounts(
-            now,
-            metrics.prompt_tokens.value,
-            metrics.generation_tokens.value,
-            metrics.queries.value,
-            metrics.hits.value,
-            metrics.preemptions.value,
-        )
-
-    def _line(self, before: _StatusCounts, now: _StatusCounts) -> str:
+    def _line(self, new: _Counts, passed_s: float) -> str:
         scheduler, pool = self._scheduler, self._scheduler.kv.pool
-        passed = now.time - before.time
-        queries = now.queries - before.queries
-        hits = f"{(now.hits - before.hits) / queries:.1%}" if queries else "none asked for"
+        hits = f"{new.hits / new.queries:.1%}" if new.queries else "none asked for"
         return (
-            f"{(now.prompt - before.prompt) / passed:.1f} prompt tokens/s, "
-            f"{(now.generated - before.generated) / passed:.1f} generated tokens/s, "
+            f"{new.prompt_tokens / passed_s:.1f} prompt tokens/s, "
+            f"{new.generation_tokens / passed_s:.1f} generated tokens/s, "
             f"{scheduler.num_running} running, {len(scheduler.waiting)} waiting, "
             f"KV cache {pool.num_used / scheduler.limits.num_blocks:.1%} used, "
-            f"prefix hits {hits}, {now.preemptions - before.preemptions} preemptions"
+            f"prefix hits {hits}, {new.preemptions} preemptions"
         )
 
 
@@ -144,27 +145,6 @@ class StatusLog:
 class Advice:
     kind: str
     message: str
-
-
-@dataclass
-class _LoadCounts:
-    """Counters at one time, or what was added between two."""
-
-    queries: int
-    hits: int
-    admitted: int
-    steps: int
-    held_blocks: int
-    held_tokens: int
-    preemptions: int
-    arrived: int
-    """Prompt tokens, and those of them that repeat the head of an earlier prompt."""
-    repeated: int
-
-    def __sub__(self, other: _LoadCounts) -> _LoadCounts:
-        return _LoadCounts(
-            *(a - b for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
-        )
 
 
 class Advisor:
@@ -180,9 +160,10 @@ class Advisor:
         self._repeat_s = repeat_s
         self._heads: OrderedDict[tuple[int, tuple[str, ...], int], None] = OrderedDict()
         self._num_arrived = self._num_repeated = 0
+        """Prompt tokens since the last look, and those that repeat an earlier prompt's head."""
         self._next_look: float | None = None
         self._said: dict[str, float] = {}
-        self._before = self._counts()
+        self._before = _Counts.of(scheduler.metrics, scheduler.num_admissions)
         self.current: list[Advice] = []
         """What holds since the last look, said or not."""
 
@@ -209,32 +190,19 @@ class Advisor:
             self._next_look = self._next_look or now + self._interval_s
             return
         self._next_look = now + self._interval_s
-        counts = self._counts()
+        counts = _Counts.of(self._scheduler.metrics, self._scheduler.num_admissions)
         self.current = list(self._judge(counts - self._before))
         self._before = counts
+        self._num_arrived = self._num_repeated = 0
         for advice in self.current:
             if now - self._said.get(advice.kind, -self._repeat_s) >= self._repeat_s:
                 self._said[advice.kind] = now
                 logger.warning("advice: %s", advice.message)
 
-    def _counts(self) -> _LoadCounts:
-        metrics = self._scheduler.metrics
-        return _LoadCounts(
-            queries=metrics.queries.value,
-            hits=metrics.hits.value,
-            admitted=self._scheduler.num_admissions,
-            steps=metrics.steps.value,
-            held_blocks=metrics.held_blocks.value,
-            held_tokens=metrics.held_tokens.value,
-            preemptions=metrics.preemptions.value,
-            arrived=self._num_arrived,
-            repeated=self._num_repeated,
-        )
-
-    def _judge(self, new: _LoadCounts) -> Iterator[Advice]:
+    def _judge(self, new: _Counts) -> Iterator[Advice]:
         limits = self._scheduler.limits
         # Shares, not counts: those who arrived and those who were admitted are not the same.
-        repeated = new.repeated / new.arrived if new.arrived else 0.0
+        repeated = self._num_repeated / self._num_arrived if self._num_arrived else 0.0
         hits = new.hits / new.queries if new.queries else 0.0
         if (
             new.admitted >= MIN_REQUESTS

@@ -12,6 +12,7 @@ from quire.config.options import EngineOptions
 from quire.config.resolve import check_options, resolve
 from quire.config.structured import GrammarSettings
 from quire.engine.core import EngineCore
+from quire.engine.executors.base import Executor
 from quire.scheduler.sequence import SchedulerLimits
 
 logger = logging.getLogger(__name__)
@@ -55,14 +56,7 @@ def start_engine(options: EngineOptions, model: ModelConfig) -> Engine:
     final = resolved.options.replace(max_model_len=executor.max_model_len)
     core = EngineCore(
         executor,
-        scheduler_limits(
-            final,
-            model,
-            executor.num_blocks,
-            executor.groups_prefixes,
-            executor.graph_tokens,
-            executor.kv_windows,
-        ),
+        _scheduler_limits(final, model, executor),
         max_steps_in_flight=final.scheduler.max_steps_in_flight or 1,
         grammar_settings=GrammarSettings.from_config(final.decoding.structured_outputs_config),
         num_threads=_mask_threads(final),
@@ -89,13 +83,8 @@ def _mask_threads(options: EngineOptions) -> int:
     return num_threads if options.device.device != "cpu" else max(num_threads // 2, 1)
 
 
-def scheduler_limits(
-    options: EngineOptions,
-    model: ModelConfig,
-    num_blocks: int,
-    groups_prefixes: bool = False,
-    graph_tokens: int = 0,
-    windows: tuple[int | None, ...] = (None,),
+def _scheduler_limits(
+    options: EngineOptions, model: ModelConfig, executor: Executor
 ) -> SchedulerLimits:
     """What the scheduler needs of fully resolved options."""
     wanted = options.scheduler
@@ -110,15 +99,15 @@ def scheduler_limits(
         options.model.quantization or "",
         options.cache.kv_cache_dtype,
         str(options.cache.block_size),
-        str(windows),
+        str(executor.kv_windows),
     )
     return SchedulerLimits(
-        num_blocks=num_blocks,
+        num_blocks=executor.num_blocks,
         block_size=options.cache.block_size,
         max_model_len=options.model.max_model_len,
         max_num_seqs=wanted.max_num_seqs,
         max_num_batched_tokens=wanted.max_num_batched_tokens,
-        windows=windows,
+        windows=executor.kv_windows,
         policy=wanted.scheduling_policy,
         enable_prefix_caching=options.cache.enable_prefix_caching,
         enable_chunked_prefill=wanted.enable_chunked_prefill,
@@ -127,8 +116,8 @@ def scheduler_limits(
         max_num_queued_reqs=wanted.max_num_queued_reqs or 0,
         max_num_queued_tokens=wanted.max_num_queued_tokens or 0,
         reserves_max_length=wanted.reservation == "max_length",
-        groups_prefixes=groups_prefixes,
-        graph_tokens=graph_tokens,
+        groups_prefixes=executor.groups_prefixes,
+        graph_tokens=executor.graph_tokens,
         seed=options.model.seed,
         cache_identity=identity,
     )

@@ -200,11 +200,12 @@ class StepResult:
     pooled: PooledRows | None = None
 
 
-def _join(parts: list[Int32Array]) -> Int32Array:
-    return np.concatenate(parts).astype(np.int32, copy=False) if parts else empty_ints()
-
-
 class PlanBuilder:
+    """Collects the parts of a step while it is scheduled, then builds its plan.
+
+    Running rows come as arrays, admitted ones one by one; arrays are made of them at the end.
+    """
+
     def __init__(self, step: int, budget: int) -> None:
         self.step = step
         self.budget = budget
@@ -215,34 +216,30 @@ class PlanBuilder:
         self.preempted = False
         self.held_blocks: list[int] = []
         """Sources of copies, referenced until the plan is complete."""
-        # Running rows come as arrays, admitted ones one by one; arrays are made of them at the end.
-        self._rows: list[Int32Array] = []
-        self._counts: list[Int32Array] = []
-        self._samples: list[Int32Array] = []
+        self._computing: list[Int32Array] = []
+        """[rows, tokens, samples]"""
         self._admitted: list[tuple[int, int, int]] = []
-        self._block_rows: list[Int32Array] = []
-        self._block_indices: list[Int32Array] = []
-        self._block_groups: list[Int32Array] = []
-        self._block_ids: list[Int32Array] = []
+        """The same of admitted rows, one by one."""
+        self._blocks: list[Int32Array] = []
+        """Table entries: [groups, rows, indices, ids]"""
         self._tables: list[tuple[int, int, int, int]] = []
+        """Entries of admitted rows that follow each other: group, row, first index, count."""
         self._table_ids: list[int] = []
         self._copies: list[tuple[int, int]] = []
 
     @property
     def empty(self) -> bool:
-        return not self._rows and not self._admitted
-
-    def compute(self, rows: Int32Array, counts: Int32Array, samples: Int32Array) -> None:
-        self._rows.append(rows)
-        self._counts.append(counts)
-        self._samples.append(samples)
-        self.budget -= int(counts.sum())
-        self.prompt_budget -= int(counts[counts > samples].sum())
+        return not self._computing and not self._admitted
 
     @property
     def room(self) -> int:
         """Tokens that a waiting request may still compute."""
         return min(self.budget, self.prompt_budget)
+
+    def compute(self, rows: Int32Array, counts: Int32Array, samples: Int32Array) -> None:
+        self._computing.append(np.array([rows, counts, samples], np.int32))
+        self.budget -= int(counts.sum())
+        self.prompt_budget -= int(counts[counts > samples].sum())
 
     def admit(self, added: AddedRow, count: int, samples: bool) -> None:
         """A new row, which computes `count` tokens at once."""
@@ -254,10 +251,7 @@ class PlanBuilder:
     def write_blocks(
         self, group: int, rows: Int32Array, indices: Int32Array, ids: Int32Array
     ) -> None:
-        self._block_rows.append(rows)
-        self._block_indices.append(indices)
-        self._block_groups.append(np.full_like(ids, group))
-        self._block_ids.append(ids)
+        self._blocks.append(np.array([np.full_like(ids, group), rows, indices, ids], np.int32))
 
     def write_table(self, group: int, row: int, first: int, ids: list[int]) -> None:
         """Entries of one row from index `first` on."""
@@ -270,39 +264,43 @@ class PlanBuilder:
     def build(
         self, freed_rows: list[int], cuts: dict[int, int], appends: list[tuple[int, int]]
     ) -> StepPlan:
-        self._gather_admitted()
+        if self._admitted:
+            self._gather_admitted()
         copies = np.array(self._copies, np.int32).reshape(-1, 2)
         known = np.array(appends, np.int32).reshape(-1, 2)
+        rows, counts, samples = _join(self._computing, 3)
+        groups, block_rows, indices, ids = _join(self._blocks, 4)
         return StepPlan(
             step=self.step,
             freed_rows=np.array(freed_rows, np.int32),
             added_rows=self.added_rows,
             append_rows=known[:, 0],
             append_tokens=known[:, 1],
-            block_rows=_join(self._block_rows),
-            block_indices=_join(self._block_indices),
-            block_groups=_join(self._block_groups),
-            block_ids=_join(self._block_ids),
+            block_rows=block_rows,
+            block_indices=indices,
+            block_groups=groups,
+            block_ids=ids,
             cut_rows=np.array(list(cuts), np.int32),
             cut_lengths=np.array(list(cuts.values()), np.int32),
             copy_sources=copies[:, 0],
             copy_targets=copies[:, 1],
-            rows=_join(self._rows),
-            num_new_tokens=_join(self._counts),
-            num_samples=_join(self._samples),
+            rows=rows,
+            num_new_tokens=counts,
+            num_samples=samples,
         )
 
     def _gather_admitted(self) -> None:
-        if not self._admitted:
-            return
-        rows, counts, samples = np.array(self._admitted, np.int32).T
-        self._rows.append(rows)
-        self._counts.append(counts)
-        self._samples.append(samples)
+        self._computing.append(np.array(self._admitted, np.int32).T.copy())
         groups, rows, first, lengths = np.array(self._tables, np.int32).T
         starts = np.cumsum(lengths) - lengths
-        places = np.arange(len(self._table_ids)) + np.repeat(first - starts, lengths)
-        self._block_groups.append(np.repeat(groups, lengths))
-        self._block_rows.append(np.repeat(rows, lengths))
-        self._block_indices.append(places.astype(np.int32))
-        self._block_ids.append(np.array(self._table_ids, np.int32))
+        indices = np.arange(len(self._table_ids)) + np.repeat(first - starts, lengths)
+        ids = np.array(self._table_ids, np.int32)
+        entries = [np.repeat(groups, lengths), np.repeat(rows, lengths), indices, ids]
+        self._blocks.append(np.array(entries, np.int32))
+
+
+def _join(parts: list[Int32Array], width: int) -> Int32Array:
+    """Arrays of `width` lines side by side. Each line of the result is contiguous."""
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts, axis=1) if parts else np.empty((width, 0), np.int32)

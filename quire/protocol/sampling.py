@@ -244,7 +244,10 @@ def _or_none(check: Check) -> Check:
 
 
 _count = _rule(_integer, lambda value: value >= 0, ">= 0")
+_positive = _rule(_integer, lambda value: value >= 1, "at least 1")
 _penalty = _range(-2.0, 2.0)
+_temperature = _range(0.0, 2.0)
+_length_penalty = _range(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
 
 
 @dataclass(frozen=True)
@@ -295,7 +298,7 @@ class SamplingParams:
         "Divide the logits of tokens seen in prompt or output; 1: off.",
     )
     temperature: float = parameter(
-        1.0, _range(0.0, 2.0), "Spread of the random draw; 0 always takes the most likely token."
+        1.0, _temperature, "Spread of the random draw; 0 always takes the most likely token."
     )
     top_p: float = parameter(
         1.0,
@@ -318,7 +321,7 @@ class SamplingParams:
     ignore_eos: bool = parameter(False, help="Go on after the end-of-sequence token.")
     max_tokens: int | None = parameter(
         16,
-        _or_none(_rule(_integer, lambda value: value >= 1, "at least 1")),
+        _or_none(_positive),
         "Most tokens to generate.",
         not_in_bodies="has another default in each protocol",
     )
@@ -500,16 +503,10 @@ class BeamSearchParams:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        self.beam_width = _integer("beam_width", self.beam_width)
-        _require(self.beam_width >= 1, "beam_width", "at least 1", self.beam_width)
-        self.max_tokens = _integer("max_tokens", self.max_tokens)
-        _require(self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
-        self.temperature = _number("temperature", self.temperature)
-        _require(0.0 <= self.temperature <= 2.0, "temperature", "in [0, 2]", self.temperature)
-        self.length_penalty = _number("length_penalty", self.length_penalty)
-        rule = f"in [-{MAX_LENGTH_PENALTY:g}, {MAX_LENGTH_PENALTY:g}]"
-        fits = abs(self.length_penalty) <= MAX_LENGTH_PENALTY
-        _require(fits, "length_penalty", rule, self.length_penalty)
+        self.beam_width = _positive("beam_width", self.beam_width)
+        self.max_tokens = _positive("max_tokens", self.max_tokens)
+        self.temperature = _temperature("temperature", self.temperature)
+        self.length_penalty = _length_penalty("length_penalty", self.length_penalty)
         if self.structured_outputs is not None:
             raise RequestError(
                 "structured_outputs is not supported in beam search; use generate, or leave it "

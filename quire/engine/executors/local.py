@@ -50,35 +50,36 @@ class LocalExecutor:
         return detect_device(options.device.device)
 
     @property
-    def runner(self) -> ModelRunner:
+    def worker(self) -> Worker:
         assert self._worker is not None, "the executor was shut down"
-        return self._worker.runner
+        return self._worker
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self.worker.runner
 
     def execute(self, plan: StepPlan) -> None:
-        assert self._worker is not None, "the executor was shut down"
         # Libraries load code when it is first used. Where that fails for want of memory, it fails
         # from then on; so nothing is launched before some memory is free.
         if self._was_short:
             return_free_memory()  # what this process freed since then
-            if is_exhausted(self._worker.device):
+            if is_exhausted(self.worker.device):
                 raise StepMemoryError("next to no memory is free", is_exhausted=True)
-        with self._worker.at_work(), self._reporting_memory():
+        with self.worker.at_work(), self._reporting_memory():
             self.runner.execute(plan)
 
     def token_masks(self, lines: Int32Array, num_words: int) -> TokenMasks:
         return self.runner.token_masks(lines, num_words)
 
     def sample(self, step: int, masks: TokenMasks | None = None) -> PendingResult:
-        assert self._worker is not None, "the executor was shut down"
         assert self.runner.executed_step == step, "steps are sampled in the order of execution"
-        with self._worker.at_work(), self._reporting_memory():
+        with self.worker.at_work(), self._reporting_memory():
             pending = self.runner.sample(masks)
             self._was_short = False
             return pending
 
     def memory(self) -> DeviceMemory:
-        assert self._worker is not None, "the executor was shut down"
-        return self._worker.memory()
+        return self.worker.memory()
 
     def shutdown(self) -> None:
         """Free weights and KV cache."""
@@ -92,12 +93,11 @@ class LocalExecutor:
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            assert self._worker is not None
-            if not is_out_of_memory(error, self._worker.device):
+            if not is_out_of_memory(error, self.worker.device):
                 raise
             reason = str(error).strip().partition("\n")[0]
             clear_frames(error.__traceback__)  # they hold the failed step's tensors
             return_free_memory()
             self._was_short = True
-            exhausted = is_exhausted(self._worker.device)
+            exhausted = is_exhausted(self.worker.device)
             raise StepMemoryError(reason or "no memory", is_exhausted=exhausted) from None
