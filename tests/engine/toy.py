@@ -135,6 +135,7 @@ class ToyExecutor:
         self.rows: dict[int, ToyRow] = {}
         self.failing_steps = failing_steps
         self.num_drafts = num_drafts
+        self.drafts_are_right = False
         self.windows = windows
         self.num_tokens_computed = 0
         self._plan: StepPlan | None = None
@@ -275,7 +276,7 @@ class ToyExecutor:
         row.drafts = []
         for _ in range(self.num_drafts):
             token = next_token(context_of(tokens, self.windows), row.added.seed, self.vocab)
-            if mix(row.added.seed, len(tokens), -1) % 3 == 0:
+            if not self.drafts_are_right and mix(row.added.seed, len(tokens), -1) % 3 == 0:
                 token = (token + 1) % self.vocab
             row.drafts.append(token)
             tokens.append(token)

@@ -356,3 +356,13 @@ def test_drafts_take_what_tokens_leave() -> None:
         engine.finish()
         steps[num_drafts] = len(engine.plans)
     assert steps[5] <= steps[0]
+
+
+def test_drafts_that_are_right_save_steps() -> None:
+    """The first token comes alone, those after it by four, up to the last that the row may have."""
+    engine = Engine()
+    engine.toy.num_drafts = engine.core.scheduler.speculation.num_drafts = 3
+    engine.toy.drafts_are_right = True
+    engine.add(numbers(5), max_tokens=9)
+    engine.finish()
+    assert [plan.num_samples.tolist() for plan in engine.plans] == [[1], [4], [4]]
