@@ -115,7 +115,7 @@ class StatusLog:
     def __init__(self, scheduler: Scheduler, interval_s: float = 10.0) -> None:
         self._scheduler = scheduler
         self._interval_s = interval_s
-        self._before = _Counts.of(scheduler.metrics, scheduler.num_admissions)
+        self._before = self._counts()
         self._began = self._last_look = -math.inf
 
     def look(self, now: float) -> None:
@@ -124,10 +124,13 @@ class StatusLog:
         self._last_look = now
         if now - self._began < self._interval_s:
             return
-        counts = _Counts.of(self._scheduler.metrics, self._scheduler.num_admissions)
+        counts = self._counts()
         if not was_idle:
             logger.info("%s", self._line(counts - self._before, now - self._began))
         self._before, self._began = counts, now
+
+    def _counts(self) -> _Counts:
+        return _Counts.of(self._scheduler.metrics, self._scheduler.num_admissions)
 
     def _line(self, new: _Counts, passed_s: float) -> str:
         scheduler, pool = self._scheduler, self._scheduler.kv.pool
@@ -163,7 +166,7 @@ class Advisor:
         """Prompt tokens since the last look, and those that repeat an earlier prompt's head."""
         self._next_look: float | None = None
         self._said: dict[str, float] = {}
-        self._before = _Counts.of(scheduler.metrics, scheduler.num_admissions)
+        self._before = self._counts()
         self.current: list[Advice] = []
         """What holds since the last look, said or not."""
 
@@ -190,7 +193,7 @@ class Advisor:
             self._next_look = self._next_look or now + self._interval_s
             return
         self._next_look = now + self._interval_s
-        counts = _Counts.of(self._scheduler.metrics, self._scheduler.num_admissions)
+        counts = self._counts()
         self.current = list(self._judge(counts - self._before))
         self._before = counts
         self._num_arrived = self._num_repeated = 0
@@ -198,6 +201,9 @@ class Advisor:
             if now - self._said.get(advice.kind, -self._repeat_s) >= self._repeat_s:
                 self._said[advice.kind] = now
                 logger.warning("advice: %s", advice.message)
+
+    def _counts(self) -> _Counts:
+        return _Counts.of(self._scheduler.metrics, self._scheduler.num_admissions)
 
     def _judge(self, new: _Counts) -> Iterator[Advice]:
         limits = self._scheduler.limits
