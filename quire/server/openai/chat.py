@@ -137,9 +137,8 @@ class ChatReply(ChoicesReply):
         return not self._has_begun
 
     def _chunks(self, index: int, output: RequestOutput) -> bytes:
-        opening = b"" if self._has_begun else self._opening(output)
         self._has_begun = True
-        return opening + b"".join([self._chunk(one) for one in output.outputs])
+        return self._opening(output) + super()._chunks(index, output)
 
     def _opening(self, output: RequestOutput) -> bytes:
         """The role of each choice, before its text."""
@@ -151,7 +150,7 @@ class ChatReply(ChoicesReply):
             for index in range(self._body.n or 1)
         )
 
-    def _chunk(self, one: CompletionOutput) -> bytes:
+    def _chunk(self, index: int, output: RequestOutput, one: CompletionOutput) -> bytes:
         if not self._format.is_plain:
             return self._parsed_chunks(one)
         if self._is_plain and not self._continuous and one.finish_reason is None:

@@ -128,7 +128,7 @@ class ChoicesReply:
                         write = partial(self._chunks, index, output)
                         data.append(await off_loop(num_values([output]), write))
                     else:
-                        data.append(self._chunks(index, output))
+                        data += [self._chunk(index, output, one) for one in output.outputs]
                 yield b"".join(data)
         if self._tells_usage:
             yield self._bare(usage=self._usage.record())
@@ -138,6 +138,10 @@ class ChoicesReply:
         raise NotImplementedError
 
     def _chunks(self, index: int, output: RequestOutput) -> bytes:
+        return b"".join([self._chunk(index, output, one) for one in output.outputs])
+
+    def _chunk(self, index: int, output: RequestOutput, one: CompletionOutput) -> bytes:
+        """The chunks of one choice."""
         raise NotImplementedError
 
     def _count(self, index: int, output: RequestOutput) -> None:

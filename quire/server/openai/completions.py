@@ -169,9 +169,6 @@ class CompletionReply(ChoicesReply):
     def _begins(self, index: int, output: RequestOutput) -> bool:
         return any(index * self._num_each + one.index not in self._begun for one in output.outputs)
 
-    def _chunks(self, index: int, output: RequestOutput) -> bytes:
-        return b"".join([self._chunk(index, output, one) for one in output.outputs])
-
     def _chunk(self, index: int, output: RequestOutput, one: CompletionOutput) -> bytes:
         place = index * self._num_each + one.index
         begins = place not in self._begun
