@@ -76,11 +76,6 @@ class LoopRequests:
             self._client.abort(request.engine_id)
         self.processor.close(request)
 
-    def abandon(self) -> None:
-        """End all requests: the loop is closed, and so no reader comes back."""
-        for request, _ in list(self.open.values()):
-            self.forget(request)
-
 
 class OutputStream:
     """What comes of requests that were made together. Closing it aborts what is unfinished."""
@@ -349,19 +344,16 @@ class AsyncLLM:
         found = self._loops.get(loop)
         if found is None:
             with self._loops_lock:
-                self._drop_closed_loops()
-                taken = {other.index for other in self._loops.values()}
+                for other in [one for one in self._loops if one.is_closed()]:
+                    closed = self._loops.pop(other)
+                    for request, _ in list(closed.open.values()):
+                        closed.forget(request)  # no reader comes back
+                taken = {one.index for one in self._loops.values()}
                 index = next(index for index in count() if index not in taken)
                 found = LoopRequests(self.client, self.session.inputs.tokenizer, index)
                 self.client.listen(found, loop, index)
                 self._loops[loop] = found
         return found
-
-    def _drop_closed_loops(self) -> None:
-        for loop, requests in list(self._loops.items()):
-            if loop.is_closed():
-                requests.abandon()
-                del self._loops[loop]
 
 
 AsyncLLMEngine = AsyncLLM

@@ -21,7 +21,7 @@ from quire.frontend.outputs import (
 )
 from quire.frontend.pooling import PoolingParams
 from quire.protocol.errors import EngineDeadError, OverloadedError, QuireError, RequestError
-from quire.protocol.output import Beam, FinishedSequence, RequestProgress, StepOutput
+from quire.protocol.output import FinishedSequence, RequestProgress, StepOutput
 from quire.protocol.plan import Float32Array, LogprobArrays
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import (
@@ -330,15 +330,16 @@ class OutputProcessor:
             if sequence is not None:
                 sequence.request.progress = one
                 touched[id(sequence.request)] = sequence.request
-        lines = {} if output.logprobs is None else _line_of(output.logprobs)
+        arrays = output.logprobs
+        lines = {} if arrays is None else {i: n for n, i in enumerate(arrays.index.tolist())}
         for i, (key, token) in enumerate(
             zip(output.keys.tolist(), output.tokens.tolist(), strict=True)
         ):
             sequence = self._by_key.get(key)
             if sequence is None or sequence.finish_reason is not None:
                 continue
-            if sequence.logprobs is not None and output.logprobs is not None and i in lines:
-                self._add_logprobs(sequence, output.logprobs, lines[i])
+            if sequence.logprobs is not None and arrays is not None and i in lines:
+                self._add_logprobs(sequence, arrays, lines[i])
             sequence.append(token)
             touched[id(sequence.request)] = sequence.request
             if sequence.finish_reason is not None:
@@ -368,7 +369,8 @@ class OutputProcessor:
         found = []
         for index, beam in enumerate(ended.beams or ()):
             sequence = self._open_sequence(request, ended.key, index)
-            sequence.token_ids = list(beam_tokens(beam, request.params))
+            hides_eos = beam.finished_by_eos and not request.params.include_stop_str_in_output
+            sequence.token_ids = beam.token_ids[:-1] if hides_eos else list(beam.token_ids)
             sequence.cumulative_logprob = beam.cumulative_logprob
             sequence.finish_reason = "stop" if beam.finished_by_eos else ended.finish_reason
             sequence.ended = True
@@ -398,10 +400,6 @@ class OutputProcessor:
         return self._decoded[token]
 
 
-def _line_of(arrays: LogprobArrays) -> dict[int, int]:
-    return {sample: line for line, sample in enumerate(arrays.index.tolist())}
-
-
 def repeats(token_ids: list[int], params: RepetitionDetectionParams) -> bool:
     """Whether the tail is one pattern of an allowed size, `min_count` times in a row."""
     for size in range(params.min_pattern_size, params.max_pattern_size + 1):
@@ -414,9 +412,3 @@ def repeats(token_ids: list[int], params: RepetitionDetectionParams) -> bool:
         if tail == tail[:size] * params.min_count:
             return True
     return False
-
-
-def beam_tokens(beam: Beam, params: SamplingParams) -> list[int]:
-    """The tokens of a hypothesis that its caller sees."""
-    drops_eos = beam.finished_by_eos and not params.include_stop_str_in_output
-    return beam.token_ids[:-1] if drops_eos else beam.token_ids

@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from tokenizers import Tokenizer as Backend
@@ -30,6 +30,8 @@ MAX_HELD_TOKENS = 8
 
 MAX_RUN_BYTES = 24
 """Scripts without spaces can be one run of bytes for whole sentences; readers should not wait."""
+
+T = TypeVar("T")
 
 Piece = bytes | str
 """What one token stands for: raw bytes, or text."""
@@ -174,6 +176,8 @@ class TextStreams:
         self._backend = backend
         self._decode = decode
         self._scheme = None if cleans_up_spaces else _scheme(backend)
+        self._tables: dict[bool, TokenTable[Any]] = {}
+        """By whether special tokens are skipped."""
 
     def open(
         self,
@@ -189,8 +193,8 @@ class TextStreams:
             decode = self._decode if spaces else self._decode_without_spaces
             return WindowStream(decode, prompt_token_ids, hidden)
         if self._scheme == "bytes":
-            return ByteStream(self._shown_bytes if skip_special_tokens else self._all_bytes)
-        pieces = self._shown_pieces if skip_special_tokens else self._all_pieces
+            return ByteStream(self._table(skip_special_tokens, _spelled_bytes, b""))
+        pieces = self._table(skip_special_tokens, _piece, None)
         starts_text = self._scheme == "pieces-stripped" and not any(
             pieces[int(token)] is not None for token in reversed(prompt_token_ids)
         )
@@ -216,53 +220,35 @@ class TextStreams:
         added = self._backend.get_added_tokens_decoder()
         return frozenset(index for index, token in added.items() if token.special)
 
-    @cached_property
-    def _all_bytes(self) -> _ByteTable:
-        return _ByteTable(self._backend, frozenset())
-
-    @cached_property
-    def _shown_bytes(self) -> _ByteTable:
-        return _ByteTable(self._backend, self._hidden)
-
-    @cached_property
-    def _all_pieces(self) -> _PieceTable:
-        return _PieceTable(self._backend, frozenset())
-
-    @cached_property
-    def _shown_pieces(self) -> _PieceTable:
-        return _PieceTable(self._backend, self._hidden)
+    def _table(self, skip_special_tokens: bool, read: Callable[[str], T], nothing: T) -> Any:
+        if skip_special_tokens not in self._tables:
+            hidden = self._hidden if skip_special_tokens else frozenset[int]()
+            self._tables[skip_special_tokens] = TokenTable(self._backend, hidden, read, nothing)
+        return self._tables[skip_special_tokens]
 
 
-class _ByteTable(dict[int, bytes]):
-    """Token id -> its bytes, filled as ids come up; none for tokens that show nothing."""
+class TokenTable(dict[int, T]):
+    """Token id -> what it stands for, filled as ids come up; `nothing` for tokens that are hidden
+    or unknown."""
 
-    def __init__(self, backend: Backend, hidden: frozenset[int]) -> None:
+    def __init__(
+        self, backend: Backend, hidden: frozenset[int], read: Callable[[str], T], nothing: T
+    ) -> None:
         self._backend = backend
         self._hidden = hidden
+        self._read = read
+        self._nothing = nothing
 
-    def __missing__(self, token: int) -> bytes:
+    def __missing__(self, token: int) -> T:
         text = None if token in self._hidden else self._backend.id_to_token(token)
-        self[token] = b"" if text is None else _spelled_bytes(text)
-        return self[token]
-
-
-class _PieceTable(dict[int, "Piece | None"]):
-    """Token id -> piece, filled as ids come up; None for tokens that show nothing."""
-
-    def __init__(self, backend: Backend, hidden: frozenset[int]) -> None:
-        self._backend = backend
-        self._hidden = hidden
-
-    def __missing__(self, token: int) -> Piece | None:
-        text = None if token in self._hidden else self._backend.id_to_token(token)
-        self[token] = None if text is None else _piece(text.replace(SPACE, " "))
+        self[token] = self._nothing if text is None else self._read(text)
         return self[token]
 
 
 class ByteStream:
     """Byte-level tokens."""
 
-    def __init__(self, table: _ByteTable) -> None:
+    def __init__(self, table: TokenTable[bytes]) -> None:
         self._table = table
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -279,7 +265,7 @@ class ByteStream:
 class PieceStream:
     """SentencePiece tokens with byte fallback."""
 
-    def __init__(self, pieces: _PieceTable, strip_space: bool) -> None:
+    def __init__(self, pieces: TokenTable[Piece | None], strip_space: bool) -> None:
         self._pieces = pieces
         self._run = b""
         self._is_spoilt = False
@@ -405,7 +391,8 @@ def _scheme(backend: Backend) -> str | None:
     return "pieces-stripped" if steps[3] == strips_one else None
 
 
-def _piece(text: str) -> Piece:
+def _piece(text: str) -> Piece | None:
+    text = text.replace(SPACE, " ")
     if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
         try:
             return bytes.fromhex(text[3:5])
