@@ -87,3 +87,21 @@ def test_a_form_that_proves_wrong_while_the_request_is_added() -> None:
     engine.step()
     assert [engine.ended[key].finish_reason for key in (5000, 5001)] == ["error"] * 2
     assert not engine.core.scheduler.waiting.held_back and not engine.core.has_work
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_loop_without_other_work_looks_for_its_grammar(is_aborted: bool) -> None:
+    """What becomes of the grammar of a request that has ended meanwhile is told to no caller."""
+    engine = Engine()
+    compiled: Future[Grammar] = Future()
+    accepted = engine.core.grammars.add(held_back(engine), Compilation(compiled))
+    assert accepted is not None and not accepted.done()
+    assert not engine.core.has_work and 0 < (engine.core.wait_s or 0) < 0.1
+    if is_aborted:
+        engine.core.abort("r5000")
+    compiled.set_exception(RequestError("structured_outputs.regex is refused"))
+    engine.step()
+    assert engine.core.wait_s is None and engine.core.death is None
+    assert (accepted.exception() is None) == is_aborted
+    reason = "abort" if is_aborted else "error"
+    assert [engine.ended[key].finish_reason for key in (5000, 5001)] == [reason] * 2

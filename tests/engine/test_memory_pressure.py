@@ -102,6 +102,15 @@ def test_step_size_grows_back() -> None:
     assert engine.core.scheduler.max_step_tokens == limit
 
 
+def test_one_step_at_a_time_while_memory_is_short() -> None:
+    """The failure of a step would cost the tokens of those before it."""
+    engine, short, _ = short_engine(10, steps_in_flight=4)
+    engine.add(numbers(40), max_tokens=8)
+    while engine.core.has_work:
+        engine.step()
+        assert short.num_failed and not engine.core.scheduler.num_steps_in_flight
+
+
 def test_failed_growth_is_tried_less_and_less() -> None:
     """Else a long prompt that starts over after each failure would never get through."""
     engine, short, _ = short_engine(

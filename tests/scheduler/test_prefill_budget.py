@@ -198,3 +198,16 @@ def test_steps_fit_a_graph_where_that_costs_little(num_decoding, graph_tokens, f
         now += 0.004 + step % 2 * 1_500 * 2e-5
         budget.applied(step, now)
     assert budget.tokens(num_decoding) == pytest.approx(fits, rel=0.02)
+
+
+def test_steps_that_failed_are_left_out() -> None:
+    """No result comes of them; those after them are measured as ever."""
+    tokens = []
+    for lost in ((), (0,), (3, 4, 9)):
+        budget = PrefillBudget(0.05)
+        for step in range(20):
+            budget.planned(step, float(step), 64)
+            if step not in lost:
+                budget.applied(step, step + 0.01)
+        tokens.append(budget.tokens(1))
+    assert tokens == tokens[:1] * 3

@@ -28,6 +28,16 @@ def test_a_prefix_in_mid_prefill_is_shared() -> None:
     assert [engine.cached(key) for key in keys] == [0, 64, 64, 64]
 
 
+def test_a_prompt_is_shared_as_far_as_it_has_come() -> None:
+    """Steps of 8 tokens: a prompt that comes with the fourth has 32 of another's 64."""
+    engine = Engine(long_prefill_token_threshold=8)
+    engine.add(numbers(64))
+    engine.step(3)
+    late = engine.add(numbers(64))
+    engine.finish()
+    assert engine.cached(late) == 32
+
+
 def test_requests_of_one_step_share_what_that_step_computes() -> None:
     engine = Engine()
     keys = [engine.add([*numbers(40), i], max_tokens=1) for i in range(5)]
@@ -69,6 +79,20 @@ def test_generated_tokens_are_found_again() -> None:
     engine.finish()
     # The last generated token was never an input.
     assert engine.cached(second) == 10 + 8
+
+
+def test_beams_are_found_again() -> None:
+    """All of them, whichever was forked from which; their last tokens were never inputs."""
+    engine = Engine()
+    key = engine.add(numbers(10), max_tokens=14, beam_width=3)
+    while engine.core.has_work:
+        engine.step()
+    for beam in engine.ended[key].beams or ():
+        again = engine.add(numbers(10) + beam.token_ids, max_tokens=1)
+        while engine.core.has_work:
+            engine.step()
+        assert engine.cached(again) == 10 + 13
+    assert len(engine.ended) == 1 + 3
 
 
 @pytest.mark.parametrize(
