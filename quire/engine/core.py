@@ -90,7 +90,7 @@ class EngineCore:
         self.death: str | None = None
         """Why the engine stopped, once it has."""
         self.on_plan: Callable[[StepPlan], None] | None = None
-        """Called with each plan before it runs: the moment to look at who holds which blocks."""
+        """Called with each plan before it runs, to see which sequence holds which blocks."""
         self._in_flight: deque[tuple[StepPlan, PendingResult]] = deque()
         self._num_failures = 0
         self._integrity_check_due = -math.inf

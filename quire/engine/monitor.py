@@ -207,7 +207,7 @@ class Advisor:
 
     def _judge(self, new: _Counts) -> Iterator[Advice]:
         limits = self._scheduler.limits
-        # Shares, not counts: those who arrived and those who were admitted are not the same.
+        # Shares, not counts: the requests that arrived and those that were admitted differ.
         repeated = self._num_repeated / self._num_arrived if self._num_arrived else 0.0
         hits = new.hits / new.queries if new.queries else 0.0
         if (

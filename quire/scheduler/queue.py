@@ -29,7 +29,7 @@ MEMORY_S = 30.0
 MAX_IDLE_TENANTS = 1024
 MAX_KNOWN_TENANTS = 1024
 PROGRESS_INTERVAL_S = 0.5
-"""Between two reports to those who wait; a prompt in work reports after each of its steps."""
+"""Between two reports about waiting requests; a prompt in work reports after each of its steps."""
 
 T = TypeVar("T", bound=Hashable)
 
@@ -45,9 +45,6 @@ class LazyHeap(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._tickets)
-
-    def __contains__(self, item: T) -> bool:
-        return item in self._tickets
 
     def __iter__(self) -> Iterator[T]:
         """Everything in it, in the order in which it came."""
@@ -86,11 +83,11 @@ class Tenants:
 
     Tenants are numbered while they have requests in the engine.
 
-    Service counts only in comparison: a newcomer starts level with the least served of those
-    who are there (or above, where it had more before it paused), so that no thread can save up.
+    Service counts only in comparison: a new tenant starts level with the least served of those with
+    requests (or above, where it had more before it paused), so that none can save up service.
 
     Tenants are ordered by age, since the queue protects older ones from newer ones: names cost
-    nothing, and a flood of new ones must not take the places of those who were there before. A
+    nothing, and a flood of new ones must not take the places of those that came before. A
     tenant that has been admitted once keeps its age when it pauses. Where more names come than can
     be kept, the newest are forgotten.
     """
@@ -113,9 +110,6 @@ class Tenants:
     def __len__(self) -> int:
         return len(self._slots)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._slots
-
     def slot(self, name: str) -> int:
         """The number of a tenant that has requests."""
         return self._slots[name]
@@ -124,8 +118,8 @@ class Tenants:
         """Smallest goes first: tokens of service, then the turn at which it last got a row."""
         return int(self._service[slot]), self._turns[slot]
 
-    def join(self, name: str) -> int:
-        """A tenant's request has come; returns the tenant's number."""
+    def join(self, name: str) -> None:
+        """A tenant's request has come."""
         slot = self._slots.get(name)
         if slot is None:
             level = self._least_service()
@@ -138,7 +132,6 @@ class Tenants:
                 self._ages[name] = self._num_arrivals
                 self._unproven.add(name)
         self._num_requests[slot] += 1
-        return slot
 
     def age(self, name: str) -> int:
         """Smaller is older; of a tenant that is not known, the age that it would get."""
@@ -303,9 +296,6 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._lane_of)
 
-    def __contains__(self, sequence: Sequence) -> bool:
-        return sequence in self._lane_of
-
     def __iter__(self) -> Iterator[Sequence]:
         return chain.from_iterable(lane.sequences for lane in self._lanes.values())
 
@@ -360,11 +350,6 @@ class WaitingQueue:
 
     def lane_of(self, sequence: Sequence) -> Lane:
         return self._lane_of[sequence]
-
-    def new_sequences(self) -> Iterator[Sequence]:
-        """Those that have never run, held back or not."""
-        lanes = [lane.sequences for lane in self._lanes.values() if lane.slot != RETURNING]
-        return chain(chain.from_iterable(lanes), self.held_back.values())
 
     @property
     def num_lanes(self) -> int:
@@ -438,7 +423,8 @@ class WaitingQueue:
         first, and of each the last in rank first."""
         names = sorted({*self.new_of, tenant}, key=self.tenants.age)
         waiting: dict[str, list[Sequence]] = {name: [] for name in names}
-        for sequence in self.new_sequences():
+        new = [lane.sequences for lane in self._lanes.values() if lane.slot != RETURNING]
+        for sequence in chain(*new, self.held_back.values()):
             waiting[sequence.new.tenant].append(sequence)
         limited = [bound for bound in bounds if bound.limit]
         for num_older in range(len(names) - 1, names.index(tenant), -1):
@@ -491,7 +477,7 @@ class ProgressReports:
 
     @property
     def next_time(self) -> float | None:
-        """When those who wait hear the next time."""
+        """When waiting requests get their next report."""
         return self._next_time if self._waiting else None
 
     def add(self, sequence: Sequence) -> None:

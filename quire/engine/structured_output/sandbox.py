@@ -141,8 +141,8 @@ class Sandbox:
 
 
 def _read(answers: IO[bytes], cases: OpenCases) -> None:
-    """Give verdicts to those who wait for them, until the process ends. On a thread, which does not
-    hold the `Sandbox`: it would never be let go."""
+    """Give verdicts to the threads that wait for them, until the process ends. On a thread, which
+    does not hold the `Sandbox`: it would never be let go."""
     # What cannot be read was cut off by the end, or something else in it prints.
     with answers, contextlib.suppress(msgspec.MsgspecError):
         for data in answers:
