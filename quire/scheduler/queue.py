@@ -118,8 +118,8 @@ class Tenants:
         """Smallest goes first: tokens of service, then the turn at which it last got a row."""
         return int(self._service[slot]), self._turns[slot]
 
-    def join(self, name: str) -> None:
-        """A tenant's request has come."""
+    def join(self, name: str) -> int:
+        """A tenant's request has come; returns the tenant's number."""
         slot = self._slots.get(name)
         if slot is None:
             level = self._least_service()
@@ -132,6 +132,7 @@ class Tenants:
                 self._ages[name] = self._num_arrivals
                 self._unproven.add(name)
         self._num_requests[slot] += 1
+        return slot
 
     def age(self, name: str) -> int:
         """Smaller is older; of a tenant that is not known, the age that it would get."""
