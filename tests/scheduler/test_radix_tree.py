@@ -167,7 +167,17 @@ def test_a_window_needs_the_blocks_of_the_last_window_only() -> None:
     tree.evict(full)
     assert tree.match(ROOTS[0], tokens, LATER).num_tokens == 0
     tree.evict(again + near)
-    assert len(tree) == 0 and not tree._roots
+    assert len(tree) == 0 and not tree._roots and not any(pool.cached)
+
+
+def test_a_window_that_begins_with_a_block_needs_none_before_it() -> None:
+    """The 21st token sees itself and the last block's four."""
+    pool = BlockPool(8)
+    tree = RadixTree(pool, SIZE, windows=(5,))
+    blocks, tokens = pool.allocate(5), np.arange(5 * SIZE, dtype=np.int32)
+    tree.insert(ROOTS[0], tokens, [[NO_BLOCK] * 4 + blocks[4:]], 0, step=0)
+    found = tree.match(ROOTS[0], tokens, LATER)
+    assert (found.num_tokens, list(found.held())) == (20, blocks[4:])
 
 
 def test_nodes_without_blocks_go_when_nothing_below_them_is_left() -> None:
@@ -225,6 +235,15 @@ def test_names_do_not_depend_on_how_the_tree_came_about() -> None:
 
     assert names(5) == names(2, 3, 5) == names(5, split=True)
     assert len(set(names(5))) == 5
+
+
+def test_a_block_that_is_filled_in_part_has_no_name() -> None:
+    """Its content, and so its name, would change."""
+    pool = BlockPool(2)
+    tree = RadixTree(pool, SIZE)
+    whole, part = blocks = pool.allocate(2)
+    tree.insert(ROOTS[0], np.arange(SIZE + 1, dtype=np.int32), [blocks], 0, step=0)
+    assert tree.name_of(whole) is not None and tree.name_of(part) is None
 
 
 def test_blocks_of_different_groups_have_different_names() -> None:

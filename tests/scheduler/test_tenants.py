@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -219,6 +220,13 @@ def test_a_pause_is_no_way_to_lose_past_service() -> None:
         tenants.join(f"u{i}")
         tenants.leave(f"u{i}")
     assert tenants.standing(tenants.join("returns"))[0] == 0
+
+
+def test_each_row_of_a_tenant_is_charged() -> None:
+    tenants = Tenants()
+    a, b = tenants.join("a"), tenants.join("b")
+    tenants.charge(np.array([a, b, a], np.int32), np.array([3, 4, 5], np.int32))
+    assert [tenants.standing(slot)[0] for slot in (a, b)] == [8, 4]
 
 
 def test_old_tenants_keep_their_age_however_many_come_after() -> None:
