@@ -106,7 +106,7 @@ def gpu_time(batch: Batch) -> dict[str, dict[str, float]]:
 
 def host_phases(batch: Batch) -> dict[str, float]:
     """Microseconds per step of the engine's phases; the wait for the device is one of them."""
-    from quire.worker.pending import PendingStep
+    from quire.worker.model_runner import PendingStep
 
     core = batch.llm._core
     phases: dict[str, tuple[object, str]] = {

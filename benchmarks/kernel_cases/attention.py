@@ -28,7 +28,7 @@ from quire.kernels.torch.attention import gather_kv, paged_attention
 from quire.layers.attention.backend import AttentionInputs
 from quire.layers.attention.shared_prefix import PrefixTiles, prefix_tiles
 from quire.layers.attention.triton import TritonBackend
-from quire.worker.staging import Staging
+from quire.worker.rows import Staging
 
 MAX_CHECKED = 16
 """Requests of a batch that are compared with the reference."""

@@ -22,8 +22,7 @@ from quire.models.registry import CausalLM
 from quire.protocol.plan import Int32Array, StepPlan
 from quire.worker.batch import slots_of
 from quire.worker.memory import used_bytes
-from quire.worker.rows import RowTable, StagedRows
-from quire.worker.staging import aligned
+from quire.worker.rows import RowTable, StagedRows, aligned
 from quire.worker.warm_up import drafted_counts
 
 PREFIX_SIZES = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)

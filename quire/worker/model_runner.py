@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,19 +17,26 @@ from quire.layers.attention.backend import GroupedAttention
 from quire.layers.attention.layer import StepContext
 from quire.layers.attention.shared_prefix import HostPrefixTiles, prefix_tiles
 from quire.models.registry import CausalLM
-from quire.protocol.plan import AddedRow, Int32Array, StepPlan, TokenMasks
+from quire.protocol.plan import (
+    AddedRow,
+    Int32Array,
+    PooledRows,
+    PromptLogprobs,
+    StepPlan,
+    StepResult,
+    TokenMasks,
+)
 from quire.worker.batch import gather_batch
 from quire.worker.graphs import StepGraphs
 from quire.worker.kv_tensors import KVTensors
-from quire.worker.pending import PendingStep, Verified
-from quire.worker.pooling import Pooler
+from quire.worker.pooling import PooledTensors, Pooler
 from quire.worker.rows import RowTable, StagedLines, StagedRows
 from quire.worker.warm_up import COMPILE_SIZES, batch_sizes, warm_up_plans
 
 
 @dataclass(slots=True)
 class _PromptLogprobRow:
-    """A row whose prompt tokens are to be scored, and how far its KV is computed."""
+    """A row whose prompt tokens get logprobs, and how far its KV is computed."""
 
     added: AddedRow
     num_computed: int
@@ -137,7 +144,7 @@ class ModelRunner:
         assert masks is None or isinstance(masks, MaskTensors)
         executed, self._executed = self._executed, None
         plan, rows = executed.plan, executed.staged.sample_rows
-        prompt_logprobs = self._score_prompts(plan, executed.hidden)
+        prompt_logprobs = self._prompt_logprobs(plan, executed.hidden)
         pooled = self.pooler.pool(plan, executed.hidden)
         host_rows = plan.rows[plan.samples]
         if not len(host_rows):
@@ -170,13 +177,13 @@ class ModelRunner:
         self.sampler.appended(line_rows, sampled.tokens, is_accepted)
         return sampled, Verified(counts, plan.num_samples[plan.samples], plan.line_offsets)
 
-    def _score_prompts(
+    def _prompt_logprobs(
         self, plan: StepPlan, hidden: Tensor | None
     ) -> list[tuple[int, LogprobTensors]]:
-        """Rows and logprobs of their prompt tokens: p is scored by the hidden state at p - 1."""
-        scored: list[tuple[int, LogprobTensors]] = []
+        """Rows and logprobs of their prompt tokens: the hidden state at p - 1 gives those of p."""
+        found: list[tuple[int, LogprobTensors]] = []
         if not self._prompt_logprob_rows or hidden is None:
-            return scored
+            return found
         starts = np.cumsum(plan.num_new_tokens) - plan.num_new_tokens
         for row, start, count in zip(
             plan.rows.tolist(), starts.tolist(), plan.num_new_tokens.tolist(), strict=True
@@ -184,16 +191,16 @@ class ModelRunner:
             entry = self._prompt_logprob_rows.get(row)
             if entry is None:
                 continue
-            first, num_scorers = entry.num_computed, entry.added.num_prompt_tokens - 1
+            first, num_before = entry.num_computed, entry.added.num_prompt_tokens - 1
             entry.num_computed += count
-            if first < num_scorers:
-                some = hidden[start : start + min(count, num_scorers - first)]
-                scored.append((row, self._score_prompt(row, first, some)))
-            if entry.num_computed >= num_scorers:
+            if first < num_before:
+                some = hidden[start : start + min(count, num_before - first)]
+                found.append((row, self._logprobs_behind(row, first, some)))
+            if entry.num_computed >= num_before:
                 del self._prompt_logprob_rows[row]
-        return scored
+        return found
 
-    def _score_prompt(self, row: int, first: int, hidden: Tensor) -> LogprobTensors:
+    def _logprobs_behind(self, row: int, first: int, hidden: Tensor) -> LogprobTensors:
         """Logprobs of the tokens behind positions `first` and following, which `hidden` are of."""
         positions = np.arange(first + 1, first + 1 + len(hidden), dtype=np.int32)
         targets = self.table.token_ids[row, first + 1 : first + 1 + len(hidden)].long()
@@ -256,3 +263,77 @@ class ModelRunner:
     ) -> Iterator[StepPlan]:
         block_size, max_len = self.table.block_size, self.table.token_ids.shape[1]
         return warm_up_plans(block_size, max_len, sizes, shares_prefixes, max_queries)
+
+
+@dataclass(slots=True)
+class Verified:
+    """What became of the lines of a step that verified drafts."""
+
+    counts: Tensor
+    """Lines that each row that samples accepts, its first ones."""
+    num_lines: Int32Array
+    """Lines that each of these rows has."""
+    offsets: Int32Array
+    """Of each line, how many lines of its row are before it."""
+
+
+class PendingStep:
+    """A step's result on its way from the device: the copies to the host start when it is made, and
+    `result` waits for those and nothing else."""
+
+    def __init__(
+        self,
+        step: int,
+        tokens: Tensor,
+        logprobs: LogprobTensors | None,
+        prompt_logprobs: list[tuple[int, LogprobTensors]],
+        pooled: PooledTensors | None = None,
+        verified: Verified | None = None,
+    ) -> None:
+        """`prompt_logprobs` are given with their rows; all lines are accepted where `verified` does
+        not say otherwise."""
+        self._step = step
+        self._tokens = _to_host(tokens)
+        self._logprobs = None if logprobs is None else _logprobs_to_host(logprobs)
+        self._prompt_logprobs = [(row, _logprobs_to_host(one)) for row, one in prompt_logprobs]
+        self._pooled = pooled
+        if pooled is not None:
+            self._pooled = PooledTensors(pooled.rows, _to_host(pooled.vectors))
+        self._verified = verified
+        if verified is not None:
+            self._verified = replace(verified, counts=_to_host(verified.counts))
+        self._done: torch.cuda.Event | None = None
+        if tokens.is_cuda:
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def result(self) -> StepResult:
+        if self._done is not None:
+            self._done.synchronize()
+        logprobs = self._logprobs.to_host() if self._logprobs is not None else None
+        pooled, tokens = self._pooled, self._tokens.numpy()
+        counts = np.ones(len(tokens), np.int32)
+        if self._verified is not None:
+            counts = self._verified.counts.numpy()
+            accepted = self._verified.offsets < np.repeat(counts, self._verified.num_lines)
+            tokens = tokens[accepted]
+            logprobs = logprobs.select(accepted) if logprobs is not None else None
+        return StepResult(
+            self._step,
+            tokens,
+            counts,
+            logprobs,
+            [PromptLogprobs(row, one.to_host()) for row, one in self._prompt_logprobs],
+            None if pooled is None else PooledRows(pooled.rows, pooled.vectors.numpy()),
+        )
+
+
+def _logprobs_to_host(logprobs: LogprobTensors) -> LogprobTensors:
+    return LogprobTensors(logprobs.index, *map(_to_host, logprobs.tensors))
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)

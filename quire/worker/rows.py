@@ -11,7 +11,39 @@ from torch import Tensor
 from quire.kernels import dispatch
 from quire.kernels.torch.rows import DraftedRows
 from quire.protocol.plan import AddedRow, Int32Array, StepPlan, empty_ints
-from quire.worker.staging import Staging, aligned
+
+ALIGNMENT = 4
+"""Integers; Triton compiles a kernel anew for pointers that are not at multiples of 16 bytes."""
+
+
+def aligned(count: int) -> int:
+    """`count` integers and what must follow them before others may begin."""
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+class Staging:
+    """Host arrays to the device in one asynchronous copy from pinned memory; on a CPU nothing is
+    copied."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def send(self, *arrays: Int32Array) -> list[Tensor]:
+        if self.device.type == "cpu":
+            return [torch.from_numpy(np.ascontiguousarray(array).ravel()) for array in arrays]
+        starts, end = [], 0
+        for array in arrays:
+            starts.append(end)
+            end += aligned(array.size)
+        packed = torch.empty(end, dtype=torch.int32, pin_memory=True)
+        host = packed.numpy()
+        for start, array in zip(starts, arrays, strict=True):
+            host[start : start + array.size] = array.ravel()
+        # The allocator of pinned memory reuses it only after the copy is done.
+        sent = packed.to(self.device, non_blocking=True)
+        return [
+            sent[start : start + array.size] for start, array in zip(starts, arrays, strict=True)
+        ]
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from quire.config.device import DeviceInfo, resident_bytes
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.decoding.sampler import Sampler
+from quire.kernels import cpu
 from quire.layers.attention.backend import AttentionBackend, GroupedAttention, select_backend
 from quire.layers.attention.layer import bind_kv_groups
 from quire.layers.parallel import Parallel
@@ -41,11 +42,11 @@ from quire.worker.memory import (
 )
 from quire.worker.model_runner import ModelRunner
 from quire.worker.rows import RowTable
-from quire.worker.threads import ComputingThreads
 from quire.worker.warm_up import largest_step
 
 logger = logging.getLogger(__name__)
 
+MAX_LOADING_THREADS = 8
 LOWER_CACHE = "gpu_memory_utilization, kv_cache_memory_bytes or num_gpu_blocks_override"
 
 
@@ -75,10 +76,9 @@ class Worker:
         )
         self._check_layout()
         self._backends = [self._select_backend(group) for group in self.layout.groups]
-        self.threads = ComputingThreads(
-            options.device.num_threads,
-            is_native=all(backend.support.name == "cpu" for backend in self._backends),
-        )
+        self._num_threads = options.device.num_threads
+        self._is_native = all(backend.support.name == "cpu" for backend in self._backends)
+        """Whether the native library computes the layers, and not torch."""
         obstacle = self._obstacle_to_sharing()
         self.groups_prefixes = obstacle is None
         if obstacle is not None and self.device.type == "cuda":
@@ -185,10 +185,16 @@ class Worker:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Around what any thread has the device do."""
+        """Around what any thread has the device do. The threads of this engine, of which a process
+        may have several, go to what computes the layers: the native library or torch.
+
+        Torch gets one beside the library: after a parallel operation its threads wait awake for
+        many milliseconds, on the cores of the library's.
+        """
         if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
             torch.cuda.set_device(self.device)
-        with self.threads.at_work():
+        cpu.set_num_threads(self._num_threads if self._is_native else None)
+        with torch_threads(1 if self._is_native else self._num_threads):
             yield
 
     def memory(self) -> DeviceMemory:
@@ -323,3 +329,27 @@ def kv_specs(
             window = None
         specs.append(KVSpec(num_kv_heads, config.head_dim, dtype, window))
     return specs
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Torch computes with `count` threads, and afterwards with as many as before: it belongs to the
+    program, not to the engine."""
+    before = torch.get_num_threads()
+    if before == count:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def num_loading_threads(device_type: str, count: int) -> int:
+    """How many of `count` threads torch is given to load a model.
+
+    On a CPU, loading is many small operations: where other programs keep the cores busy, waiting
+    for a second thread at each of them takes many times longer than one thread does.
+    """
+    return min(1 if device_type == "cpu" else MAX_LOADING_THREADS, count)

@@ -157,7 +157,7 @@ def test_profile_of_a_batch(
     """On a CPU, with no kernels to see: phases fill the step, functions are named, and the engine
     is as it was afterwards."""
     from quire import LLM
-    from quire.worker.pending import PendingStep
+    from quire.worker.model_runner import PendingStep
 
     profile_step: ModuleType = scripts.profile_step
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from quire.layers.attention.backend import AttentionBackend, AttentionInputs
 from quire.layers.attention.layer import QKV
-from quire.worker.staging import Staging
+from quire.worker.rows import Staging
 
 
 @dataclass(frozen=True)

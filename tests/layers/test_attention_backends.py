@@ -24,7 +24,7 @@ from quire.layers.attention.layer import QKV
 from quire.layers.attention.torch import TorchBackend
 from quire.protocol.errors import OptionError
 from quire.protocol.kv_spec import BLOCK_SIZES
-from quire.worker.staging import Staging
+from quire.worker.rows import Staging
 
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 2, 6, 2, 32
 LENGTHS = (37, 5, 70)

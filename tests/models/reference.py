@@ -16,7 +16,7 @@ from quire.layers.attention.backend import AttentionBackend, AttentionInputs
 from quire.layers.attention.layer import StepContext
 from quire.layers.attention.torch import TorchBackend
 from quire.models.registry import CausalLM
-from quire.worker.staging import Staging
+from quire.worker.rows import Staging
 
 VOCAB = 160
 MAX_POSITIONS = 128

@@ -16,8 +16,7 @@ from quire.protocol.plan import Int32Array, StepPlan, TokenMasks
 from quire.worker.device import detect_device
 from quire.worker.memory import is_exhausted, is_out_of_memory, return_free_memory
 from quire.worker.model_runner import ModelRunner
-from quire.worker.threads import num_loading_threads, torch_threads
-from quire.worker.worker import Worker
+from quire.worker.worker import Worker, num_loading_threads, torch_threads
 
 
 class LocalExecutor:

@@ -19,7 +19,7 @@ from quire.layers.attention.layer import QKV, QKNorms, Rotation  # noqa: E402
 from quire.layers.attention.torch import TorchBackend  # noqa: E402
 from quire.layers.attention.triton import TritonBackend  # noqa: E402
 from quire.protocol.kv_spec import BLOCK_SIZES  # noqa: E402
-from quire.worker.staging import Staging  # noqa: E402
+from quire.worker.rows import Staging  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
