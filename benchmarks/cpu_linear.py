@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels import cpu
-from quire.kernels.cpu import quantized as packed
-from quire.kernels.torch import quantized as reference
+from quire.kernels.cpu import linear as packed
+from quire.kernels.torch import linear as reference
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES
 
 SHAPES = {
@@ -66,8 +66,8 @@ def random_rows(kind: str, outputs: int, inputs: int) -> Tensor:
     return blocks.view(outputs, -1)
 
 
-def packed_call(matrix: packed.PackedMatrix) -> Callable[[Tensor], Tensor]:
-    return lambda x: packed.packed_linear(x, matrix)
+def packed_call(matrix: packed.BlockMatrix) -> Callable[[Tensor], Tensor]:
+    return matrix.multiply
 
 
 def fp32_call(weight: Tensor) -> Callable[[Tensor], Tensor]:
@@ -103,14 +103,14 @@ def contenders(
         rows = random_rows(kind, outputs, inputs)
         matrix = packed.pack_blocks(kind, rows, inputs)
         x = torch.randn(num_tokens, inputs)
-        expected = reference.packed_linear(x, reference.pack_blocks(kind, rows, inputs))
-        error = (packed.packed_linear(x, matrix) - expected).norm() / expected.norm()
+        expected = reference.pack_blocks(kind, rows, inputs).multiply(x)
+        error = (matrix.multiply(x) - expected).norm() / expected.norm()
         assert error < 1e-5, f"{kind} {outputs} x {inputs}: relative error {error}"
         add(
             kind,
             matrix.data.numel(),
             lambda matrix=matrix: packed_call(  # type: ignore[misc]
-                packed.PackedMatrix(matrix.kind, outputs, inputs, matrix.data.clone())
+                packed.BlockMatrix(matrix.kind, outputs, inputs, matrix.data.clone())
             ),
         )
     weight = torch.randn(outputs, inputs)

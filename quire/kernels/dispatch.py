@@ -123,7 +123,7 @@ def summarize(logits: Tensor, tokens: Tensor, num_top: int) -> Summary:
     """What the log-probabilities of `tokens` [n] and of the `num_top` likeliest tokens need of
     float32 logits [n, V]."""
     if logits.is_cpu and cpu.available()[0]:
-        from quire.kernels.cpu.logprobs import summarize as native
+        from quire.kernels.cpu.sampling import summarize as native
 
         return native(logits, tokens, num_top)
     return summarize_reference(logits, tokens, num_top)
@@ -136,7 +136,7 @@ def penalize(logits: Tensor, rows: Tensor, uses: Tensor, settings: PenaltySettin
 
         penalties.penalize(logits, rows, uses, settings)
     elif cpu.available()[0]:
-        from quire.kernels.cpu.penalties import penalize as native
+        from quire.kernels.cpu.sampling import penalize as native
 
         native(logits, rows, uses, settings)
     else:
@@ -160,7 +160,7 @@ def apply_bitmask(logits: Tensor, lines: Tensor, bits: Tensor) -> None:
 
         kernel(logits, lines, bits)
     elif logits.dtype == torch.float32 and cpu.available()[0]:
-        from quire.kernels.cpu.bitmask import apply_bitmask as native
+        from quire.kernels.cpu.sampling import apply_bitmask as native
 
         native(logits, lines, bits)
     else:

@@ -142,5 +142,5 @@ def _norm(norm: RMSNorm) -> native.Norm:
 def _product(linear: Linear) -> native.Product | None:
     if len(linear.matrices) != 1:
         return None
-    handle = linear.matrices[0].native_handle
+    handle = linear.matrices[0].handle
     return None if handle is None else native.Product(handle, linear.bias)

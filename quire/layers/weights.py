@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from quire.kernels.cpu.decoder import MatrixHandle
+from quire.kernels.cpu.library import MatrixHandle
 from quire.kernels.torch.gguf_blocks import BlockRows
 from quire.layers.parallel import Parallel
 from quire.protocol.errors import ModelError
@@ -216,7 +216,8 @@ class Matrix(Protocol):
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        norm: NormWeight,
+        norm_weight: torch.Tensor,
+        eps: float,
         bias: torch.Tensor | None,
         gated: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -228,7 +229,7 @@ class Matrix(Protocol):
         ...
 
     @property
-    def native_handle(self) -> MatrixHandle | None:
+    def handle(self) -> MatrixHandle | None:
         """The matrix as the native library knows it; None if references compute with it."""
         ...
 

@@ -18,7 +18,7 @@ from quire.kernels import cpu
 from quire.kernels.cpu.dequantize import DEQUANTIZED
 from quire.kernels.cpu.dequantize import dequantize as dequantize_natively
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES, BlockRows, dequantize_blocks
-from quire.kernels.torch.quantized import KINDS
+from quire.kernels.torch.linear import KINDS
 from quire.protocol.errors import ModelError
 
 _ROTARY_LAYER = {

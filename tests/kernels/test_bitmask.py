@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("native")
 )
 @pytest.mark.parametrize("lines", [[0, 1, 2, 3], [3, 1], []])
 def test_native_is_the_reference(vocab_size: int, num_words: int, lines: list[int]) -> None:
-    from quire.kernels.cpu.bitmask import apply_bitmask
+    from quire.kernels.cpu.sampling import apply_bitmask
 
     torch.manual_seed(vocab_size)
     bits = torch.randint(-(2**31), 2**31, (len(lines), num_words), dtype=torch.int32)

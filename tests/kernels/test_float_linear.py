@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.kernels.cpu.float_linear import GROUP, pack_weight, packed_linear
+from quire.kernels.cpu.linear import FLOAT_GROUP, pack_floats
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -24,11 +24,11 @@ def test_equals_torch(
 ) -> None:
     torch.set_num_threads(threads)
     x, weight = torch.randn(num_tokens, inputs), torch.randn(outputs, inputs)
-    packed, bias = pack_weight(weight), torch.randn(outputs)
+    packed, bias = pack_floats([weight]), torch.randn(outputs)
     expected = x.double() @ weight.double().t()
-    found = packed_linear(x, packed, outputs)
+    found = packed.multiply(x)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
-    found = packed_linear(x, packed, outputs, bias)
+    found = packed.multiply(x, bias)
     torch.testing.assert_close(found.double(), expected + bias, rtol=1e-5, atol=1e-4)
 
 
@@ -36,20 +36,20 @@ def test_strided_input_and_output() -> None:
     """Rows may lie apart, and nothing beside the output is written."""
     wide, weight = torch.randn(5, 100), torch.randn(20, 40)
     out = torch.full((5, 50), 7.0)
-    packed_linear(wide[:, 30:70], pack_weight(weight), 20, None, out[:, 10:30])
+    pack_floats([weight]).multiply(wide[:, 30:70], None, out[:, 10:30])
     torch.testing.assert_close(out[:, 10:30], wide[:, 30:70] @ weight.t())
     assert (out[:, :10] == 7).all() and (out[:, 30:] == 7).all()
 
 
 def test_many_threads_find_work_for_all_groups() -> None:
     """A layer wide enough to be divided among threads, each output computed once."""
-    x, weight = torch.randn(30, 256), torch.randn(GROUP * 37 + 5, 256)
-    found = packed_linear(x, pack_weight(weight), len(weight))
+    x, weight = torch.randn(30, 256), torch.randn(FLOAT_GROUP * 37 + 5, 256)
+    found = pack_floats([weight]).multiply(x)
     torch.testing.assert_close(found, x @ weight.t(), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("sizes", [(1,), (16, 16), (3, 20, 5), (40, 8, 16, 1)])
-def test_parts_are_packed_one_below_the_other(sizes: tuple[int, ...]) -> None:
-    parts = [torch.randn(size, 6).bfloat16() for size in sizes]
-    packed, joined = pack_weight(*parts), torch.cat(parts).float()
+def test_shards_are_packed_one_below_the_other(sizes: tuple[int, ...]) -> None:
+    shards = [torch.randn(size, 6).bfloat16() for size in sizes]
+    packed, joined = pack_floats(shards).packed, torch.cat(shards).float()
     assert torch.equal(packed.transpose(1, 2).reshape(-1, 6)[: len(joined)], joined)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.logprobs import summarize
+from quire.kernels.cpu.sampling import summarize
 from quire.kernels.torch.logprobs import summarize as reference
 
 pytestmark = pytest.mark.usefixtures("native")

@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.cpu import quantized as native_kernel
-from quire.kernels.cpu.float_linear import handle, pack_weight
-from quire.kernels.cpu.norm_linear import norm_linear
-from quire.kernels.torch import quantized as reference
+from quire.kernels.cpu import linear as native_kernel
+from quire.kernels.cpu.linear import pack_floats
+from quire.kernels.torch import linear as reference
 
 pytestmark = pytest.mark.usefixtures("native")
 EPS = 1e-5
@@ -55,11 +54,11 @@ def test_floats_equal_exact_arithmetic(
         x, norm = torch.randn(num_tokens, inputs), torch.randn(inputs)
         weight, bias = torch.randn(outputs, inputs) / inputs**0.5, torch.randn(outputs)
         residual = torch.randn(num_tokens, inputs) if has_residual else None
-        packed = pack_weight(weight)
+        matrix = pack_floats([weight])
         for gates in (False, True):
             expected, total = exact(x, residual, norm, weight, bias)
             before = None if residual is None else residual.clone()
-            found, sums = norm_linear(handle(packed, outputs), x, before, norm, EPS, bias, gates)
+            found, sums = matrix.multiply_normal(x, before, norm, EPS, bias, gates)
             torch.testing.assert_close(sums.double(), total, rtol=1e-6, atol=1e-6)
             wanted = gated(expected) if gates else expected
             torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
@@ -78,12 +77,12 @@ def test_blocks_equal_their_reference(
         bias = torch.randn(outputs)
         for residual in (None, torch.randn(num_tokens, inputs)):
             for gates in (False, True):
-                expected, total = reference.norm_linear(
-                    x, residual, norm, EPS, reference.pack_blocks(kind, rows, inputs), bias, gates
+                expected, total = reference.pack_blocks(kind, rows, inputs).multiply_normal(
+                    x, residual, norm, EPS, bias, gates
                 )
                 matrix = native_kernel.pack_blocks(kind, rows, inputs)
                 before = None if residual is None else residual.clone()
-                found, sums = native_kernel.norm_linear(x, before, norm, EPS, matrix, bias, gates)
+                found, sums = matrix.multiply_normal(x, before, norm, EPS, bias, gates)
                 assert torch.equal(sums, total)
                 # Another order of summation may move what is then rounded to 8 bits.
                 error = (found - expected).norm() / expected.norm()
@@ -102,11 +101,10 @@ def random_rows(kind: str, outputs: int, inputs: int) -> Tensor:
 
 def test_a_token_is_the_same_alone_and_in_a_batch() -> None:
     x, norm = torch.randn(40, 64), torch.randn(64)
-    packed = pack_weight(torch.randn(96, 64))
-    weight = handle(packed, 96)
-    together, _ = norm_linear(weight, x, None, norm, EPS, None, True)
+    weight = pack_floats([torch.randn(96, 64)])
+    together, _ = weight.multiply_normal(x, None, norm, EPS, None, True)
     for token in (0, 17, 39):
-        alone, _ = norm_linear(weight, x[token : token + 1], None, norm, EPS, None, True)
+        alone, _ = weight.multiply_normal(x[token : token + 1], None, norm, EPS, None, True)
         assert torch.equal(alone[0], together[token])
 
 
@@ -116,20 +114,19 @@ def test_extreme_gates() -> None:
     weight = torch.cat((torch.diag(gates.nan_to_num(7.0, 7.0)), torch.eye(9)))
     x = torch.eye(9)
     x[7, 7], x[8, 8] = torch.inf, torch.nan
-    packed = pack_weight(weight)
+    matrix = pack_floats([weight])
     norm = torch.ones(9)
-    found, _ = norm_linear(handle(packed, 18), x, None, norm, EPS, None, True)
+    found, _ = matrix.multiply_normal(x, None, norm, EPS, None, True)
     normal = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
     gate, up = F.linear(normal, weight).chunk(2, dim=-1)
     torch.testing.assert_close(found, F.silu(gate) * up, equal_nan=True)
 
 
 def test_refuses_what_it_would_read_wrongly() -> None:
-    packed = pack_weight(torch.randn(4, 8))
-    weight, norm = handle(packed, 4), torch.ones(8)
+    weight, norm = pack_floats([torch.randn(4, 8)]), torch.ones(8)
     with pytest.raises(ValueError, match="x must be float32"):
-        norm_linear(weight, torch.randn(2, 9), None, norm, EPS, None, False)
+        weight.multiply_normal(torch.randn(2, 9), None, norm, EPS, None, False)
     with pytest.raises(ValueError, match="residual must be contiguous"):
-        norm_linear(weight, torch.randn(2, 8), torch.randn(2, 16)[:, :8], norm, EPS, None, False)
+        weight.multiply_normal(torch.randn(2, 8), torch.randn(2, 16)[:, :8], norm, EPS, None, False)
     with pytest.raises(ValueError, match="residual must be contiguous"):
-        norm_linear(weight, torch.randn(2, 8), torch.randn(3, 8), norm, EPS, None, False)
+        weight.multiply_normal(torch.randn(2, 8), torch.randn(3, 8), norm, EPS, None, False)

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.kernels import cpu
+from quire.kernels.cpu.attention import STORED
 from quire.kernels.torch import attention as reference
 from quire.layers.attention.backend import AttentionBackend
 from quire.layers.attention.cpu import CpuBackend
@@ -219,7 +219,7 @@ def store(backend: Backend, kv_layer: Tensor, k: Tensor, v: Tensor, slots: Tenso
     step.attend(torch.zeros_like(k, memory_format=torch.contiguous_format), k, v, 1.0, None)
 
 
-@pytest.mark.parametrize("dtype", cpu.STORED)
+@pytest.mark.parametrize("dtype", STORED)
 @pytest.mark.parametrize("backend", [CpuBackend, TorchBackend])
 @pytest.mark.parametrize("num_tokens", [0, 1, 33, 3000])
 def test_new_tokens_are_stored(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.kernels.cpu.penalties import penalize
+from quire.kernels.cpu.sampling import penalize
 from quire.kernels.torch import penalties as reference
 from quire.kernels.torch.penalties import PenaltySettings
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.kernels import cpu
-from quire.kernels.cpu.heads import QKVStep
+from quire.kernels.cpu.attention import QKVStep, kv_addresses
 from quire.kernels.cpu.sampling import largest
 from quire.kernels.torch import attention as reference
 from quire.kernels.torch.qkv import rms_norm, rotate
@@ -59,7 +58,7 @@ def test_prepares_stores_and_attends(
         step.set_rotation(cos, sin, positions)
     if norms:
         step.set_norms(weights[0], weights[1], EPS)
-    found = step.attend(cpu.kv_addresses(kv_layer), q, k, v, case.scale, None)
+    found = step.attend(kv_addresses(kv_layer), q, k, v, case.scale, None)
     # What is computed a little differently may be rounded to the next float16.
     bounds = {"rtol": 1e-3, "atol": 1e-6} if narrow else {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(kv_layer, expected_layer, **bounds, equal_nan=True)

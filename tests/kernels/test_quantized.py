@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.kernels.cpu import quantized as native_kernel
-from quire.kernels.torch import quantized as reference
+from quire.kernels.cpu import linear as native_kernel
+from quire.kernels.torch import linear as reference
 
 KINDS = reference.KINDS
 # Where the float16 scales of a block lie; all other bytes may have any value.
@@ -74,10 +74,8 @@ def check(
     num_inputs = x.shape[1]
     for planes in (2, 1):
         packed = native_kernel.pack_blocks(kind, rows, num_inputs, planes)
-        found = native_kernel.packed_linear(x, packed, bias, out)
-        expected = reference.packed_linear(
-            x, reference.pack_blocks(kind, rows, num_inputs, planes), bias
-        )
+        found = packed.multiply(x, bias, out)
+        expected = reference.pack_blocks(kind, rows, num_inputs, planes).multiply(x, bias)
         size = magnitude_of(kind, reference.round_activations(x, planes), rows)
         if bias is not None:
             size += bias.abs()
@@ -132,9 +130,9 @@ def test_reference_is_near_the_exact_product(kind: str) -> None:
     """Rounding the inputs to 8 bits, or to 15, costs what that costs, and nothing else is lost."""
     rows, x, bias = make_rows(kind, 50, 512), torch.randn(20, 512), torch.randn(50)
     exact, size = exact_product(x, kind, rows, bias)
-    finer = reference.packed_linear(x, reference.pack_blocks(kind, rows, 512, 2), bias)
+    finer = reference.pack_blocks(kind, rows, 512, 2).multiply(x, bias)
     assert ((finer - exact).norm() / exact.norm()).item() < 1e-4
-    found = reference.packed_linear(x, reference.pack_blocks(kind, rows, 512), bias)
+    found = reference.pack_blocks(kind, rows, 512).multiply(x, bias)
     assert ((found - exact).norm() / exact.norm()).item() < 1e-2
     rounded, _ = exact_product(reference.round_activations(x), kind, rows, bias)
     assert ((found - rounded).abs() / size).max().item() < 1e-6
@@ -146,9 +144,9 @@ def test_rows_are_exact(native: None, kind: str) -> None:
     ids = torch.tensor([36, 0, 15, 16, 16, 31, 35])
     expected = gguf.quants.dequantize(rows[ids].numpy(), gguf.GGMLQuantizationType[kind])
     for module in (native_kernel, reference):
-        found = module.packed_rows(module.pack_blocks(kind, rows, 768), ids)  # type: ignore[attr-defined]
+        found = module.pack_blocks(kind, rows, 768).rows(ids)  # type: ignore[attr-defined]
         assert torch.equal(found, torch.from_numpy(expected))
-    found = native_kernel.packed_rows(native_kernel.pack_blocks(kind, rows, 768), ids.int())
+    found = native_kernel.pack_blocks(kind, rows, 768).rows(ids.int())
     assert torch.equal(found, torch.from_numpy(expected))
 
 
@@ -187,7 +185,7 @@ def test_wrong_inputs_do_not_look_right(isa: str, value: float) -> None:
     expected = check("Q8_0", rows, x)
     x[2, 40] = value
     for module in (native_kernel, reference):
-        found = module.packed_linear(x, module.pack_blocks("Q8_0", rows, 64))  # type: ignore[attr-defined]
+        found = module.pack_blocks("Q8_0", rows, 64).multiply(x)  # type: ignore[attr-defined]
         assert found[2].isnan().all()
         others = [0, 1, 3, 4]
         torch.testing.assert_close(found[others], expected[others], rtol=1e-5, atol=1e-3)
@@ -198,9 +196,9 @@ def test_result_does_not_depend_on_the_batch(isa: str, num_threads: None, kind: 
     packed = native_kernel.pack_blocks(kind, make_rows(kind, 37, 512), 512)
     x = torch.randn(29, 512)
     torch.set_num_threads(3)
-    together = native_kernel.packed_linear(x, packed)
+    together = packed.multiply(x)
     for token in (0, 7, 8, 23, 28):
-        alone = native_kernel.packed_linear(x[token : token + 1], packed)
+        alone = packed.multiply(x[token : token + 1])
         assert torch.equal(alone[0], together[token])
 
 
@@ -216,8 +214,8 @@ def test_strided_inputs_and_outputs(isa: str, kind: str) -> None:
 
 def test_no_tokens(isa: str) -> None:
     packed = native_kernel.pack_blocks("Q4_0", make_rows("Q4_0", 5, 32), 32)
-    assert native_kernel.packed_linear(torch.empty(0, 32), packed).shape == (0, 5)
-    assert native_kernel.packed_rows(packed, torch.empty(0, dtype=torch.int64)).shape == (0, 32)
+    assert packed.multiply(torch.empty(0, 32)).shape == (0, 5)
+    assert packed.rows(torch.empty(0, dtype=torch.int64)).shape == (0, 32)
 
 
 def test_int8_is_what_gguf_makes(native: None) -> None:
@@ -228,7 +226,7 @@ def test_int8_is_what_gguf_makes(native: None) -> None:
     expected = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q8_0)
     assert torch.equal(reference.quantize_int8(weight).data, torch.from_numpy(expected))
     packed = native_kernel.quantize_int8(weight)
-    found = native_kernel.packed_rows(packed, torch.arange(40))
+    found = packed.rows(torch.arange(40))
     assert torch.equal(found, reference.dequantize_rows("Q8_0", torch.from_numpy(expected)))
     small = weight[:20].bfloat16()
     assert torch.equal(
@@ -253,7 +251,7 @@ def test_int8_of_wrong_weights_does_not_look_right(native: None) -> None:
     for value in (torch.nan, torch.inf, -torch.inf):
         weight = torch.ones(3, 64)
         weight[1, 40] = value
-        rows = native_kernel.packed_rows(native_kernel.quantize_int8(weight), torch.arange(3))
+        rows = native_kernel.quantize_int8(weight).rows(torch.arange(3))
         assert not rows[1, 32:].isfinite().any()
         assert torch.equal(rows[0], rows[2]) and torch.equal(rows[1, :32], rows[0, :32])
 
@@ -284,11 +282,11 @@ def test_wrong_tensors_are_refused(native: None) -> None:
     packed = native_kernel.pack_blocks("Q8_0", make_rows("Q8_0", 20, 64), 64)
     for x in (torch.randn(2, 32), torch.randn(2, 64).double(), torch.randn(64, 2).t()):
         with pytest.raises(ValueError, match="x must be"):
-            native_kernel.packed_linear(x, packed)
+            packed.multiply(x)
     with pytest.raises(ValueError, match="bias must be"):
-        native_kernel.packed_linear(torch.randn(2, 64), packed, torch.randn(19))
+        packed.multiply(torch.randn(2, 64), torch.randn(19))
     with pytest.raises(ValueError, match="out"):
-        native_kernel.packed_linear(torch.randn(2, 64), packed, out=torch.empty(3, 20))
+        packed.multiply(torch.randn(2, 64), out=torch.empty(3, 20))
     for wrong in (-1, 20):
         with pytest.raises(IndexError, match="from 0 to 19"):
-            native_kernel.packed_rows(packed, torch.tensor([0, wrong]))
+            packed.rows(torch.tensor([0, wrong]))

@@ -12,9 +12,10 @@ import torch
 
 from quire.config.embedded import embedded_model_path
 from quire.config.model import ModelConfig, load_model_config
+from quire.kernels.cpu.linear import BlockMatrix
 from quire.layers.attention.cpu import CpuBackend
 from quire.layers.parallel import Parallel
-from quire.layers.quantization.packed import BlockMatrix, PackBlocks, Packed, PackInt8
+from quire.layers.quantization.packed import PackBlocks, Packed, PackInt8
 from quire.layers.quantization.unquantized import Unquantized
 from quire.layers.weights import MatrixLayer, QuantizationMethod, WeightedLayer
 from quire.models.loader import load_model

@@ -11,19 +11,18 @@ import torch
 
 from quire.config.embedded import embedded_model_path
 from quire.config.model import load_model_config
+from quire.kernels.cpu.linear import FloatMatrix
 from quire.kernels.torch.gguf_blocks import BlockRows
 from quire.layers.linear import QKVLinear
 from quire.layers.parallel import Parallel
 from quire.layers.quantization.packed import (
-    BlockMatrix,
-    FloatMatrix,
     PackBlocks,
     Packed,
     Packer,
     PackFloats,
     PackInt8,
 )
-from quire.layers.weights import Build
+from quire.layers.weights import Build, Matrix
 from quire.models.loader import load_model
 from tests.models.reference import PagedRun, random_tokens
 
@@ -60,7 +59,7 @@ def stored(weight: torch.Tensor, kind: str) -> tuple[BlockRows, torch.Tensor]:
         (("Q8_0", "F32", "Q4_0"), 3),
     ],
 )
-def test_parts_of_a_layer_may_differ(kinds: tuple[str, ...], num_matrices: int) -> None:
+def test_shards_of_a_layer_may_differ(kinds: tuple[str, ...], num_matrices: int) -> None:
     """As in files that keep values more exactly than keys; parts arrive in any order."""
     layer = qkv_layer(PackBlocks())
     exact = {}
@@ -142,10 +141,10 @@ def test_memory_is_that_of_the_file(tmp_path: Path) -> None:
     path = embedded_model_path()
     config = load_model_config(str(path))
     model = load_model(config, dtype=torch.float32, device="cpu", quantization="gguf")
-    packed = sum(m.blocks.data.nbytes for m in _matrices(model))
+    packed = sum(m.nbytes for m in _matrices(model))
     assert packed < 1.1 * path.stat().st_size
     assert sum(parameter.nbytes for parameter in model.parameters()) < 1 << 20
 
 
-def _matrices(model: torch.nn.Module) -> list[BlockMatrix]:
+def _matrices(model: torch.nn.Module) -> list[Matrix]:
     return [m for layer in model.modules() for m in getattr(layer, "matrices", ())]

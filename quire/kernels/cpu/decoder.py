@@ -6,24 +6,21 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from quire.kernels import cpu
-from quire.kernels.cpu.heads import QKVStep
+from quire.kernels.cpu.attention import NO_WINDOW, QKVStep
 from quire.kernels.cpu.library import (
     AttentionCall,
+    MatrixHandle,
     NativeMatrix,
     QKVCall,
     WriteCall,
     native,
     num_threads,
+    require_rows,
 )
-from quire.kernels.cpu.norm_linear import require_rows
-
-MatrixHandle: TypeAlias = "ctypes._Pointer[NativeMatrix]"
 
 
 class DecoderLayer(ctypes.Structure):
@@ -156,7 +153,7 @@ def _native_layer(layer: LayerWeights) -> DecoderLayer:
         layer.network_norm.eps,
         0.0 if q_norm is None else q_norm.eps,
         layer.scale,
-        cpu.NO_WINDOW if layer.window is None else min(layer.window, cpu.NO_WINDOW),
+        NO_WINDOW if layer.window is None else min(layer.window, NO_WINDOW),
     )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.kernels.cpu.library import native, num_threads
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES
-from quire.kernels.torch.quantized import KINDS
+from quire.kernels.torch.linear import KINDS
 
 DEQUANTIZED = ("Q8_0", "Q4_0", "Q4_1")
 """Formats that the library can turn into numbers."""

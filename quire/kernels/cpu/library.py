@@ -6,6 +6,7 @@ import ctypes
 import importlib.metadata
 from functools import cache
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -186,6 +187,8 @@ class NativeMatrix(ctypes.Structure):
     )
 
 
+MatrixHandle: TypeAlias = "ctypes._Pointer[NativeMatrix]"
+
 PACKED_LINEAR = (
     ctypes.POINTER(NativeMatrix),
     ctypes.c_void_p,  # x
@@ -287,6 +290,18 @@ def set_num_threads(count: int | None) -> None:
 
 def num_threads() -> int:
     return torch.get_num_threads() if _Threads.wanted is None else _Threads.wanted
+
+
+def require_rows(name: str, x: Tensor, width: int) -> int:
+    """Elements from one row to the next; refuses what the library would read or write wrongly."""
+    if x.dim() == 2 and x.dtype == torch.float32 and x.is_cpu and x.shape[1] == width:
+        stride, inner_stride = x.stride()
+        if inner_stride == 1 or width == 1 or not len(x):
+            return stride
+    raise ValueError(
+        f"{name} must be float32 [tokens, {width}] on the CPU, contiguous in its rows; "
+        f"got {x.dtype} {list(x.shape)} on {x.device} with strides {x.stride()}"
+    )
 
 
 def require_column(name: str, x: Tensor, dtype: torch.dtype, length: int) -> None:

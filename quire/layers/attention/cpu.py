@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels import cpu
+from quire.kernels.cpu.attention import QKVStep, kv_addresses
 from quire.kernels.cpu.decoder import Decoder
-from quire.kernels.cpu.heads import QKVStep
 from quire.layers.attention.backend import AttentionInputs, BackendSupport
 from quire.layers.attention.layer import QKV, Rotation
 from quire.protocol.kv_spec import BLOCK_SIZES
@@ -41,7 +41,7 @@ class CpuBackend:
         self, kv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
     ) -> None:
         self.layers = kv.unbind(0)
-        self.caches = [cpu.kv_addresses(layer) for layer in self.layers]
+        self.caches = [kv_addresses(layer) for layer in self.layers]
         addresses = [address for layer in self.caches for address in layer]
         self.cache_array = (ctypes.c_void_p * len(addresses))(*addresses)
 

@@ -1,7 +1,8 @@
-"""References for linear layers and embeddings from packed quantised weights."""
+"""References for linear layers and embeddings from packed weights."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +25,46 @@ ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
-class PackedMatrix:
-    """Quantised weights [num_outputs, num_inputs] of a linear layer or an embedding."""
+class FloatMatrix:
+    """Weights [num_outputs, num_inputs] in float32."""
+
+    weight: Tensor
+    handle = None
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.weight)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """x W^T + bias, into `out` if given."""
+        result = F.linear(x, self.weight, bias)
+        return result if out is None else out.copy_(result)
+
+    def multiply_normal(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor,
+        eps: float,
+        bias: Tensor | None = None,
+        gated: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """(`multiply` of norm(x + residual), x + residual), with silu(gate) * up of the first if
+        `gated`; the residual may be overwritten."""
+        return _multiply_normal(self, x, residual, norm_weight, eps, bias, gated)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """The rows that `ids` [n] name, [n, inputs]."""
+        return F.embedding(ids, self.weight)
+
+
+@dataclass(frozen=True)
+class BlockMatrix:
+    """Quantised weights [num_outputs, num_inputs]."""
 
     kind: str
     num_outputs: int
@@ -34,12 +73,76 @@ class PackedMatrix:
     """uint8 [num_outputs, bytes], as in a GGUF file."""
     input_planes: int = 1
     """Bytes for each input that is multiplied with it: 1 for 8 bits, 2 for 15."""
+    handle = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """x W^T + bias for x [tokens, inputs] in float32, which is rounded first, to as many bits
+        as the matrix has planes for.
+
+        A token with an infinity or NaN gets NaN for all outputs.
+        """
+        rounded = round_activations(x, self.input_planes)
+        outputs = [
+            F.linear(rounded, dequantize_rows(self.kind, rows))
+            for rows in self.data.split(ROWS_AT_ONCE)
+        ]
+        result = torch.cat(outputs, dim=1)
+        if bias is not None:
+            result += bias
+        return result if out is None else out.copy_(result)
+
+    def multiply_normal(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor,
+        eps: float,
+        bias: Tensor | None = None,
+        gated: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """As that of `FloatMatrix`."""
+        return _multiply_normal(self, x, residual, norm_weight, eps, bias, gated)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """The rows that `ids` [n] name, exactly, in float32 [n, inputs]."""
+        return dequantize_rows(self.kind, self.data[ids])
 
 
-def pack_blocks(kind: str, rows: Tensor, num_inputs: int, input_planes: int = 1) -> PackedMatrix:
+def _multiply_normal(
+    matrix: FloatMatrix | BlockMatrix,
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    bias: Tensor | None,
+    gated: bool,
+) -> tuple[Tensor, Tensor]:
+    total = x if residual is None else x + residual
+    out = matrix.multiply(rms_norm(total, norm_weight, eps), bias)
+    if not gated:
+        return out, total
+    gate, up = out.chunk(2, dim=-1)
+    return F.silu(gate) * up, total
+
+
+def pack_floats(shards: Sequence[Tensor], empty: object = None) -> FloatMatrix:
+    """A matrix of shards [outputs, inputs] one below the other; torch finds the memory."""
+    return FloatMatrix(torch.cat(list(shards)).float())
+
+
+def float_bytes(num_outputs: int, num_inputs: int) -> int:
+    """What a matrix takes in float32."""
+    return num_outputs * num_inputs * torch.float32.itemsize
+
+
+def pack_blocks(kind: str, rows: Tensor, num_inputs: int, input_planes: int = 1) -> BlockMatrix:
     """The matrix whose rows [outputs, bytes] are stored in blocks of this kind."""
     check_rows(kind, rows, num_inputs)
-    return PackedMatrix(kind, len(rows), num_inputs, rows.contiguous(), input_planes)
+    return BlockMatrix(kind, len(rows), num_inputs, rows.contiguous(), input_planes)
 
 
 def packed_bytes(kind: str, num_outputs: int, num_inputs: int) -> int:
@@ -49,52 +152,9 @@ def packed_bytes(kind: str, num_outputs: int, num_inputs: int) -> int:
     return num_outputs * (num_inputs // block_elements) * block_bytes
 
 
-def quantize_int8(weight: Tensor) -> PackedMatrix:
+def quantize_int8(weight: Tensor) -> BlockMatrix:
     """Weights [outputs, inputs] of any floating type in 8 bits."""
     return pack_blocks("Q8_0", int8_rows(weight), weight.shape[1])
-
-
-def packed_linear(
-    x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None, out: Tensor | None = None
-) -> Tensor:
-    """x W^T + bias for x [tokens, inputs] in float32, which is rounded first, to as many bits
-    as the matrix has planes for.
-
-    A token with an infinity or NaN gets NaN for all outputs.
-    """
-    rounded = round_activations(x, matrix.input_planes)
-    parts = [
-        F.linear(rounded, dequantize_rows(matrix.kind, rows))
-        for rows in matrix.data.split(ROWS_AT_ONCE)
-    ]
-    result = torch.cat(parts, dim=1)
-    if bias is not None:
-        result += bias
-    return result if out is None else out.copy_(result)
-
-
-def norm_linear(
-    x: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor,
-    eps: float,
-    matrix: PackedMatrix,
-    bias: Tensor | None = None,
-    gated: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """(`packed_linear` of norm(x + residual), x + residual), with silu(gate) * up of the first if
-    `gated`; the residual may be overwritten."""
-    total = x if residual is None else x + residual
-    out = packed_linear(rms_norm(total, norm_weight, eps), matrix, bias)
-    if not gated:
-        return out, total
-    gate, up = out.chunk(2, dim=-1)
-    return F.silu(gate) * up, total
-
-
-def packed_rows(matrix: PackedMatrix, ids: Tensor) -> Tensor:
-    """The rows that `ids` [n] name, exactly, in float32 [n, inputs]."""
-    return dequantize_rows(matrix.kind, matrix.data[ids])
 
 
 def dequantize_rows(kind: str, rows: Tensor) -> Tensor:

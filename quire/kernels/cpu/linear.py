@@ -1,0 +1,284 @@
+"""Linear layers and embeddings in the native library, from weights that are packed once at load:
+in float32 (see src/float_linear.h), or in the blocks of a GGUF format (see src/quantized.h).
+
+`quire.kernels.torch.linear` has the references, with the same names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu.library import (
+    FloatLinearCall,
+    LayerCall,
+    MatrixHandle,
+    NativeMatrix,
+    native,
+    num_threads,
+    require_rows,
+)
+from quire.kernels.cpu.memory import Empty
+from quire.kernels.cpu.packing import GROUP, group_bytes, int8_group_bytes, pack_rows
+from quire.kernels.torch.linear import KINDS, check_inputs, check_rows
+
+FLOAT_GROUP = 16
+"""Outputs that lie together, as in src/float_linear.h."""
+FLOAT_KIND = -1
+"""Takes the place of a format of blocks."""
+# Rows that are rounded at a time, to bound the memory for them in float32.
+ROWS_AT_ONCE = 64 * GROUP
+
+
+@dataclass(frozen=True)
+class FloatMatrix:
+    """Weights [num_outputs, num_inputs] in float32."""
+
+    packed: Tensor
+    """[groups, inputs, FLOAT_GROUP]."""
+    num_outputs: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes
+
+    @cached_property
+    def handle(self) -> MatrixHandle:
+        """What the library takes. It holds an address: the matrix must outlive it."""
+        shape = (self.num_outputs, self.packed.shape[1])
+        return ctypes.pointer(NativeMatrix(self.packed.data_ptr(), FLOAT_KIND, *shape, 1))
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """x W^T + bias for x [tokens, inputs] in float32, into `out` if given."""
+        if x.stride(-1) != 1:
+            x = x.contiguous()
+        num_inputs = self.packed.shape[1]
+        assert x.dtype == torch.float32 and x.dim() == 2 and x.shape[1] == num_inputs
+        if out is None:
+            out = torch.empty((x.shape[0], self.num_outputs), dtype=torch.float32)
+        assert out.dtype == torch.float32 and out.shape == (x.shape[0], self.num_outputs)
+        assert out.stride(1) == 1 or self.num_outputs == 1
+        call = FloatLinearCall(
+            x=x.data_ptr(),
+            weight=self.packed.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            out=out.data_ptr(),
+            x_stride=x.stride(0),
+            out_stride=out.stride(0),
+            num_tokens=x.shape[0],
+            num_outputs=self.num_outputs,
+            num_inputs=num_inputs,
+            num_threads=num_threads(),
+        )
+        if native().quire_float_linear(ctypes.byref(call)) != 0:
+            raise MemoryError("no memory for the working space of a linear layer")
+        return out
+
+    def multiply_normal(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor,
+        eps: float,
+        bias: Tensor | None = None,
+        gated: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """`multiply` of norm(x + residual), and x + residual; see the reference."""
+        return _norm_linear(self.handle, x, residual, norm_weight, eps, bias, gated)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """The rows that `ids` [n] name, [n, inputs]."""
+        return self.packed[ids // FLOAT_GROUP, :, ids % FLOAT_GROUP]
+
+
+@dataclass(frozen=True)
+class BlockMatrix:
+    """Quantised weights [num_outputs, num_inputs]."""
+
+    kind: str
+    num_outputs: int
+    num_inputs: int
+    data: Tensor
+    """uint8 [groups of 32 rows, bytes], as src/quantized.h describes it."""
+    input_planes: int = 1
+    """Bytes for each input that is multiplied with it: 1 for 8 bits, 2 for 15."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    @cached_property
+    def handle(self) -> MatrixHandle:
+        """What the library takes. It holds an address: the matrix must outlive it."""
+        shape = (self.num_outputs, self.num_inputs)
+        kind = KINDS.index(self.kind)
+        return ctypes.pointer(NativeMatrix(self.data.data_ptr(), kind, *shape, self.input_planes))
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """x W^T + bias for x [tokens, inputs] in float32, which is rounded first, to as many bits
+        as the matrix has planes for.
+
+        A token with an infinity or NaN gets NaN for all outputs. `out` may be some columns of a
+        wider tensor.
+        """
+        x_stride = require_rows("x", x, self.num_inputs)
+        num_tokens = x.shape[0]
+        if out is None:
+            out = torch.empty(num_tokens, self.num_outputs)
+            out_stride = self.num_outputs
+        else:
+            out_stride = require_rows("out", out, self.num_outputs)
+            if out.shape[0] != num_tokens:
+                raise ValueError(f"out has {out.shape[0]} rows for {num_tokens} tokens")
+        bias_address = None
+        if bias is not None:
+            require_rows("bias", bias.unsqueeze(0), self.num_outputs)
+            bias_address = bias.data_ptr()
+        status = _linear_entry()(
+            self.handle,
+            x.data_ptr(),
+            x_stride,
+            num_tokens,
+            bias_address,
+            out.data_ptr(),
+            out_stride,
+            num_threads(),
+        )
+        if status != 0:
+            raise MemoryError("no memory for the rounded inputs of a linear layer")
+        return out
+
+    def multiply_normal(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor,
+        eps: float,
+        bias: Tensor | None = None,
+        gated: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """`multiply` of norm(x + residual), and x + residual; see the reference."""
+        return _norm_linear(self.handle, x, residual, norm_weight, eps, bias, gated)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """The rows that `ids` [n] name, exactly, in float32 [n, inputs]."""
+        ids = ids.to(torch.int64).contiguous()
+        out = torch.empty(len(ids), self.num_inputs)
+        if native().quire_packed_rows(self.handle, ids.data_ptr(), len(ids), out.data_ptr()) != 0:
+            raise IndexError(f"ids must be from 0 to {self.num_outputs - 1}")
+        return out
+
+
+def pack_floats(shards: Sequence[Tensor], empty: Empty = torch.empty) -> FloatMatrix:
+    """A matrix of shards [outputs, inputs] one below the other, in memory that `empty` gives.
+
+    Missing outputs of the last group are 0. Nothing is copied on the way, for shards may be large.
+    """
+    total, num_inputs = sum(len(shard) for shard in shards), shards[0].shape[1]
+    packed = empty((-(-total // FLOAT_GROUP), num_inputs, FLOAT_GROUP), dtype=torch.float32)
+    by_output = packed.transpose(1, 2)
+    if total % FLOAT_GROUP:
+        packed[-1] = 0.0
+    at = 0
+    for shard in shards:
+        while len(shard):
+            group, first = divmod(at, FLOAT_GROUP)
+            full = len(shard) // FLOAT_GROUP
+            if first == 0 and full:
+                count = full * FLOAT_GROUP
+                by_output[group : group + full] = shard[:count].view(full, FLOAT_GROUP, num_inputs)
+            else:
+                count = min(FLOAT_GROUP - first, len(shard))
+                by_output[group, first : first + count] = shard[:count]
+            at, shard = at + count, shard[count:]
+    return FloatMatrix(packed, total)
+
+
+def float_bytes(num_outputs: int, num_inputs: int) -> int:
+    """What a matrix takes in float32."""
+    return -(-num_outputs // FLOAT_GROUP) * FLOAT_GROUP * num_inputs * torch.float32.itemsize
+
+
+def pack_blocks(kind: str, rows: Tensor, num_inputs: int, input_planes: int = 1) -> BlockMatrix:
+    """Packs rows [outputs, bytes] of blocks of this kind, as in a GGUF file."""
+    check_rows(kind, rows, num_inputs)
+    return BlockMatrix(kind, len(rows), num_inputs, pack_rows(kind, rows), input_planes)
+
+
+def packed_bytes(kind: str, num_outputs: int, num_inputs: int) -> int:
+    """What a matrix takes in blocks of this kind."""
+    check_inputs(kind, num_inputs)
+    return -(-num_outputs // GROUP) * group_bytes(kind, num_inputs)
+
+
+def quantize_int8(weight: Tensor) -> BlockMatrix:
+    """Weights [outputs, inputs] of any floating type in 8 bits."""
+    num_outputs, num_inputs = weight.shape
+    check_inputs("Q8_0", num_inputs)
+    data = torch.empty(-(-num_outputs // GROUP), int8_group_bytes(num_inputs), dtype=torch.uint8)
+    pieces = zip(weight.split(ROWS_AT_ONCE), data.split(ROWS_AT_ONCE // GROUP), strict=True)
+    for piece, groups in pieces:
+        rows = piece.float().contiguous()
+        native().quire_pack_int8(
+            rows.data_ptr(), rows.stride(0), len(rows), num_inputs, groups.data_ptr()
+        )
+    return BlockMatrix("Q8_0", num_outputs, num_inputs, data)
+
+
+def _norm_linear(
+    matrix: MatrixHandle,
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    bias: Tensor | None,
+    gated: bool,
+) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual) W^T + bias, x + residual), with silu(gate) * up of the first if `gated`;
+    the residual is overwritten. `matrix` names a weight in any format that the library packs."""
+    weight = matrix.contents
+    num_inputs, num_outputs = weight.num_inputs, weight.num_outputs
+    num_tokens, x_stride = x.shape[0], require_rows("x", x, num_inputs)
+    residual_address = bias_address = None
+    if residual is not None:
+        if require_rows("residual", residual, num_inputs) != num_inputs or len(residual) != len(x):
+            raise ValueError(f"residual must be contiguous, with {len(x)} rows")
+        residual_address = residual.data_ptr()
+    if bias is not None:
+        bias_address = bias.data_ptr()
+    width = num_outputs // 2 if gated else num_outputs
+    out = torch.empty(num_tokens, width)
+    call = LayerCall(
+        x.data_ptr(),
+        x_stride,
+        num_tokens,
+        norm_weight.data_ptr(),
+        eps,
+        residual_address,
+        bias_address,
+        gated,
+        out.data_ptr(),
+        width,
+        num_threads(),
+    )
+    if _norm_entry()(matrix, call) != 0:
+        raise MemoryError("no memory for the working space of a linear layer")
+    return out, x if residual is None else residual
+
+
+# To look a function of the library up takes longer than to call it.
+
+
+@cache
+def _linear_entry() -> ctypes._NamedFuncPointer:
+    return native().quire_packed_linear
+
+
+@cache
+def _norm_entry() -> ctypes._NamedFuncPointer:
+    return native().quire_norm_linear
