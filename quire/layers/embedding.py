@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 from quire.kernels import dispatch
-from quire.layers.weights import Axis, Build, MatrixLayer, Part, WeightedLayer, whole
+from quire.layers.weights import Axis, Build, MatrixLayer, Shard, WeightedLayer, whole
 
 
 def vocabulary_axis(vocab_size: int, build: Build) -> Axis:
     """Each rank keeps an equal number of vocabulary entries; the last ones may be padding."""
     share = -(-vocab_size // build.parallel.size)
-    return (Part(vocab_size, build.parallel.rank * share, share),)
+    return (Shard(vocab_size, build.parallel.rank * share, share),)
 
 
 class Embedding(WeightedLayer):

@@ -9,7 +9,7 @@ from torch import nn
 
 from quire.layers.activation import GatedActivation
 from quire.layers.norm import Norm, RMSNorm
-from quire.layers.weights import Axis, Build, MatrixLayer, Part, divided, whole
+from quire.layers.weights import Axis, Build, MatrixLayer, Shard, divided, whole
 
 ThreeTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -88,14 +88,14 @@ class QKVLinear(Linear):
         q_heads = parallel.share(num_heads, "num_attention_heads")
         kv_heads = parallel.kv_heads(num_kv_heads)
 
-        def part(name: str, total: int, first: int, count: int) -> Part:
-            return Part(total * head_dim, first * head_dim, count * head_dim, name)
+        def shard(name: str, total: int, first: int, count: int) -> Shard:
+            return Shard(total * head_dim, first * head_dim, count * head_dim, name)
 
         kv_first = parallel.rank * num_kv_heads // parallel.size
         outputs = (
-            part("q", num_heads, parallel.rank * q_heads, q_heads),
-            part("k", num_kv_heads, kv_first, kv_heads),
-            part("v", num_kv_heads, kv_first, kv_heads),
+            shard("q", num_heads, parallel.rank * q_heads, q_heads),
+            shard("k", num_kv_heads, kv_first, kv_heads),
+            shard("v", num_kv_heads, kv_first, kv_heads),
         )
         super().__init__(whole(in_features), outputs, bias, build)
         self.head_dim = head_dim

@@ -1,4 +1,4 @@
-"""Weights of layers: how they are made, which part a rank keeps, how they are filled, and what the
+"""Weights of layers: how they are made, which shard a rank keeps, how they are filled, and what the
 quantisation method of a matrix must do."""
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from torch import nn
 from quire.kernels.cpu.library import MatrixHandle
 from quire.kernels.torch.gguf_blocks import BlockRows
 from quire.layers.parallel import Parallel
-from quire.protocol.errors import ModelError
 
 ShardId = int | str
-Shard = tuple[ShardId, ...]
+ShardKey = tuple[ShardId, ...]
 """Names a checkpoint tensor among those that one of our parameters joins: ("q",), (3, "gate").
 The empty one names all of them at once."""
 Weight = torch.Tensor | BlockRows
@@ -42,7 +41,7 @@ class Build:
 
 
 @dataclass(frozen=True)
-class Part:
+class Shard:
     """A stretch of one dimension of a weight, of which this rank keeps [start, start + size).
 
     It may reach beyond the checkpoint's `full` entries; the excess is padding and stays zero.
@@ -60,73 +59,58 @@ class Part:
         return max(0, min(self.size, self.full - self.start))
 
 
-Axis = tuple[Part, ...]
+Axis = tuple[Shard, ...]
 
 
 def whole(size: int) -> Axis:
     """A dimension that every rank keeps entirely."""
-    return (Part(size, 0, size),)
+    return (Shard(size, 0, size),)
 
 
 def divided(size: int, parallel: Parallel, what: str, name: str | None = None) -> Axis:
     """A dimension of which each rank keeps an equal share."""
     share = parallel.share(size, what)
-    return (Part(size, parallel.rank * share, share, name),)
+    return (Shard(size, parallel.rank * share, share, name),)
 
 
 def stacked(count: int, kept: range | None = None) -> Axis:
     """A dimension with one entry for each of `count` checkpoint tensors, such as experts; a rank
     may keep some of them only."""
-    return tuple(Part(1, 0, int(kept is None or i in kept), i) for i in range(count))
-
-
-def counted_in(axis: Axis, unit: int, what: str) -> Axis:
-    """The same dimension of a parameter that has one entry for every `unit` of it: words into which
-    several weights are packed, scales of groups."""
-    for part in axis:
-        if part.full % unit or part.start % unit or part.size % unit:
-            raise ModelError(
-                f"{what} hold {unit} entries each, which do not divide {part.size} of {part.full} "
-                f"entries from {part.start} on; choose another tensor_parallel_size."
-            )
-    return tuple(
-        replace(part, full=part.full // unit, start=part.start // unit, size=part.size // unit)
-        for part in axis
-    )
+    return tuple(Shard(1, 0, int(kept is None or i in kept), i) for i in range(count))
 
 
 @dataclass(frozen=True)
 class _Selected:
-    """A part that a checkpoint tensor holds, with its offsets there and in the parameter."""
+    """A shard that a checkpoint tensor holds, with its offsets there and in the parameter."""
 
-    part: Part
+    shard: Shard
     there: int
     here: int
 
     @property
     def source(self) -> slice:
-        first = self.there + self.part.start
-        return slice(first, first + self.part.kept)
+        first = self.there + self.shard.start
+        return slice(first, first + self.shard.kept)
 
     @property
     def target(self) -> slice:
-        return slice(self.here, self.here + self.part.kept)
+        return slice(self.here, self.here + self.shard.kept)
 
 
-def _selected(axis: Axis, shard: Shard) -> Iterator[_Selected]:
-    """All parts where the shard names none of them."""
-    named = any(part.name in shard for part in axis)
+def _selected(axis: Axis, shard_key: ShardKey) -> Iterator[_Selected]:
+    """All shards where the key names none of them."""
+    named = any(shard.name in shard_key for shard in axis)
     there = here = 0
-    for part in axis:
-        if not named or part.name in shard:
-            yield _Selected(part, there, here)
-            there += part.full
-        here += part.size
+    for shard in axis:
+        if not named or shard.name in shard_key:
+            yield _Selected(shard, there, here)
+            there += shard.full
+        here += shard.size
 
 
-def _is_indexed(axis: Axis, shard: Shard) -> bool:
-    """Whether the shard is one entry of a stacked dimension."""
-    return any(isinstance(part.name, int) and part.name in shard for part in axis)
+def _is_indexed(axis: Axis, shard_key: ShardKey) -> bool:
+    """Whether the key is that of one entry of a stacked dimension."""
+    return any(isinstance(shard.name, int) and shard.name in shard_key for shard in axis)
 
 
 class WeightedLayer(nn.Module):
@@ -142,8 +126,8 @@ class WeightedLayer(nn.Module):
     ) -> None:
         """Makes an uninitialised parameter with one axis per dimension, of the model's dtype unless
         another is given."""
-        shape = [sum(part.size for part in axis) for axis in axes]
-        padded = any(part.kept < part.size for axis in axes for part in axis)
+        shape = [sum(shard.size for shard in axis) for axis in axes]
+        padded = any(shard.kept < shard.size for axis in axes for shard in axis)
         make = torch.zeros if padded else torch.empty
         tensor = make(shape, dtype=build.dtype if dtype is None else dtype, device=build.device)
         self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
@@ -153,26 +137,26 @@ class WeightedLayer(nn.Module):
         """Of parameter `name`; None where the weight is not kept as one."""
         return self.get_parameter(name).dtype
 
-    def checkpoint_shape(self, name: str, shard: Shard = ()) -> tuple[int, ...]:
+    def checkpoint_shape(self, name: str, shard_key: ShardKey = ()) -> tuple[int, ...]:
         """Shape of the whole checkpoint tensor that belongs in parameter `name`."""
         axes = self.axes[name]
-        known = {part.name for axis in axes for part in axis}
-        assert known.issuperset(shard), f"{self.path}.{name} has no shard {shard}"
+        known = {shard.name for axis in axes for shard in axis}
+        assert known.issuperset(shard_key), f"{self.path}.{name} has no shard {shard_key}"
         return tuple(
-            sum(selected.part.full for selected in _selected(axis, shard))
+            sum(selected.shard.full for selected in _selected(axis, shard_key))
             for axis in axes
-            if not _is_indexed(axis, shard)
+            if not _is_indexed(axis, shard_key)
         )
 
-    def load(self, name: str, shard: Shard, tensor: Weight) -> None:
+    def load(self, name: str, shard_key: ShardKey, tensor: Weight) -> None:
         """Copies this rank's share of a checkpoint tensor into place, casting as it goes."""
         assert isinstance(tensor, torch.Tensor), "only packed weights are loaded from blocks"
-        shape = self.checkpoint_shape(name, shard)
+        shape = self.checkpoint_shape(name, shard_key)
         if tensor.numel() == 1 == prod(shape):
             tensor = tensor.reshape(shape)  # scales are stored with and without a dimension
         parameter, axes = self.get_parameter(name), self.axes[name]
-        indexed = [_is_indexed(axis, shard) for axis in axes]
-        for selection in product(*(_selected(axis, shard) for axis in axes)):
+        indexed = [_is_indexed(axis, shard_key) for axis in axes]
+        for selection in product(*(_selected(axis, shard_key) for axis in axes)):
             by_axis = zip(selection, indexed, strict=True)
             source = tuple(one.source for one, is_absent in by_axis if not is_absent)
             parameter[tuple(one.target for one in selection)].copy_(tensor[source])
@@ -240,7 +224,7 @@ class MatrixLayer(WeightedLayer):
     def __init__(self, build: Build) -> None:
         super().__init__(build)
         self.method = build.method_for(build.path)
-        self.loaders: dict[str, Callable[[Shard, Weight], None]] = {}
+        self.loaders: dict[str, Callable[[ShardKey, Weight], None]] = {}
         """What takes in the tensors of weights that are not kept as parameters."""
         self.matrices: list[Matrix] = []
         """What became of them."""
@@ -248,11 +232,11 @@ class MatrixLayer(WeightedLayer):
     def weight_dtype(self, name: str) -> torch.dtype | None:
         return None if name in self.loaders else super().weight_dtype(name)
 
-    def load(self, name: str, shard: Shard, tensor: Weight) -> None:
+    def load(self, name: str, shard_key: ShardKey, tensor: Weight) -> None:
         if name in self.loaders:
-            self.loaders[name](shard, tensor)
+            self.loaders[name](shard_key, tensor)
         else:
-            super().load(name, shard, tensor)
+            super().load(name, shard_key, tensor)
 
     def finish_loading(self) -> None:
         self.method.finish_loading(self)

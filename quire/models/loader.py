@@ -12,7 +12,7 @@ from quire.config.model import ModelConfig
 from quire.files.gguf import GGUFTensor
 from quire.layers.parallel import Parallel
 from quire.layers.quantization.choose import choose_methods
-from quire.layers.weights import Build, MatrixLayer, MethodFor, Shard, Weight, WeightedLayer
+from quire.layers.weights import Build, MatrixLayer, MethodFor, ShardKey, Weight, WeightedLayer
 from quire.loading.gguf import stored_blocks
 from quire.loading.upload import Upload, stays_here
 from quire.loading.weights import iter_weights
@@ -30,13 +30,13 @@ class Target:
 
     layer: WeightedLayer
     parameter: str
-    shard: Shard
+    shard_key: ShardKey
     transposed: bool
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the tensor in the checkpoint."""
-        shape = self.layer.checkpoint_shape(self.parameter, self.shard)
+        shape = self.layer.checkpoint_shape(self.parameter, self.shard_key)
         return shape[::-1] if self.transposed else shape
 
     @property
@@ -64,14 +64,14 @@ class Target:
         layer = self.layer
         if not isinstance(layer, MatrixLayer) or self.parameter not in layer.loaders:
             return 0
-        num_outputs, num_inputs = layer.checkpoint_shape(self.parameter, self.shard)
+        num_outputs, num_inputs = layer.checkpoint_shape(self.parameter, self.shard_key)
         return layer.method.extra_bytes(num_outputs, num_inputs, stored)
 
     def load(self, weight: Weight) -> None:
         if self.transposed:
             assert isinstance(weight, torch.Tensor), "blocks cannot be transposed"
             weight = weight.t()
-        self.layer.load(self.parameter, self.shard, weight)
+        self.layer.load(self.parameter, self.shard_key, weight)
 
 
 def load_model(
@@ -169,12 +169,12 @@ def weight_targets(model: CausalLM) -> dict[str, Target]:
         assert layer.path == path, f"the layer at {path} was built as {layer.path!r}"
         parent, _, own_name = path.rpartition(".")
         fused = weight_map.fused.get(own_name)
-        sources: list[tuple[Shard, str]] = [*fused.items()] if fused else [((), own_name)]
+        sources: list[tuple[ShardKey, str]] = [*fused.items()] if fused else [((), own_name)]
         for parameter in layer.axes:
-            for shard, module_name in sources:
+            for shard_key, module_name in sources:
                 name = ".".join(filter(None, (parent, module_name, parameter)))
                 transposed = name.endswith(weight_map.transposed)
-                targets[name] = Target(layer, parameter, shard, transposed)
+                targets[name] = Target(layer, parameter, shard_key, transposed)
     return targets
 
 

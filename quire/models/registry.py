@@ -14,7 +14,7 @@ from torch import nn
 from quire.config.model import SUPPORTED_ARCHITECTURES, ModelConfig
 from quire.layers.attention.layer import StepContext
 from quire.layers.embedding import LMHead
-from quire.layers.weights import Build, Shard
+from quire.layers.weights import Build, ShardKey
 from quire.protocol.errors import ModelError
 
 
@@ -26,7 +26,7 @@ def _same_name(name: str) -> str:
 class WeightMap:
     """How a checkpoint's tensors differ in name and layout from the model's parameters."""
 
-    fused: Mapping[str, Mapping[Shard, str]] = field(default_factory=dict)
+    fused: Mapping[str, Mapping[ShardKey, str]] = field(default_factory=dict)
     """Module -> shard -> the checkpoint's module: one of ours for several of theirs."""
     rename: Callable[[str], str] = _same_name
     """Turns a checkpoint's name into a name of the same kind as the model's own."""

@@ -94,9 +94,9 @@ def test_qkv_linear_divides_heads_and_repeats_kv_heads(
             layer.load("weight", (), torch.cat(weights))
             layer.load("bias", (), torch.cat(biases))
         else:
-            for shard, weight, bias in zip("qkv", weights, biases, strict=True):
-                layer.load("weight", (shard,), weight)
-                layer.load("bias", (shard,), bias)
+            for shard_key, weight, bias in zip("qkv", weights, biases, strict=True):
+                layer.load("weight", (shard_key,), weight)
+                layer.load("bias", (shard_key,), bias)
         return layer(x)
 
     q, k, v = (

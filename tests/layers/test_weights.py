@@ -13,8 +13,7 @@ import torch
 from quire.layers.linear import QKVLinear
 from quire.layers.parallel import Parallel
 from quire.layers.quantization.unquantized import Unquantized
-from quire.layers.weights import Part, WeightedLayer, counted_in, divided, stacked, whole
-from quire.protocol.errors import ModelError
+from quire.layers.weights import Shard, WeightedLayer, divided, stacked, whole
 from tests.layers.ranks import build_for
 
 RANKS = [Parallel(0, 1), Parallel(0, 2), Parallel(1, 2)]
@@ -68,10 +67,10 @@ def test_dummy_values_of_any_type(dtype: torch.dtype) -> None:
 def test_words_and_groups_of_inputs_are_divided_with_them(parallel: Parallel) -> None:
     """64 inputs are 8 words of 8 weights and 4 groups of 16."""
     build, outputs = build_for(parallel), whole(6)
-    inputs = divided(64, parallel, "layer width")
+    words_axis, groups = (divided(64 // unit, parallel, "layer width") for unit in (8, 16))
     layer = WeightedLayer(build)
-    layer.add_weight("qweight", (outputs, counted_in(inputs, 8, "words")), build, torch.int32)
-    layer.add_weight("scales", (outputs, counted_in(inputs, 16, "groups")), build, torch.float16)
+    layer.add_weight("qweight", (outputs, words_axis), build, torch.int32)
+    layer.add_weight("scales", (outputs, groups), build, torch.float16)
     words, scales = numbers(6, 8), numbers(6, 4, dtype=torch.float16)
     assert layer.checkpoint_shape("qweight") == words.shape
     assert layer.checkpoint_shape("scales") == scales.shape
@@ -86,9 +85,9 @@ def test_words_of_joined_outputs(parallel: Parallel) -> None:
     """As where 8 outputs of gate and of up are packed into a word each."""
     build, outputs = build_for(parallel), ()
     for name, size in (("gate", 32), ("up", 64)):
-        outputs += divided(size, parallel, "layer width", name)
+        outputs += divided(size // 8, parallel, "layer width", name)
     layer = WeightedLayer(build)
-    layer.add_weight("qweight", (counted_in(outputs, 8, "words"), whole(3)), build, torch.int32)
+    layer.add_weight("qweight", (outputs, whole(3)), build, torch.int32)
     gate, up = numbers(4, 3), -numbers(8, 3)
     layer.load("qweight", ("up",), up)
     layer.load("qweight", ("gate",), gate)
@@ -96,39 +95,31 @@ def test_words_of_joined_outputs(parallel: Parallel) -> None:
     assert torch.equal(layer.get_parameter("qweight"), expected)
 
 
-def test_a_share_must_consist_of_whole_units() -> None:
-    """48 inputs are 3 groups of 16, of which two ranks cannot have one and a half each."""
-    whole_axis = divided(48, Parallel(0, 1), "layer width")
-    assert counted_in(whole_axis, 16, "groups") == (Part(3, 0, 3),)
-    with pytest.raises(ModelError, match=r"groups hold 16 .* 24 of 48 .* tensor_parallel_size"):
-        counted_in(divided(48, Parallel(1, 2), "layer width"), 16, "groups")
-
-
 @pytest.mark.parametrize("parallel", RANKS)
-def test_experts_are_stacked_by_number_and_part(parallel: Parallel) -> None:
-    """A checkpoint has a matrix for each expert and part; all of them are one parameter."""
+def test_experts_are_stacked_by_number_and_shard(parallel: Parallel) -> None:
+    """A checkpoint has a matrix for each expert and shard; all of them are one parameter."""
     build, outputs = build_for(parallel), ()
     for name in ("gate", "up"):
         outputs += divided(4, parallel, "layer width", name)
     layer = WeightedLayer(build)
     layer.add_weight("weight", (stacked(3), outputs, whole(5)), build)
     tensors = {(e, p): torch.randn(4, 5) for e in (2, 0, 1) for p in ("up", "gate")}
-    for shard, tensor in tensors.items():
-        assert layer.checkpoint_shape("weight", shard) == (4, 5)
-        layer.load("weight", shard, tensor)
+    for shard_key, tensor in tensors.items():
+        assert layer.checkpoint_shape("weight", shard_key) == (4, 5)
+        layer.load("weight", shard_key, tensor)
     expected = torch.stack(
         [
-            torch.cat([share(tensors[expert, part], 0, parallel) for part in ("gate", "up")])
+            torch.cat([share(tensors[expert, shard], 0, parallel) for shard in ("gate", "up")])
             for expert in range(3)
         ]
     )
     assert torch.equal(layer.get_parameter("weight"), expected)
-    # Other checkpoints hold a part of all experts, or all of them, in one tensor.
+    # Other checkpoints hold a shard of all experts, or all of them, in one tensor.
     assert layer.checkpoint_shape("weight", ("up",)) == (3, 4, 5)
     again = torch.cat([tensors[e, p][None] for p in ("gate", "up") for e in range(3)])
     layer.get_parameter("weight").zero_()
-    for part, tensor in zip(("gate", "up"), again.split(3), strict=True):
-        layer.load("weight", (part,), tensor)
+    for shard, tensor in zip(("gate", "up"), again.split(3), strict=True):
+        layer.load("weight", (shard,), tensor)
     assert torch.equal(layer.get_parameter("weight"), expected)
 
 
@@ -152,10 +143,10 @@ def test_scales_load_with_and_without_a_dimension(stored: torch.Tensor) -> None:
     layer = WeightedLayer(build_for())
     layer.add_weight("scalar", (), build_for(), torch.float32)
     layer.add_weight("single", (whole(1),), build_for(), torch.float32)
-    layer.add_weight("by_part", (tuple(Part(1, 0, 1, name) for name in "qkv"),), build_for())
+    layer.add_weight("by_shard", (tuple(Shard(1, 0, 1, name) for name in "qkv"),), build_for())
     layer.load("scalar", (), stored)
     layer.load("single", (), stored)
     for factor, name in enumerate("qkv"):
-        layer.load("by_part", (name,), factor * stored)
+        layer.load("by_shard", (name,), factor * stored)
     assert layer.get_parameter("scalar").item() == layer.get_parameter("single").item() == 0.5
-    assert layer.get_parameter("by_part").tolist() == [0.0, 0.5, 1.0]
+    assert layer.get_parameter("by_shard").tolist() == [0.0, 0.5, 1.0]

@@ -3,11 +3,13 @@ word, a scale for each group of inputs, a scale for the whole tensor."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.layers.weights import Axis, Build, MatrixLayer, NormWeight, Part, counted_in
+from quire.layers.weights import Axis, Build, MatrixLayer, NormWeight, Shard
 
 GROUP = 16
 WORD = 8
@@ -33,6 +35,14 @@ def dequantize(words: Tensor, scales: Tensor) -> Tensor:
     return groups.view(len(words), -1)
 
 
+def counted_in(axis: Axis, unit: int) -> Axis:
+    """The same dimension with one entry for every `unit` of it."""
+    return tuple(
+        replace(shard, full=shard.full // unit, start=shard.start // unit, size=shard.size // unit)
+        for shard in axis
+    )
+
+
 class FourBits:
     reads_blocks = False
 
@@ -40,18 +50,18 @@ class FourBits:
         return 0
 
     def create_weights(self, layer: MatrixLayer, outputs: Axis, inputs: Axis, build: Build) -> None:
-        words, groups = counted_in(inputs, WORD, "words"), counted_in(inputs, GROUP, "groups")
+        words, groups = counted_in(inputs, WORD), counted_in(inputs, GROUP)
         layer.add_weight("qweight", (outputs, words), build, torch.int32)
         layer.add_weight("scales", (outputs, groups), build, torch.float16)
-        by_part = tuple(Part(1, 0, 1, part.name) for part in outputs)
-        layer.add_weight("global_scale", (by_part,), build, torch.float32)
+        by_shard = tuple(Shard(1, 0, 1, shard.name) for shard in outputs)
+        layer.add_weight("global_scale", (by_shard,), build, torch.float32)
 
     def finish_loading(self, layer: MatrixLayer) -> None:
-        """Applies the scale of each part to those of its groups."""
+        """Applies the scale of each shard to those of its groups."""
         outputs, scales = layer.axes["qweight"][0], layer.get_parameter("scales")
-        parts = scales.split([part.size for part in outputs])
-        for part, factor in zip(parts, layer.get_parameter("global_scale"), strict=True):
-            part.mul_(factor)
+        shards = scales.split([shard.size for shard in outputs])
+        for shard, factor in zip(shards, layer.get_parameter("global_scale"), strict=True):
+            shard.mul_(factor)
 
     def apply(
         self, layer: MatrixLayer, x: Tensor, bias: Tensor | None, out: Tensor | None = None

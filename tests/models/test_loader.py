@@ -16,7 +16,7 @@ import torch
 from quire.config.model import SUPPORTED_ARCHITECTURES, ModelConfig, load_model_config
 from quire.layers.attention.layer import StepContext
 from quire.layers.parallel import Parallel
-from quire.layers.weights import Build, Part, WeightedLayer, divided, stacked, whole
+from quire.layers.weights import Build, Shard, WeightedLayer, divided, stacked, whole
 from quire.models.loader import load_model, load_weights
 from quire.models.registry import CausalLM, WeightMap, model_class
 from quire.protocol.errors import ModelError
@@ -213,22 +213,22 @@ class Experts(WeightedLayer):
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
-        parts = (divided(8, build.parallel, "layer width", name) for name in ("gate", "up"))
-        self.add_weight("weight", (stacked(3), sum(parts, ()), whole(4)), build)
-        self.add_weight("scale", (stacked(3), by_part("gate", "up")), build)
+        shards = (divided(8, build.parallel, "layer width", name) for name in ("gate", "up"))
+        self.add_weight("weight", (stacked(3), sum(shards, ()), whole(4)), build)
+        self.add_weight("scale", (stacked(3), by_shard("gate", "up")), build)
 
 
-def by_part(*names: str) -> tuple[Part, ...]:
-    return tuple(Part(1, 0, 1, name) for name in names)
+def by_shard(*names: str) -> tuple[Shard, ...]:
+    return tuple(Shard(1, 0, 1, name) for name in names)
 
 
 class ModelOfExperts(CausalLM):
     weight_map = WeightMap(
         fused={
             "experts": {
-                (expert, part): f"experts.{expert}.{theirs}"
+                (expert, shard): f"experts.{expert}.{theirs}"
                 for expert in range(3)
-                for part, theirs in (("gate", "w1"), ("up", "w3"))
+                for shard, theirs in (("gate", "w1"), ("up", "w3"))
             }
         }
     )
@@ -242,7 +242,7 @@ class ModelOfExperts(CausalLM):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_experts_are_loaded_by_number_and_part(rank: int, tmp_path: Path) -> None:
+def test_experts_are_loaded_by_number_and_shard(rank: int, tmp_path: Path) -> None:
     """Matrices in any order; scales without a dimension, or with one."""
     config, _ = saved(tmp_path)
     model = ModelOfExperts(config, build_for(Parallel(rank, 2)))

@@ -98,9 +98,9 @@ def save_four_bits(family: str, folder: Path) -> torch.nn.Module:
         if ".layers." not in name or not name.endswith("proj.weight"):
             stored[name] = tensor
             continue
-        parts = quantize(tensor)
-        stored |= {name.removesuffix("weight") + key: value for key, value in parts.items()}
-        tensor.copy_(dequantize(parts["qweight"], (parts["scales"] * 0.25)))
+        shards = quantize(tensor)
+        stored |= {name.removesuffix("weight") + key: value for key, value in shards.items()}
+        tensor.copy_(dequantize(shards["qweight"], (shards["scales"] * 0.25)))
     safetensors.torch.save_file(stored, folder / "model.safetensors")
     return reference
 
@@ -108,7 +108,7 @@ def save_four_bits(family: str, folder: Path) -> torch.nn.Module:
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_four_bits_beside_exact_embeddings(family: str, size: int, tmp_path: Path) -> None:
-    """Parameters of three types, packed words, groups and a scale for each part, on each rank."""
+    """Parameters of three types, packed words, groups and a scale for each shard, on each rank."""
     reference = save_four_bits(family, tmp_path)
     config = load_model_config(str(tmp_path))
     packed, exact = FourBits(), Unquantized()

@@ -20,8 +20,8 @@ from quire.layers.weights import (
     Matrix,
     MatrixLayer,
     NormWeight,
-    Shard,
     ShardId,
+    ShardKey,
     Weight,
 )
 
@@ -139,14 +139,14 @@ class Packed:
         self,
         layer: MatrixLayer,
         waiting: dict[ShardId | None, Weight | None],
-        shard: Shard,
+        shard_key: ShardKey,
         weight: Weight,
     ) -> None:
         """Keep a weight until all shards of the layer are there, then pack them."""
-        if not shard:
+        if not shard_key:
             arrived = [weight]
         else:
-            (name,) = shard
+            (name,) = shard_key
             waiting[name] = weight
             arrived = [weight for weight in waiting.values() if weight is not None]
             if len(arrived) < len(waiting):
