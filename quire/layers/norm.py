@@ -1,9 +1,8 @@
-"""Normalisation in fp32. With a residual, the sum is normalised and returned beside the result."""
+"""Normalisation in fp32."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import overload
 
 import torch
 import torch.nn.functional as F
@@ -22,18 +21,8 @@ class Norm(WeightedLayer, ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual) in x's dtype; the residual may be overwritten."""
 
-    @overload
-    def forward(self, x: torch.Tensor) -> torch.Tensor: ...
-    @overload
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """norm(x), or (norm(x + residual), x + residual)."""
-        normal, total = self.add_and_normalize(x, residual)
-        return normal if residual is None else (normal, total)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.add_and_normalize(x, None)[0]
 
     def fill_dummy(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
         tensor.fill_(1.0 if name == "weight" else 0.0)

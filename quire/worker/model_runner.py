@@ -62,12 +62,16 @@ class ModelRunner:
         kv: KVTensors,
         table: RowTable,
         sampler: Sampler,
+        shares_prefixes: bool,
+        max_queries: int,
     ) -> None:
+        """`max_queries` is 1 and the most drafts of a row."""
         self.model = model
         self.attention = attention
         self.kv = kv
         self.table = table
         self.sampler = sampler
+        self._shares_prefixes, self._max_queries = shares_prefixes, max_queries
         self.graphs: StepGraphs | None = None
         self.drafter: Drafter | None = None
         self.pooler = Pooler()
@@ -216,21 +220,19 @@ class ModelRunner:
 
     # --- before the engine is ready ---------------------------------------------------------------
 
-    def build_graphs(
-        self, max_tokens: int, shares_prefixes: bool, max_queries: int = 1
-    ) -> StepGraphs:
+    def build_graphs(self, max_tokens: int) -> StepGraphs:
         """Graphs for steps of up to so many tokens, not captured yet."""
-        rows = len(self.table.num_tokens)
-        parts = self.model, self.attention, self.table
-        return StepGraphs(*parts, rows, max_tokens, shares_prefixes, max_queries)
+        return StepGraphs(
+            self.model,
+            self.attention,
+            self.table,
+            len(self.table.num_tokens),
+            max_tokens,
+            self._shares_prefixes,
+            self._max_queries,
+        )
 
-    def compile_kernels(
-        self,
-        graphs: StepGraphs | None,
-        shares_prefixes: bool,
-        num_threads: int,
-        max_queries: int = 1,
-    ) -> None:
+    def compile_kernels(self, graphs: StepGraphs | None, num_threads: int) -> None:
         """Compile most kernels side by side, which a cold start would otherwise do one by one.
 
         Forward passes of each kind are gone through and compute nothing. Nothing is sampled from
@@ -242,27 +244,25 @@ class ModelRunner:
         sizes = sorted({min(size, max_rows) for size in COMPILE_SIZES})
         with CompilingTogether(num_threads):
             self.sampler.warm_up(self.kv.data.dtype)
-            for plan in self._warm_up_plans(sizes, shares_prefixes, max_queries):
+            for plan in self._warm_up_plans(sizes):
                 self.execute(plan)
                 self.update_rows(StepPlan(step=0, freed_rows=plan.rows))
             if graphs is not None:
                 graphs.compile()
 
-    def warm_up(self, shares_prefixes: bool, max_queries: int = 1) -> None:
+    def warm_up(self) -> None:
         """Run steps of each kind. Their rows have no blocks of their own: all write to the first
         block of the cache, which holds nothing yet."""
         self.sampler.warm_up(self.kv.data.dtype)
         sizes = batch_sizes(len(self.table.num_tokens), self.graphs is not None)
-        for plan in self._warm_up_plans(sizes, shares_prefixes, max_queries):
+        for plan in self._warm_up_plans(sizes):
             self.execute(plan)
             self.sample().result()
             self.update_rows(StepPlan(step=0, freed_rows=plan.rows))
 
-    def _warm_up_plans(
-        self, sizes: list[int], shares_prefixes: bool, max_queries: int
-    ) -> Iterator[StepPlan]:
+    def _warm_up_plans(self, sizes: list[int]) -> Iterator[StepPlan]:
         block_size, max_len = self.table.block_size, self.table.token_ids.shape[1]
-        return warm_up_plans(block_size, max_len, sizes, shares_prefixes, max_queries)
+        return warm_up_plans(block_size, max_len, sizes, self._shares_prefixes, self._max_queries)
 
 
 @dataclass(slots=True)

@@ -179,7 +179,7 @@ class Worker:
         if self.device.type == "cuda":
             remedy = f"Lower {LOWER_CACHE} or max_num_seqs."
             with explaining("warming up", remedy, self._device_info):
-                self.runner.warm_up(self.groups_prefixes, self._max_queries)
+                self.runner.warm_up()
 
     # ----------------------------------------------------------------------------------------------
 
@@ -242,8 +242,7 @@ class Worker:
         return captured and not self._options.device.enforce_eager
 
     def _capture_graphs(self) -> None:
-        shape = self._max_tokens, self.groups_prefixes, self._max_queries
-        graphs = self.runner.build_graphs(*shape)
+        graphs = self.runner.build_graphs(self._max_tokens)
         started, before = time.perf_counter(), used_bytes()
         graphs.capture(graphs.keys)
         logger.debug(
@@ -269,10 +268,8 @@ class Worker:
             used = used_bytes()
             runner = self._build_runner(KVTensors(self.layout, 1, self.device), max_len)
             runner.kv.data.zero_()
-            shape = num_tokens, self.groups_prefixes, self._max_queries
-            graphs = runner.build_graphs(*shape) if self._has_graphs else None
-            num_threads = self._options.device.num_threads or 1
-            runner.compile_kernels(graphs, self.groups_prefixes, num_threads, self._max_queries)
+            graphs = runner.build_graphs(num_tokens) if self._has_graphs else None
+            runner.compile_kernels(graphs, self._num_threads)
             runner.execute(largest_step(num_rows, num_tokens, max_len, self._max_queries))
             runner.sample().result()
             torch.cuda.synchronize()
@@ -301,6 +298,8 @@ class Worker:
             sampler=Sampler(
                 self._config.vocab_size, max_rows, self.device, table.token_ids, table.num_tokens
             ),
+            shares_prefixes=self.groups_prefixes,
+            max_queries=self._max_queries,
         )
 
     def _build_backend(self, backend: type[AttentionBackend], kv: KVTensors) -> AttentionBackend:

@@ -30,7 +30,7 @@ def test_rms_norm_and_residual() -> None:
     norm = RMSNorm(DIM, EPS, build_for())
     norm.load("weight", (), weight)
     torch.testing.assert_close(norm(x).double(), rms_reference(x, weight), rtol=1e-5, atol=1e-5)
-    normed, total = norm(x, residual)
+    normed, total = norm.add_and_normalize(x, residual)
     assert torch.equal(total, x + residual)
     assert torch.equal(normed, norm(total))
 
@@ -43,7 +43,7 @@ def test_layer_norm_and_residual() -> None:
     norm.load("bias", (), bias)
     expected = layer_reference(x, weight, bias)
     torch.testing.assert_close(norm(x).double(), expected, rtol=1e-5, atol=1e-5)
-    normed, total = norm(x, residual)
+    normed, total = norm.add_and_normalize(x, residual)
     assert torch.equal(total, x + residual)
     assert torch.equal(normed, norm(total))
 

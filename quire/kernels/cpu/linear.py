@@ -7,6 +7,7 @@ in float32 (see src/float_linear.h), or in the blocks of a GGUF format (see src/
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -35,8 +36,59 @@ FLOAT_KIND = -1
 ROWS_AT_ONCE = 64 * GROUP
 
 
+class PackedMatrix(ABC):
+    """Weights [num_outputs, num_inputs] as the library reads them."""
+
+    @property
+    @abstractmethod
+    def handle(self) -> MatrixHandle:
+        """What the library takes. It holds an address: the matrix must outlive it."""
+
+    def multiply_normal(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor,
+        eps: float,
+        bias: Tensor | None = None,
+        gated: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual) W^T + bias, x + residual), with silu(gate) * up of the first if
+        `gated`; the residual is overwritten."""
+        weight = self.handle.contents
+        num_inputs, num_outputs = weight.num_inputs, weight.num_outputs
+        num_tokens, x_stride = x.shape[0], require_rows("x", x, num_inputs)
+        residual_address = bias_address = None
+        if residual is not None:
+            if require_rows("residual", residual, num_inputs) != num_inputs or len(residual) != len(
+                x
+            ):
+                raise ValueError(f"residual must be contiguous, with {len(x)} rows")
+            residual_address = residual.data_ptr()
+        if bias is not None:
+            bias_address = bias.data_ptr()
+        width = num_outputs // 2 if gated else num_outputs
+        out = torch.empty(num_tokens, width)
+        call = LayerCall(
+            x.data_ptr(),
+            x_stride,
+            num_tokens,
+            norm_weight.data_ptr(),
+            eps,
+            residual_address,
+            bias_address,
+            gated,
+            out.data_ptr(),
+            width,
+            num_threads(),
+        )
+        if _norm_entry()(self.handle, call) != 0:
+            raise MemoryError("no memory for the working space of a linear layer")
+        return out, x if residual is None else residual
+
+
 @dataclass(frozen=True)
-class FloatMatrix:
+class FloatMatrix(PackedMatrix):
     """Weights [num_outputs, num_inputs] in float32."""
 
     packed: Tensor
@@ -49,7 +101,6 @@ class FloatMatrix:
 
     @cached_property
     def handle(self) -> MatrixHandle:
-        """What the library takes. It holds an address: the matrix must outlive it."""
         shape = (self.num_outputs, self.packed.shape[1])
         return ctypes.pointer(NativeMatrix(self.packed.data_ptr(), FLOAT_KIND, *shape, 1))
 
@@ -79,25 +130,13 @@ class FloatMatrix:
             raise MemoryError("no memory for the working space of a linear layer")
         return out
 
-    def multiply_normal(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        norm_weight: Tensor,
-        eps: float,
-        bias: Tensor | None = None,
-        gated: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """`multiply` of norm(x + residual), and x + residual; see the reference."""
-        return _norm_linear(self.handle, x, residual, norm_weight, eps, bias, gated)
-
     def rows(self, ids: Tensor) -> Tensor:
         """The rows that `ids` [n] name, [n, inputs]."""
         return self.packed[ids // FLOAT_GROUP, :, ids % FLOAT_GROUP]
 
 
 @dataclass(frozen=True)
-class BlockMatrix:
+class BlockMatrix(PackedMatrix):
     """Quantised weights [num_outputs, num_inputs]."""
 
     kind: str
@@ -114,7 +153,6 @@ class BlockMatrix:
 
     @cached_property
     def handle(self) -> MatrixHandle:
-        """What the library takes. It holds an address: the matrix must outlive it."""
         shape = (self.num_outputs, self.num_inputs)
         kind = KINDS.index(self.kind)
         return ctypes.pointer(NativeMatrix(self.data.data_ptr(), kind, *shape, self.input_planes))
@@ -152,18 +190,6 @@ class BlockMatrix:
         if status != 0:
             raise MemoryError("no memory for the rounded inputs of a linear layer")
         return out
-
-    def multiply_normal(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        norm_weight: Tensor,
-        eps: float,
-        bias: Tensor | None = None,
-        gated: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """`multiply` of norm(x + residual), and x + residual; see the reference."""
-        return _norm_linear(self.handle, x, residual, norm_weight, eps, bias, gated)
 
     def rows(self, ids: Tensor) -> Tensor:
         """The rows that `ids` [n] name, exactly, in float32 [n, inputs]."""
@@ -228,47 +254,6 @@ def quantize_int8(weight: Tensor) -> BlockMatrix:
             rows.data_ptr(), rows.stride(0), len(rows), num_inputs, groups.data_ptr()
         )
     return BlockMatrix("Q8_0", num_outputs, num_inputs, data)
-
-
-def _norm_linear(
-    matrix: MatrixHandle,
-    x: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor,
-    eps: float,
-    bias: Tensor | None,
-    gated: bool,
-) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual) W^T + bias, x + residual), with silu(gate) * up of the first if `gated`;
-    the residual is overwritten. `matrix` names a weight in any format that the library packs."""
-    weight = matrix.contents
-    num_inputs, num_outputs = weight.num_inputs, weight.num_outputs
-    num_tokens, x_stride = x.shape[0], require_rows("x", x, num_inputs)
-    residual_address = bias_address = None
-    if residual is not None:
-        if require_rows("residual", residual, num_inputs) != num_inputs or len(residual) != len(x):
-            raise ValueError(f"residual must be contiguous, with {len(x)} rows")
-        residual_address = residual.data_ptr()
-    if bias is not None:
-        bias_address = bias.data_ptr()
-    width = num_outputs // 2 if gated else num_outputs
-    out = torch.empty(num_tokens, width)
-    call = LayerCall(
-        x.data_ptr(),
-        x_stride,
-        num_tokens,
-        norm_weight.data_ptr(),
-        eps,
-        residual_address,
-        bias_address,
-        gated,
-        out.data_ptr(),
-        width,
-        num_threads(),
-    )
-    if _norm_entry()(matrix, call) != 0:
-        raise MemoryError("no memory for the working space of a linear layer")
-    return out, x if residual is None else residual
 
 
 # To look a function of the library up takes longer than to call it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,25 +25,15 @@ SMALLEST_ACTIVATION = 1e-30
 ROWS_AT_ONCE = 4096
 
 
-@dataclass(frozen=True)
-class FloatMatrix:
-    """Weights [num_outputs, num_inputs] in float32."""
+class PackedMatrix(ABC):
+    """Weights [num_outputs, num_inputs]."""
 
-    weight: Tensor
     handle = None
+    """The native library knows nothing of it."""
 
-    @property
-    def num_outputs(self) -> int:
-        return len(self.weight)
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes
-
+    @abstractmethod
     def multiply(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """x W^T + bias, into `out` if given."""
-        result = F.linear(x, self.weight, bias)
-        return result if out is None else out.copy_(result)
+        """x W^T + bias for x [tokens, inputs] in float32, into `out` if given."""
 
     def multiply_normal(
         self,
@@ -55,7 +46,31 @@ class FloatMatrix:
     ) -> tuple[Tensor, Tensor]:
         """(`multiply` of norm(x + residual), x + residual), with silu(gate) * up of the first if
         `gated`; the residual may be overwritten."""
-        return _multiply_normal(self, x, residual, norm_weight, eps, bias, gated)
+        total = x if residual is None else x + residual
+        out = self.multiply(rms_norm(total, norm_weight, eps), bias)
+        if not gated:
+            return out, total
+        gate, up = out.chunk(2, dim=-1)
+        return F.silu(gate) * up, total
+
+
+@dataclass(frozen=True)
+class FloatMatrix(PackedMatrix):
+    """Weights [num_outputs, num_inputs] in float32."""
+
+    weight: Tensor
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.weight)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        result = F.linear(x, self.weight, bias)
+        return result if out is None else out.copy_(result)
 
     def rows(self, ids: Tensor) -> Tensor:
         """The rows that `ids` [n] name, [n, inputs]."""
@@ -63,7 +78,7 @@ class FloatMatrix:
 
 
 @dataclass(frozen=True)
-class BlockMatrix:
+class BlockMatrix(PackedMatrix):
     """Quantised weights [num_outputs, num_inputs]."""
 
     kind: str
@@ -73,7 +88,6 @@ class BlockMatrix:
     """uint8 [num_outputs, bytes], as in a GGUF file."""
     input_planes: int = 1
     """Bytes for each input that is multiplied with it: 1 for 8 bits, 2 for 15."""
-    handle = None
 
     @property
     def nbytes(self) -> int:
@@ -95,38 +109,9 @@ class BlockMatrix:
             result += bias
         return result if out is None else out.copy_(result)
 
-    def multiply_normal(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        norm_weight: Tensor,
-        eps: float,
-        bias: Tensor | None = None,
-        gated: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """As that of `FloatMatrix`."""
-        return _multiply_normal(self, x, residual, norm_weight, eps, bias, gated)
-
     def rows(self, ids: Tensor) -> Tensor:
         """The rows that `ids` [n] name, exactly, in float32 [n, inputs]."""
         return dequantize_rows(self.kind, self.data[ids])
-
-
-def _multiply_normal(
-    matrix: FloatMatrix | BlockMatrix,
-    x: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor,
-    eps: float,
-    bias: Tensor | None,
-    gated: bool,
-) -> tuple[Tensor, Tensor]:
-    total = x if residual is None else x + residual
-    out = matrix.multiply(rms_norm(total, norm_weight, eps), bias)
-    if not gated:
-        return out, total
-    gate, up = out.chunk(2, dim=-1)
-    return F.silu(gate) * up, total
 
 
 def pack_floats(shards: Sequence[Tensor], empty: object = None) -> FloatMatrix:

@@ -67,15 +67,15 @@ class AttentionBackend(Protocol):
     """Computes attention over `kv [layers, 2, blocks, num_kv_heads, block_size, head_dim]`."""
 
     support: ClassVar[BackendSupport]
-    max_prefix_rows: ClassVar[int]
+    max_prefix_rows: ClassVar[int] = 0
     """Largest batch in which a shared prefix can be read once; 0: never."""
-    prefix_members: int
+    prefix_members: int = 0
     """Requests whose queries of a shared prefix go into one tile."""
-    prefill_name: str | None
+    prefill_name: str | None = None
     """Which kernel attends with prompts, where there are several."""
-    tile_queries: int
+    tile_queries: int = 0
     """Queries of a request that go into one tile, where it has several; 0: there are no tiles."""
-    max_decode_queries: int
+    max_decode_queries: int = 1
     """Most new tokens of a request that decode attention can take; others go into tiles."""
 
     def __init__(

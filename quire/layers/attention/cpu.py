@@ -11,12 +11,12 @@ from torch import Tensor
 from quire.kernels import cpu
 from quire.kernels.cpu.attention import QKVStep, kv_addresses
 from quire.kernels.cpu.decoder import Decoder
-from quire.layers.attention.backend import AttentionInputs, BackendSupport
+from quire.layers.attention.backend import AttentionBackend, AttentionInputs, BackendSupport
 from quire.layers.attention.layer import QKV, Rotation
 from quire.protocol.kv_spec import BLOCK_SIZES
 
 
-class CpuBackend:
+class CpuBackend(AttentionBackend):
     """All rows of a step in one call, shared among the library's threads."""
 
     support: ClassVar[BackendSupport] = BackendSupport(
@@ -30,12 +30,6 @@ class CpuBackend:
         batch_invariant=True,
         cuda_graphs=False,
     )
-
-    max_prefix_rows: ClassVar[int] = 0
-    prefix_members = 0
-    tile_queries = 0
-    max_decode_queries = 1
-    prefill_name: str | None = None
 
     def __init__(
         self, kv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from quire.kernels.torch.attention import paged_attention, write_kv
-from quire.layers.attention.backend import AttentionInputs, BackendSupport
+from quire.layers.attention.backend import AttentionBackend, AttentionInputs, BackendSupport
 from quire.layers.attention.layer import QKV
 from quire.protocol.kv_spec import BLOCK_SIZES
 
 
-class TorchBackend:
+class TorchBackend(AttentionBackend):
     """Works everywhere, one request at a time."""
 
     support: ClassVar[BackendSupport] = BackendSupport(
@@ -28,12 +28,6 @@ class TorchBackend:
         batch_invariant=True,
         cuda_graphs=False,
     )
-
-    max_prefix_rows: ClassVar[int] = 0
-    prefix_members = 0
-    tile_queries = 0
-    max_decode_queries = 1
-    prefill_name: str | None = None
 
     def __init__(
         self, kv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int

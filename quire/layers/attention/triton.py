@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.layers.attention.backend import AttentionInputs, BackendSupport
+from quire.layers.attention.backend import AttentionBackend, AttentionInputs, BackendSupport
 from quire.layers.attention.layer import QKV
 from quire.layers.attention.triton_prefill import choose_prefill, is_hopper, tile_row_bytes
 from quire.protocol.kv_spec import BLOCK_SIZES
@@ -31,7 +31,7 @@ MAX_PREFIX_PIECES = 2048
 MAX_DECODE_QUERIES = 8
 
 
-class TritonBackend:
+class TritonBackend(AttentionBackend):
     """Keys and values are written, and attention computed, where the cache lies."""
 
     support: ClassVar[BackendSupport] = BackendSupport(
@@ -59,7 +59,7 @@ class TritonBackend:
         self.tile = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
         self.prefill = choose_prefill(kv, num_heads, num_kv_heads)
         self.tile_queries = self.prefill.queries
-        self.prefill_name: str | None = self.prefill.name
+        self.prefill_name = self.prefill.name
         self.stages = 3 if row_bytes <= 256 else 2
         # Requests times splits never exceeds this.
         self._max_pieces = max(MAX_SPLITS, MIN_SPLITS * PROGRAMS_UNSPLIT // num_kv_heads)
