@@ -37,7 +37,7 @@ def refused(where: object, status: int, body: bytes) -> QuireError:
 
 
 def error_message(body: bytes) -> str:
-    """What an error says, whichever of the usual forms it has."""
+    """What an error says, whichever of the usual formats it has."""
     try:
         content: Any = json.loads(body)
     except ValueError:

@@ -70,10 +70,10 @@ def test_a_chat_without_limits_ends() -> None:
 
 @pytest.mark.parametrize(("given", "expected"), [({}, 1.0), ({"repetition_penalty": 1.3}, 1.3)])
 def test_default_penalty_is_not_for_grammars(given: dict[str, float], expected: float) -> None:
-    """It would penalise the quotes and commas of a form, which then become white space."""
+    """It would penalise the quotes and commas of JSON, which then become white space."""
     defaults = SamplingParams(repetition_penalty=1.1)
-    form = {"response_format": {"type": "json_object"}}
-    body = ChatBody.model_validate({"messages": MESSAGES, **form, **given})
+    grammar = {"response_format": {"type": "json_object"}}
+    body = ChatBody.model_validate({"messages": MESSAGES, **grammar, **given})
     assert body.sampling_params(defaults).repetition_penalty == expected
     plain = ChatBody.model_validate({"messages": MESSAGES})
     assert plain.sampling_params(defaults).repetition_penalty == 1.1
@@ -92,7 +92,7 @@ def test_default_penalty_is_not_for_grammars(given: dict[str, float], expected: 
     ],
 )
 def test_default_detection_gives_way_to_the_client(given: dict[str, Any], stays: bool) -> None:
-    """A form may ask for the same again and again, and a client for so many tokens."""
+    """A grammar may ask for the same again and again, and a client for so many tokens."""
     detection = RepetitionDetectionParams(max_pattern_size=8)
     body = ChatBody.model_validate({"messages": MESSAGES, **given})
     found = body.sampling_params(SamplingParams(repetition_detection=detection, max_tokens=None))

@@ -125,8 +125,8 @@ def test_refusals(server: RunningServer, fields: dict[str, Any], part: str, stre
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_form_that_cannot_go_on(server: RunningServer, stream: bool) -> None:
     """It compiles, and leads nowhere after its first letter: trying again would not help."""
-    form = {"grammar": 'start: "a" nowhere\nnowhere: nowhere "b" | nowhere "c"'}
-    body = {"prompt": "a", "max_tokens": 4, "stream": stream, "structured_outputs": form}
+    grammar = {"grammar": 'start: "a" nowhere\nnowhere: nowhere "b" | nowhere "c"'}
+    body = {"prompt": "a", "max_tokens": 4, "stream": stream, "structured_outputs": grammar}
     reply = server.request("POST", "/v1/completions", body)
     if not stream:
         assert reply.status == 400 and "cannot go on" in reply.error["message"], reply.body

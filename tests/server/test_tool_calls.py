@@ -245,7 +245,7 @@ def test_a_schema_that_cannot_be_enforced_is_named(
 def test_a_forced_call_beside_a_form_of_the_text(
     client: openai.OpenAI, model: str, choice: Any
 ) -> None:
-    """The form is that of text, and there is none."""
+    """A grammar is about text, and there is none."""
     reply = client.chat.completions.create(
         **settings(model, tool_choice=choice, response_format=ANY_OBJECT, temperature=0),
         parallel_tool_calls=False,
@@ -265,10 +265,10 @@ def test_a_call_or_an_answer_of_a_schema(
     knows what it wants."""
     answer = {"type": "object", "properties": {"mood": {"enum": ["glad", "sad"]}}}
     answer |= {"required": ["mood"], "additionalProperties": False}
-    form = {"type": "json_schema", "json_schema": {"name": "m", "schema": answer}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "m", "schema": answer}}
     words = {"call": '{"name": "square", "arguments": {"a": 1}}', "answer": '{"mood": "sad"}'}
     told: Any = [*QUESTION, {"role": "assistant", "content": words[favoured]}, *QUESTION]
-    arguments = settings(model, messages=told, response_format=form, temperature=0)
+    arguments = settings(model, messages=told, response_format=wanted, temperature=0)
     biases = {"call": "name", "answer": "mood"}
     tokens = [t for word in biases.values() for t in _ids(client, word)]
     bias = {str(t): 100 if t in _ids(client, biases[favoured]) else -100 for t in tokens}
@@ -303,9 +303,9 @@ def test_settings_of_json_reach_tools_and_forms(client: openai.OpenAI, model: st
     assert call.type == "function"
     text = call.function.arguments
     assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False)
-    form: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": NUMBERS}}
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": NUMBERS}}
     arguments = {"model": model, "messages": QUESTION, "temperature": 0, "max_tokens": 100}
-    plain = client.chat.completions.create(**arguments, response_format=form, extra_body=tight)
+    plain = client.chat.completions.create(**arguments, response_format=wanted, extra_body=tight)
     text = plain.choices[0].message.content or ""
     assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False)
 

@@ -23,8 +23,8 @@ MOONCAKE_BLOCK_TOKENS = 512
 
 
 def read_trace(path: str, limit: int | None = None) -> list[LoadRequest]:
-    """The first requests of a trace, with arrival times that begin at 0. The form is told from the
-    first line."""
+    """The first requests of a trace, with arrival times that begin at 0. The format is told from
+    the first line."""
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
             first = file.readline()

@@ -34,31 +34,31 @@ constexpr quire::Stored kStored[] = {quire::Stored::kFloat32, quire::Stored::kFl
 class Stored {
  public:
   Stored() = default;
-  Stored(quire::Stored form, size_t count, float value) : form_(form) {
-    if (form == quire::Stored::kFloat16)
+  Stored(quire::Stored type, size_t count, float value) : type_(type) {
+    if (type == quire::Stored::kFloat16)
       halves_.assign(count, quire::float_to_half(value));
     else
       floats_.assign(count, value);
   }
   void* data() {
-    return form_ == quire::Stored::kFloat16 ? static_cast<void*>(halves_.data()) : floats_.data();
+    return type_ == quire::Stored::kFloat16 ? static_cast<void*>(halves_.data()) : floats_.data();
   }
   float operator[](size_t i) const {
-    return form_ == quire::Stored::kFloat16 ? quire::half_to_float(halves_[i]) : floats_[i];
+    return type_ == quire::Stored::kFloat16 ? quire::half_to_float(halves_[i]) : floats_[i];
   }
   void set(size_t i, float value) {
-    if (form_ == quire::Stored::kFloat16)
+    if (type_ == quire::Stored::kFloat16)
       halves_[i] = quire::float_to_half(value);
     else
       floats_[i] = value;
   }
   // How far a number may be from one that was stored: half of the last place.
   double error(double value) const {
-    return form_ == quire::Stored::kFloat16 ? std::abs(value) / 2048 + 1e-7 : 0.0;
+    return type_ == quire::Stored::kFloat16 ? std::abs(value) / 2048 + 1e-7 : 0.0;
   }
 
  private:
-  quire::Stored form_ = quire::Stored::kFloat32;
+  quire::Stored type_ = quire::Stored::kFloat32;
   Floats floats_;
   std::vector<uint16_t> halves_;
 };
