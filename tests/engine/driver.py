@@ -11,6 +11,7 @@ from quire.protocol.output import FinishedSequence, RequestProgress, StepOutput
 from quire.protocol.plan import StepPlan
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams
+from quire.scheduler.scheduler import Pause
 from quire.scheduler.sequence import SchedulerLimits, derive_seed
 from tests.engine.toy import ToyExecutor, context_of, next_token
 
@@ -69,6 +70,7 @@ class Engine:
             if not self.core.has_work:
                 break
         assert not self.core.has_work
+        assert not self.core.scheduler.waiting or self.core.scheduler.pause is not Pause.NONE
         assert self.core.death is None or self.toy.failing_steps, self.core.death
         for key, sequence in self.ended.items():
             request = self.requests[key - key % 100]

@@ -249,6 +249,14 @@ def test_what_reads_nothing_from_the_cache(wish: dict[str, Any]) -> None:
     assert wanted == [-1, wish.get("prompt_logprobs", -1), -1]
 
 
+def test_sequences_of_one_prompt_wait_until_it_is_computed() -> None:
+    """Each but the first computes its last token alone, also where that takes several steps."""
+    engine = Engine(enable_prefix_caching=False, long_prefill_token_threshold=8)
+    engine.add(numbers(24), max_tokens=1, n=4)
+    engine.finish()
+    assert engine.toy.num_tokens_computed == 24 + 3
+
+
 @pytest.mark.parametrize("caching", [True, False])
 def test_sequences_of_one_prompt_share_its_blocks(caching: bool) -> None:
     """n=4 holds the prompt's full blocks once: 5 of 4 tokens, and per sequence a copy of the sixth

@@ -88,6 +88,20 @@ def test_blocks_that_a_running_prompt_will_need_are_not_given_away(num_groups: i
     assert engine.core.statistics().num_preemptions == 0
 
 
+def test_a_step_that_preempts_admits_none() -> None:
+    """What it frees is for those that run; a row is given away with the next step."""
+    engine = Engine(13, policy="priority", enable_prefix_caching=False, max_num_seqs=2)
+    for priority in (0, 5):
+        engine.add(numbers(20, start=priority), max_tokens=20, priority=priority)
+    engine.step()
+    waits = engine.add(numbers(4), priority=1)
+    while not engine.core.statistics().num_preemptions:
+        engine.step()
+    engine.step()
+    assert [[one.seed for one in plan.added_rows] for plan in engine.plans[-2:]] == [[], [waits]]
+    engine.finish()
+
+
 def test_running_requests_go_on_beside_a_long_prompt() -> None:
     """A long prompt is spread over steps, and each of these also generates for the others."""
     engine = Engine(max_num_batched_tokens=10)
