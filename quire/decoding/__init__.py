@@ -1,1 +1,1 @@
-"""From logits to tokens: masks, penalties, filters, random choice and logprobs, one file each."""
+"""From logits to tokens: masks, penalties, filters, sampling and logprobs."""

@@ -1,4 +1,4 @@
-"""Random numbers that depend only on (seed, position, token id), and choice by them.
+"""Random numbers that depend only on (seed, position, token id), and sampling by them.
 
 A token is drawn by the Gumbel-max rule: the largest `logit + gumbel(seed, position, token)`. So a
 request draws the same numbers whatever shares its batch, whichever row it has, and however few

@@ -1,1 +1,1 @@
-"""Attention: what a backend is (`backend`), what it is given (`heads`), and the backends."""
+"""Attention: what a backend is (`backend`), what a layer gives it (`layer`), and the backends."""

@@ -36,7 +36,7 @@ int32_t sample(const LineJob<SamplingCall>& job, int64_t line, const Workspace& 
   return job.kernel.draw(x, n, filters.floor(), keys);
 }
 
-void choose_line(const LineJob<SamplingCall>& job, int64_t line, const Workspace& space) {
+void sample_line(const LineJob<SamplingCall>& job, int64_t line, const Workspace& space) {
   job.call.out[line] = sample(job, line, space);
 }
 
@@ -48,7 +48,7 @@ extern "C" {
 
 // One token for each line. Returns 0, or -1 if there is no memory for the working space.
 int quire_sample(const quire::SamplingCall* call) {
-  return quire::run_lines(*call, quire::choose_line);
+  return quire::run_lines(*call, quire::sample_line);
 }
 
 }  // extern "C"
