@@ -250,11 +250,12 @@ def test_what_reads_nothing_from_the_cache(wish: dict[str, Any]) -> None:
 
 
 def test_sequences_of_one_prompt_wait_until_it_is_computed() -> None:
-    """Each but the first computes its last token alone, also where that takes several steps."""
+    """All but the first compute the last token of it, also where it takes several steps; then each
+    computes what it generates, without its last token."""
     engine = Engine(enable_prefix_caching=False, long_prefill_token_threshold=8)
-    engine.add(numbers(24), max_tokens=1, n=4)
+    engine.add(numbers(24), max_tokens=4, n=4)
     engine.finish()
-    assert engine.toy.num_tokens_computed == 24 + 3
+    assert engine.toy.num_tokens_computed == 24 + 3 + 4 * 3
 
 
 @pytest.mark.parametrize("caching", [True, False])
