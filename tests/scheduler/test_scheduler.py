@@ -251,16 +251,20 @@ def test_stop_tokens_do_not_outlive_their_request() -> None:
     assert engine.ended[60].token_ids.tolist() == made
 
 
-def test_stop_tokens_count_only_after_min_tokens() -> None:
-    """The token that would end the request at once is taken as any other until then."""
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_stop_tokens_count_only_after_min_tokens(num_drafts: int) -> None:
+    """The token that would end the request at once is taken as any other until then, also where it
+    comes with others before it and after it."""
     tokens = numbers(7)
     made: list[int] = []
     while len(made) < 8:
         made.append(next_token(entries_of(tokens + made), 0, VOCAB))
-    stop = made[1]
-    assert stop not in made[2:]
-    for min_tokens, expected in ((0, made[:2]), (2, made[:2]), (3, made)):
+    stop = made[3]
+    assert made.count(stop) == 1
+    for min_tokens, expected in ((0, made[:4]), (4, made[:4]), (5, made)):
         engine = Engine()
+        engine.toy.num_drafts = engine.core.scheduler.speculation.num_drafts = num_drafts
+        engine.toy.drafts_are_right = True
         params = SamplingParams(
             seed=0, max_tokens=8, min_tokens=min_tokens, stop_token_ids=[stop], ignore_eos=True
         )
