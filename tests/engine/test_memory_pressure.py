@@ -172,6 +172,22 @@ def test_an_exhausted_device_is_given_time() -> None:
     assert len(pauses) == 3 and not engine.core.pressure.is_on
 
 
+def test_a_prompt_that_gets_through_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its steps succeed, again and again, but the one that samples never does."""
+    engine, short, pauses = short_engine(1000, max_num_batched_tokens=8)
+    short.is_exhausted = True
+    execute = short.execute
+
+    def without_samples(plan: StepPlan) -> None:
+        short.room = 0 if plan.samples.any() else 1000
+        execute(plan)
+
+    monkeypatch.setattr(short, "execute", without_samples)
+    key = engine.add(numbers(20))
+    engine.finish()
+    assert engine.ended[key].finish_reason == "error" and len(pauses) == MAX_PAUSES
+
+
 async def test_callers_learn_of_their_own_failure(tmp_path: Path) -> None:
     """A batch keeps the other outputs; streams raise; the engine serves what comes after."""
     save_tiny(tmp_path)

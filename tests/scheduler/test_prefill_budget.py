@@ -205,3 +205,15 @@ def test_steps_that_failed_are_left_out() -> None:
                 budget.applied(step, step + 0.01)
         tokens.append(budget.tokens(1))
     assert tokens == tokens[:1] * 3
+
+
+def test_prompts_get_their_share_of_slow_steps() -> None:
+    """Steps without prompts take 100 ms already, and the target is 1 ms: a quarter of their time
+    goes to prompts all the same, 250 tokens."""
+    budget, now = PrefillBudget(0.001), 0.0
+    for step in range(60):
+        num_tokens = 400 * (step % 2)
+        budget.planned(step, now, num_tokens)
+        now += 0.1 + 0.0001 * num_tokens
+        budget.applied(step, now)
+    assert budget.tokens(1) == pytest.approx(250, rel=0.1)

@@ -377,10 +377,11 @@ def test_drafts_take_what_tokens_leave() -> None:
 
 
 def test_drafts_that_are_right_save_steps() -> None:
-    """The first token comes alone, those after it by four, up to the last that the row may have."""
-    engine = Engine()
+    """The first token comes alone, after a prompt in two parts; those after it come by four, up to
+    the last that the row may have."""
+    engine = Engine(long_prefill_token_threshold=3)
     engine.toy.num_drafts = engine.core.scheduler.speculation.num_drafts = 3
     engine.toy.drafts_are_right = True
     engine.add(numbers(5), max_tokens=9)
     engine.finish()
-    assert [plan.num_samples.tolist() for plan in engine.plans] == [[1], [4], [4]]
+    assert [plan.num_samples.tolist() for plan in engine.plans] == [[0], [1], [4], [4]]
