@@ -5,6 +5,8 @@ Outputs are compared with a reference in every test: see `Engine.finish`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 
@@ -385,3 +387,26 @@ def test_drafts_that_are_right_save_steps() -> None:
     engine.add(numbers(5), max_tokens=9)
     engine.finish()
     assert [plan.num_samples.tolist() for plan in engine.plans] == [[0], [1], [4], [4]]
+
+
+def test_a_cut_row_has_no_drafts_until_it_samples_again() -> None:
+    engine = Engine()
+    engine.toy.num_drafts = engine.core.scheduler.speculation.num_drafts = 3
+    key = engine.add(numbers(5), max_tokens=20)
+    engine.step(3)
+    (sequence,) = engine.core.scheduler.requests[f"r{key}"]
+    engine.core.scheduler.cut_back(sequence, sequence.num_known - 1)
+    engine.step(2)
+    assert [plan.num_samples.tolist() for plan in engine.plans[-2:]] == [[1], [4]]
+    engine.finish()
+
+
+@pytest.mark.parametrize(("ends", "reason"), [(range(VOCAB), "stop"), ((), "length")])
+def test_why_a_beam_search_ends(ends: Iterable[int], reason: str) -> None:
+    """Where every continuation is an end, no beam is left; else beams get as long as they may."""
+    engine, prompt = Engine(), np.array(numbers(5), np.int32)
+    params = SamplingParams(max_tokens=3)
+    engine.core.add(NewRequest(0, "r0", prompt, params, 0.0, tuple(ends), beam_width=2))
+    while engine.core.has_work:
+        engine.step()
+    assert engine.ended[0].finish_reason == reason and len(engine.ended[0].beams or ()) == 2
