@@ -174,7 +174,9 @@ def test_an_exhausted_device_is_given_time() -> None:
 
 def test_a_prompt_that_gets_through_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its steps succeed, again and again, but the one that samples never does."""
-    engine, short, pauses = short_engine(1000, max_num_batched_tokens=8)
+    engine, short, pauses = short_engine(
+        1000, max_num_batched_tokens=8, enable_prefix_caching=False
+    )
     short.is_exhausted = True
     execute = short.execute
 
