@@ -77,12 +77,23 @@ class Worker:
         self._check_layout()
         self._backends = [self._select_backend(group) for group in self.layout.groups]
         self._num_threads = options.device.num_threads
+        names = {backend.support.name for backend in self._backends}
+        if len(names) > 1:
+            raise OptionError(
+                f"the model's KV groups (windows {self.layout.windows}) would use different "
+                f"attention backends ({', '.join(sorted(names))}); set attention_backend to one "
+                "that can do them all."
+            )
         self._is_native = all(backend.support.name == "cpu" for backend in self._backends)
         """Whether the native library computes the layers, and not torch."""
         obstacle = self._obstacle_to_sharing()
         self.groups_prefixes = obstacle is None
         if obstacle is not None and self.device.type == "cuda":
-            logger.debug("requests that share a prefix each read it for themselves: %s", obstacle)
+            # Windows are the model's own; the other reasons were asked for.
+            level = logging.DEBUG if self.layout.windows == (None,) else logging.INFO
+            logger.log(
+                level, "requests that share a prefix each read it for themselves: %s", obstacle
+            )
         self.graph_tokens = 0
         """Most tokens of a step with prompts that runs as one CUDA graph."""
 
