@@ -15,6 +15,7 @@ from quire.config.embedded import find_embedded_model
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_embedded_model() is None, reason="the embedded model is not installed")
 def test_masks_accept_what_llguidance_does(test_data: Path, tmp_path: Path) -> None:
     """No schema fewer, and no invalid instance accepted."""

@@ -99,6 +99,7 @@ def test_kernels_are_compiled_and_not_launched(tmp_path: Path) -> None:
     run(PROGRAM, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["amd", "turing"])
 def test_attention_compiles_for_gpus_with_less_to_offer(target: str, tmp_path: Path) -> None:
     """No products that they do not have, and no more than their 64 KiB of shared memory."""

@@ -20,6 +20,7 @@ from quire import LLM, SamplingParams
 from quire.config.embedded import embedded_model_path
 from quire.config.model import ModelConfig, load_model_config
 from quire.kernels import cpu
+from quire.kernels.cpu.attention import STORED
 from quire.kernels.cpu.library import ISAS
 from quire.layers.attention.cpu import CpuBackend
 from quire.models.loader import load_model
@@ -101,7 +102,7 @@ def test_chunks_and_company_change_no_bit(case: str, isa: str, folder: Any) -> N
     cpu.set_isa(isa)
     index = list(CASES).index(case) + ISAS.index(isa)
     quantization = (None, "int8")[index % 2]
-    stored = cpu.STORED[index // 2 % 2]
+    stored = STORED[index // 2 % 2]
     config = load_model_config(str(folder(case)))
     model = load_model(config, dtype=torch.float32, device="cpu", quantization=quantization)
     check(model, config, stored, seed=index)
