@@ -16,6 +16,15 @@ SOURCES = sorted(
     for folder in ("quire", "tests", "examples", "benchmarks")
     for path in (ROOT / folder).rglob("*.py")
 )
+OTHER_SOURCES = [
+    ROOT / "Makefile",
+    *(
+        path
+        for folder in ("quire", "tests")
+        for kind in ("cpp", "h", "js", "html", "json")
+        for path in sorted((ROOT / folder).rglob(f"*.{kind}"))
+    ),
+]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
 
 
@@ -33,11 +42,13 @@ def test_nothing_names_a_package_that_no_index_has() -> None:
 
 
 def test_words_that_readers_stumble_over() -> None:
-    """Plain technical English, and about the product alone, in pages and in sources."""
-    words = r"\b(besides|whoever|somebody|nobody|of whatever make|machines? (was|were) lent)\b"
+    """Plain technical English, and about the product alone, in pages, sources and names."""
+    words = (
+        r"(?<![a-z])(besides|whoever|somebody|nobody|of whatever make|machines? (was|were) lent)"
+    )
     found = [
         (str(path.relative_to(ROOT)), word[0])
-        for path in [*PAGES, *SOURCES]
+        for path in [*PAGES, *SOURCES, *OTHER_SOURCES]
         if path != Path(__file__).resolve()
         for word in re.finditer(words, path.read_text(encoding="utf-8"), re.IGNORECASE)
     ]

@@ -126,7 +126,7 @@ def test_every_promised_block_size_is_accepted(size: int) -> None:
         ("hf_token", True, None),
     ],
 )
-def test_accepted_spellings_are_stored_in_one_form(name: str, given: Any, stored: Any) -> None:
+def test_accepted_spellings_are_stored_as_one(name: str, given: Any, stored: Any) -> None:
     """Code that reads options never has to know how the user wrote them."""
     assert options(**{name: given}).flat()[name] == stored
 
@@ -239,7 +239,7 @@ def test_resolution_fills_what_depends_on_the_device() -> None:
     assert (small["max_num_batched_tokens"], small["max_num_seqs"]) == (8192, 256)
 
 
-def test_toy_models_get_one_thread_unless_somebody_asks_for_more() -> None:
+def test_toy_models_get_one_thread_unless_more_are_asked_for() -> None:
     model = replace(MODEL, hidden_size=576, num_layers=30)
     assert resolved(CPU, model)["num_threads"] == 8
     assert resolved(CPU, MODEL)["num_threads"] == 1

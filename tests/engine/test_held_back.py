@@ -76,7 +76,7 @@ def test_it_takes_its_place_in_a_bounded_queue(ends: str) -> None:
     assert (waiting.num_new, waiting.num_new_tokens, len(waiting.new_of)) == (0, 0, 0)
 
 
-def test_a_form_that_proves_wrong_while_the_request_is_added() -> None:
+def test_a_grammar_that_proves_wrong_while_the_request_is_added() -> None:
     """Its thread may end at any moment, also between the two halves of `EngineCore.add`."""
     engine = Engine()
     new = held_back(engine)

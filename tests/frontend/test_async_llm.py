@@ -155,7 +155,7 @@ async def test_a_reader_that_leaves_frees_its_blocks(engine: AsyncLLM) -> None:
     await settled(engine)
 
 
-async def test_a_bad_request_hurts_nobody(engine: AsyncLLM, expected: list[list[int]]) -> None:
+async def test_a_bad_request_hurts_no_other(engine: AsyncLLM, expected: list[list[int]]) -> None:
     good = [asyncio.ensure_future(last(engine.generate(p, params()))) for p in PROMPTS[:3]]
     for prompt, wanted, message in (
         ("", params(), "prompt is empty"),

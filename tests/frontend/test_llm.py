@@ -58,7 +58,7 @@ def test_outputs_are_those_of_transformers(llm: LLM, tiny: Tiny) -> None:
     assert len({output.request_id for output in outputs}) == 3
 
 
-def test_all_forms_of_a_prompt_are_the_same_prompt(llm: LLM) -> None:
+def test_all_kinds_of_prompts_are_the_same_prompt(llm: LLM) -> None:
     text = TEXTS[0]
     ids = text_ids(text)
     (expected,) = tokens(generate(llm, text))

@@ -106,7 +106,7 @@ def test_every_parameter_does_what_the_reference_does(
     ],
     ids=["one step", "chunks and overlap", "preemption"],
 )
-def test_a_batch_changes_nobodys_tokens(
+def test_a_batch_changes_no_tokens(
     tiny: Tiny, expected: dict[str, list[int]], options: dict[str, Any]
 ) -> None:
     """All of them at once among 32 requests, with other prompts between them."""
@@ -255,7 +255,7 @@ EXTREMES: list[dict[str, Any]] = [
 ]
 
 
-def test_extreme_values_harm_nobody(llm: LLM, expected: dict[str, list[int]]) -> None:
+def test_extreme_values_harm_no_other_request(llm: LLM, expected: dict[str, list[int]]) -> None:
     """Each request ends, and the ones beside it get their tokens."""
     wanted = [params(**values) for values in EXTREMES]
     neighbour = params(temperature=0.0)

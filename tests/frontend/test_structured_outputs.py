@@ -278,7 +278,7 @@ def test_sequences_move_while_they_run(tiny: Tiny, llm: LLM) -> None:
     assert [one.text for one in moved.outputs] == [one.text for one in alone.outputs]
 
 
-def test_more_forms_than_are_kept(llm: LLM) -> None:
+def test_more_grammars_than_are_kept(llm: LLM) -> None:
     """One call may have any number of different ones."""
     count = MAX_CACHED + 100
     grammars = [StructuredOutputs(regex=f"([a-f]+[0-9]){{5,30}}|x{i}y") for i in range(count)]
@@ -375,7 +375,7 @@ def test_stop_tokens_while_the_end_is_ignored(llm: LLM) -> None:
     assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == ("a", "stop", END_ID)
 
 
-def test_min_tokens_against_the_form(llm: LLM) -> None:
+def test_min_tokens_against_the_grammar(llm: LLM) -> None:
     """The one token that the grammar allows may not come yet: no other is taken instead, nor is it
     an end where one could come."""
     (a,) = text_ids("a")

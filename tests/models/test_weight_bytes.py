@@ -69,7 +69,7 @@ def large(tmp_path: Path) -> ModelConfig:
     return load_model_config(str(tmp_path))
 
 
-def test_a_large_model_in_several_forms(large: ModelConfig) -> None:
+def test_a_large_model_in_several_formats(large: ModelConfig) -> None:
     ends = 2 * 128256 * 8192
     whole = count_weight_bytes(large, dtype=torch.bfloat16, device="cuda")
     assert 2 * (80 * LAYER + ends) < whole < 2.001 * (80 * LAYER + ends)

@@ -54,7 +54,7 @@ def test_prompt_tokens_are_bounded_too() -> None:
         engine.add(numbers(1))
 
 
-def test_who_fills_the_queue_keeps_nobody_else_out() -> None:
+def test_a_tenant_that_fills_the_queue_keeps_no_other_out() -> None:
     """With A's four waiting the queue is full; B has a share of two and C of one, for a queue
     never gets longer than twice its bound."""
     engine = Engine(max_num_seqs=1, max_num_queued_reqs=4)

@@ -271,7 +271,7 @@ def test_sequences_of_one_prompt_share_its_blocks(caching: bool) -> None:
     assert len({tuple(s.token_ids.tolist()) for s in engine.ended.values()}) == 4
 
 
-def test_blocks_nobody_can_find_go_first_then_the_least_recently_used() -> None:
+def test_blocks_outside_the_tree_go_first_then_the_least_recently_used() -> None:
     pool = BlockPool(6)
     tree = RadixTree(pool, 4)
     blocks = pool.allocate(6)

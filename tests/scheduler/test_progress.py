@@ -73,7 +73,7 @@ def test_another_tenants_queue_is_not_ahead() -> None:
     assert estimate is not None and estimate < 10
 
 
-def test_nobody_hears_who_has_not_asked_or_has_text() -> None:
+def test_no_report_without_a_wish_for_it_or_after_the_first_text() -> None:
     engine = Engine(max_num_seqs=1)
     engine.add(numbers(5), max_tokens=50)
     asked = engine.add([1, 2], max_tokens=50, wants_progress=True)

@@ -161,7 +161,7 @@ class RunningServer:
             lambda: self.request("GET", "/load", headers=headers).json == {"server_load": 0},
             "the end of all replies",
         )
-        for name in ("check_integrity", "check_books"):  # the second is its name before
+        for name in ("check_integrity", "check_books"):  # the second is the older name
             checked = self.request("POST", f"/admin/{name}", None, ADMIN)
             assert checked.json == {"used_blocks": 0, "open_requests": 0}
 

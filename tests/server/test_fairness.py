@@ -49,7 +49,7 @@ def fill_queue(server: RunningServer) -> list[socket.socket]:
     ]
 
 
-def test_a_thousand_requests_starve_nobody(shared: RunningServer) -> None:
+def test_a_thousand_requests_starve_no_other(shared: RunningServer) -> None:
     """A's requests fill the queue: A's next gets 503, B's is taken, and is admitted next."""
     paused = shared.request("POST", "/admin/pause", {"mode": "drain"}, ADMIN)
     assert paused.status == 200

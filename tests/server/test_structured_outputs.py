@@ -75,7 +75,7 @@ def test_schemas(server: RunningServer, fields: dict[str, Any], stream: bool) ->
     jsonschema.validate(json.loads(text), SCHEMA)
 
 
-def test_other_forms(server: RunningServer) -> None:
+def test_other_kinds_of_grammars(server: RunningServer) -> None:
     def complete(**fields: Any) -> str:
         body = {"prompt": "It is", "max_tokens": 30, "seed": 1, **fields}
         reply = server.request("POST", "/v1/completions", body)
@@ -123,7 +123,7 @@ def test_refusals(server: RunningServer, fields: dict[str, Any], part: str, stre
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_form_that_cannot_go_on(server: RunningServer, stream: bool) -> None:
+def test_a_grammar_that_cannot_go_on(server: RunningServer, stream: bool) -> None:
     """It compiles, and leads nowhere after its first letter: trying again would not help."""
     grammar = {"grammar": 'start: "a" nowhere\nnowhere: nowhere "b" | nowhere "c"'}
     body = {"prompt": "a", "max_tokens": 4, "stream": stream, "structured_outputs": grammar}

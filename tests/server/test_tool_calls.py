@@ -242,7 +242,7 @@ def test_a_schema_that_cannot_be_enforced_is_named(
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": TOOLS[1]["function"]}]
 )
-def test_a_forced_call_beside_a_form_of_the_text(
+def test_a_forced_call_beside_a_grammar_of_the_text(
     client: openai.OpenAI, model: str, choice: Any
 ) -> None:
     """A grammar is about text, and there is none."""
@@ -294,7 +294,7 @@ def _ids(client: openai.OpenAI, text: str) -> list[int]:
     return list(reply["tokens"])  # type: ignore[index]
 
 
-def test_settings_of_json_reach_tools_and_forms(client: openai.OpenAI, model: str) -> None:
+def test_settings_of_json_reach_tools_and_grammars(client: openai.OpenAI, model: str) -> None:
     """`structured_outputs` may have settings alone, for what asks for JSON elsewhere."""
     tight: Any = {"structured_outputs": {"disable_any_whitespace": True}}
     arguments = settings(model, temperature=0, parallel_tool_calls=False)

@@ -253,7 +253,7 @@ def test_whether_a_template_reads_parts_is_seen_in_its_loops(template: str, expe
     assert detect_content_format(template) == expected
 
 
-def test_content_is_given_in_the_form_that_the_template_reads(ours: Tokenizer) -> None:
+def test_content_is_given_in_the_format_that_the_template_reads(ours: Tokenizer) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}]
     text = [{"role": "user", "content": "ab"}]
     only_parts = (

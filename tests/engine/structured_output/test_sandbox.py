@@ -56,7 +56,7 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for threads_own in found for child in threads_own.read_text().split()]
 
 
-def test_an_endless_form_ends_and_leaves_nothing(sandbox: Sandbox) -> None:
+def test_an_endless_grammar_ends_and_leaves_nothing(sandbox: Sandbox) -> None:
     with pytest.raises(RequestError, match=r"structured_outputs\.json takes more than 0\.7 s"):
         sandbox.grammar_text(endless())
     assert not children_of(sandbox.pid)
@@ -84,7 +84,7 @@ for extra in (1 << 20, 1 << 30):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-def test_a_form_that_takes_too_much_memory() -> None:
+def test_a_grammar_that_takes_too_much_memory() -> None:
     """With a limit so low that it is reached before the clock ends the grammar."""
     command = [sys.executable, "-c", LIMITED.format(size=VOCAB, end=END_ID)]
     given = vocabulary().tokenizer_json
@@ -163,7 +163,7 @@ def test_a_process_that_cannot_be_started(
     assert compiler.compile(StructuredOutputs(regex="b")).result().starts
 
 
-def test_a_compiler_that_nobody_uses_any_more() -> None:
+def test_a_compiler_that_is_no_longer_used() -> None:
     compiler = GrammarCompiler(GrammarSettings())
     compiler.set_vocabulary(vocabulary)
     before = children_of(os.getpid())
@@ -175,7 +175,7 @@ def test_a_compiler_that_nobody_uses_any_more() -> None:
         os.kill(sandbox, 0)
 
 
-def test_a_shutdown_in_the_middle_is_no_error_of_a_form(
+def test_a_shutdown_in_the_middle_is_no_error_of_a_grammar(
     compiler: GrammarCompiler, caplog: pytest.LogCaptureFixture
 ) -> None:
     grammars = [compiler.compile(StructuredOutputs(regex=f"[a-f]{{{i}}}")) for i in range(1, 60)]
@@ -188,7 +188,7 @@ def test_a_shutdown_in_the_middle_is_no_error_of_a_form(
     assert not caplog.records
 
 
-def test_good_forms_beside_endless_ones(compiler: GrammarCompiler) -> None:
+def test_good_grammars_beside_endless_ones(compiler: GrammarCompiler) -> None:
     bad = [compiler.compile(endless(str(i))) for i in range(NUM_AT_ONCE + 2)]
     good = [compiler.compile(StructuredOutputs(regex=f"[a-f]{{{i + 1}}}")) for i in range(4)]
     assert all(one.result().starts for one in good)
@@ -207,7 +207,7 @@ def test_a_process_that_is_gone_is_replaced(compiler: GrammarCompiler) -> None:
     assert compiler.compile(StructuredOutputs(regex="b")).result().starts
 
 
-def test_a_form_whose_process_is_ended_may_be_sent_again(
+def test_a_grammar_whose_process_is_ended_may_be_sent_again(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It need not be the grammar's fault; nor need it be where a busy machine took too long."""

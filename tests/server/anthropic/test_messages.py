@@ -206,7 +206,7 @@ def test_errors_become_the_clients_exceptions(claude: anthropic.Anthropic, model
     assert with_tools.input_tokens > plain.input_tokens + 10
 
 
-def test_other_faults_have_the_same_form(server: RunningServer) -> None:
+def test_other_faults_have_the_same_format(server: RunningServer) -> None:
     for method, path, body, status in (
         ("POST", PATH, b"{", 400),
         ("GET", PATH, None, 405),

@@ -1,5 +1,5 @@
-"""The page at `/` and the route that it reads, over a real socket; tests/server/test_page.py drives
-it in a browser."""
+"""The page at `/` and the route that it reads, over a real socket; test_page.py drives it in a
+browser."""
 
 from __future__ import annotations
 

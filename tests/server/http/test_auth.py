@@ -108,7 +108,7 @@ def test_load_balancers_may_ask_for_headers_alone(guarded: RunningServer) -> Non
 
 
 @pytest.mark.parametrize(("key", "said"), [("", "empty"), ("schl\u00fcssel", "ASCII")])
-def test_keys_that_nobody_could_send_are_refused(key: str, said: str) -> None:
+def test_keys_that_no_client_could_send_are_refused(key: str, said: str) -> None:
     with pytest.raises(OptionError, match=said):
         KeyRing.of(["good", key])
 

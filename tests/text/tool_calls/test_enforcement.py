@@ -118,7 +118,7 @@ def test_markers_that_are_special_tokens_go_by_their_ids() -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_answers_keep_their_form_after_reasoning(inside: bool) -> None:
+def test_answers_keep_their_grammar_after_reasoning(inside: bool) -> None:
     """Where the prompt has not opened the reasoning, the model may do so or answer at once."""
     message_format = MessageFormat(tags=THINK, starts_in_reasoning=inside)
     start = "" if inside else "<think>"
@@ -185,7 +185,7 @@ def test_references_in_calls_beside_json() -> None:
 
 
 @pytest.mark.parametrize("kind", ["regex", "grammar", "choice"])
-def test_other_forms_beside_tools_are_of_the_whole_text(kind: str) -> None:
+def test_other_grammars_beside_tools_are_of_the_whole_text(kind: str) -> None:
     use = ToolUse.read(TOOLS, "auto", None)
     text: Any = ["a"] if kind == "choice" else 'start: "a"'
     message_format, wanted = (
