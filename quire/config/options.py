@@ -286,7 +286,7 @@ class DeviceOptions(CheckedOptions):
 
 @dataclass(frozen=True)
 class DecodingOptions(CheckedOptions):
-    """How tokens are chosen."""
+    """How tokens are sampled."""
 
     structured_outputs_config: dict[str, Any] | None = option(
         None,

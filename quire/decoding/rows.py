@@ -1,9 +1,9 @@
 """What sampling features are built from: columns, slots and sets of rows, and the lines of a batch.
 
-A *row* is a request's permanent place in the row table; a *line* is its place among the logits
+A *row* is a sequence's permanent place in the row table; a *line* is its place among the logits
 of one step. A row whose drafts are verified has several lines, each with its own prefix: the known
-tokens and the drafts before the line. Numbers are written on the host when a request comes or goes
-and read on the device in every step, so a request that merely decodes costs the host nothing.
+tokens and the drafts before the line. Numbers are written on the host when a sequence comes or goes
+and read on the device in every step, so a sequence that merely decodes costs the host nothing.
 """
 
 from __future__ import annotations

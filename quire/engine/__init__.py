@@ -1,1 +1,1 @@
-"""The step loop: schedule, execute, apply."""
+"""The step loop: schedule, execute, sample, apply."""

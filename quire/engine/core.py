@@ -78,7 +78,7 @@ class EngineCore:
         grammar_settings: GrammarSettings | None = None,
         num_threads: int = 1,
     ) -> None:
-        """`num_threads` make masks of grammars at most."""
+        """At most `num_threads` threads make masks of grammars."""
         self.executor = executor
         self.metrics = EngineMetrics()
         self.monitor = Monitor(self.metrics)
@@ -240,8 +240,8 @@ class EngineCore:
 
     @contextmanager
     def _recovering(self, plan: StepPlan) -> Iterator[None]:
-        """Around what the executor may fail at. If it does, the steps in flight and that of `plan`
-        are started over."""
+        """Around a call of the executor. If it fails, the steps in flight and that of `plan` are
+        started over."""
         try:
             yield
         except BaseException as error:
@@ -326,7 +326,7 @@ class EngineCore:
         logging.getLogger("quire").setLevel(level)
 
     def answer(self) -> None:
-        """Say that the engine gets on: commands are run between two steps."""
+        """Do nothing. That it returns shows that steps end: commands run between two of them."""
 
     # --- looking at it ----------------------------------------------------------------------------
 
@@ -359,7 +359,7 @@ class EngineCore:
     def snapshot(
         self, max_waiting: int = 256, tables_of: Collection[int] | None = None
     ) -> EngineSnapshot:
-        """The engine at this moment; of the waiting requests no more than `max_waiting`, and block
+        """The engine at this moment; of the waiting sequences no more than `max_waiting`, and block
         tables of all sequences or of those that `tables_of` names."""
         scheduler, now, blocks = self.scheduler, self.clock(), self._block_states()
         held = [scheduler.by_row[row] for row in scheduler.ranked_rows().tolist()]
@@ -395,20 +395,20 @@ class EngineCore:
 
 
 def _sequence_snapshot(
-    request: Sequence, blocks: NDArray[np.uint8], tables_of: Collection[int] | None
+    sequence: Sequence, blocks: NDArray[np.uint8], tables_of: Collection[int] | None
 ) -> SequenceSnapshot:
-    row = request.row
-    held = np.concatenate(request.tables) if row >= 0 else empty_ints()
-    has_table = row >= 0 and (tables_of is None or request.key in tables_of)
+    row = sequence.row
+    held = np.concatenate(sequence.tables) if row >= 0 else empty_ints()
+    has_table = row >= 0 and (tables_of is None or sequence.key in tables_of)
     return SequenceSnapshot(
-        key=request.key,
-        request_id=request.request_id,
-        tenant=request.new.tenant,
-        state=request.status.name.lower(),
-        num_prompt_tokens=request.num_prompt,
-        num_tokens=request.num_known,
-        num_computed_tokens=int(request.columns.num_computed[row]) if row >= 0 else 0,
-        arrival_time=request.new.arrival_time,
+        key=sequence.key,
+        request_id=sequence.request_id,
+        tenant=sequence.new.tenant,
+        state=sequence.status.name.lower(),
+        num_prompt_tokens=sequence.num_prompt,
+        num_tokens=sequence.num_known,
+        num_computed_tokens=int(sequence.columns.num_computed[row]) if row >= 0 else 0,
+        arrival_time=sequence.new.arrival_time,
         num_blocks=len(held),
         num_owned_blocks=int((blocks[held] == BlockState.OWNED).sum()),
         block_table=held.copy() if has_table else empty_ints(),
@@ -416,8 +416,9 @@ def _sequence_snapshot(
 
 
 class MemoryPressure:
-    """Steps get smaller until they fit. Where not even one token does, or nothing is left, the
-    engine waits a little, then ends that step's requests with an error and goes on with the others.
+    """What follows when a step finds no memory: steps get smaller until they fit. Where not even
+    one token fits, or no memory is left, the engine waits a little, then ends that step's requests
+    with an error and goes on with the others.
 
     The step size grows back once steps succeed. Until then the engine waits for each step before
     it launches the next, whose failure would cost the first one's tokens.
@@ -461,13 +462,13 @@ class MemoryPressure:
             self._num_pauses += 1
             self._sleep(pause_s)
         else:
-            for request in suspects:
-                logger.error("request %r ends: out of memory: %s", request.request_id, error)
-                scheduler.fail_request(request.request_id, f"out of memory: {error}")
+            for sequence in suspects:
+                logger.error("request %r ends: out of memory: %s", sequence.request_id, error)
+                scheduler.fail_request(sequence.request_id, f"out of memory: {error}")
 
     def step_done(self, plan: StepPlan) -> None:
         """A step's result has arrived."""
-        if plan.samples.any():  # else a request may get through its prompt and fail ever again
+        if plan.samples.any():  # else a request that fails after its prompt is tried for ever
             self._num_pauses = 0
         if not self.is_on:
             return

@@ -16,9 +16,9 @@ from quire.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-HEAD_LENGTHS = (512, 64)
+PREFIX_LENGTHS = (512, 64)
 """Prompts that agree in so many leading tokens could share their KV, longest first."""
-MAX_HEADS = 4096
+MAX_PREFIXES = 4096
 MIN_REQUESTS = 20
 MIN_REPEATED_SHARE = 0.2
 MIN_HIT_SHARE = 0.1
@@ -161,9 +161,9 @@ class Advisor:
         self._scheduler = scheduler
         self._interval_s = interval_s
         self._repeat_s = repeat_s
-        self._heads: OrderedDict[tuple[int, tuple[str, ...], int], None] = OrderedDict()
+        self._prefixes: OrderedDict[tuple[int, tuple[str, ...], int], None] = OrderedDict()
         self._num_arrived = self._num_repeated = 0
-        """Prompt tokens since the last look, and those that repeat an earlier prompt's head."""
+        """Prompt tokens since the last look, and those that repeat an earlier prompt's prefix."""
         self._next_look: float | None = None
         self._said: dict[str, float] = {}
         self._before = self._counts()
@@ -173,19 +173,19 @@ class Advisor:
     def arrived(self, new: NewRequest) -> None:
         """A request has come: do its first tokens repeat?"""
         found = 0
-        for length in HEAD_LENGTHS:
+        for length in PREFIX_LENGTHS:
             if len(new.prompt_token_ids) <= length:
                 continue
             key = (hash(new.prompt_token_ids[:length].tobytes()), new.cache_scope, length)
-            if key in self._heads:
+            if key in self._prefixes:
                 found = found or length
-                self._heads.move_to_end(key)
+                self._prefixes.move_to_end(key)
             else:
-                self._heads[key] = None
+                self._prefixes[key] = None
         self._num_arrived += len(new.prompt_token_ids)
         self._num_repeated += found
-        while len(self._heads) > MAX_HEADS:
-            self._heads.popitem(last=False)
+        while len(self._prefixes) > MAX_PREFIXES:
+            self._prefixes.popitem(last=False)
 
     def look(self, now: float) -> None:
         """Log warnings about the settings, if it is time to look."""

@@ -66,7 +66,7 @@ class StartApi(msgspec.Struct, tag=True):
     socket_fd: int
     server_options: dict[str, Any]
     load_file: str
-    """Where API processes count their requests (`server/http/load.py`)."""
+    """Where API processes count their requests (`Load` in `server/http/middleware.py`)."""
     place: int
     """Of this process among them."""
     log_level: str | None = None

@@ -1,4 +1,4 @@
-"""`SamplingParams` and `BeamSearchParams`: how tokens are chosen. Checked when made."""
+"""`SamplingParams` and `BeamSearchParams`: how tokens are sampled. Checked when made."""
 
 from __future__ import annotations
 
@@ -303,9 +303,9 @@ class SamplingParams:
     top_p: float = parameter(
         1.0,
         _rule(_number, lambda value: 0.0 < value <= 1.0, "in (0, 1]"),
-        "Choose among the most likely tokens that together have this probability.",
+        "Sample among the most likely tokens that together have this probability.",
     )
-    top_k: int = parameter(0, _top_k, "Choose among this many most likely tokens; 0: all.")
+    top_k: int = parameter(0, _top_k, "Sample among this many most likely tokens; 0: all.")
     min_p: float = parameter(
         0.0,
         _range(0.0, 1.0),
@@ -347,7 +347,7 @@ class SamplingParams:
         body_type=dict[str, float],
     )
     allowed_token_ids: list[int] | None = parameter(
-        None, _or_none(_allowed_ids), "Token ids to choose from, such as 1,2."
+        None, _or_none(_allowed_ids), "Token ids that may be sampled, such as 1,2."
     )
     bad_words: list[str] | None = parameter(
         None, _words, "Text that must not appear; may be given several times."

@@ -592,7 +592,7 @@ class KVCache:
     def match(self, sequence: Sequence, step: int) -> tuple[PrefixMatch, int]:
         """The longest prefix that is already computed, and the row it is forked from (-1: none).
 
-        It comes from the tree or from the row of the request's parent, and leaves out the last
+        It comes from the tree or from the row of the sequence's parent, and leaves out the last
         token, which must be computed to sample the next one.
         """
         match = self.tree.bounded([[] for _ in self.limits.windows], 0)
@@ -640,7 +640,7 @@ class KVCache:
         return wants_all or bool(params.skip_reading_prefix_cache)
 
     def num_promised(self, running: Int32Array) -> int:
-        """Blocks that running requests still need for the tokens they have."""
+        """Blocks that running sequences still need for the tokens they have."""
         c = self.columns
         growth = np.maximum(
             self.limits.blocks_for(c.num_tokens[running]) - c.num_blocks[running], 0
@@ -653,7 +653,7 @@ class KVCache:
         return total
 
     def room_for(self, match: PrefixMatch, num_tokens: int, num_promised: int) -> bool:
-        """Whether a whole request fits beside what is promised to running ones."""
+        """Whether a whole sequence fits beside what is promised to running ones."""
         if self.limits.reserves_max_length:
             return self.limits.max_blocks_per_row <= self.pool.num_free
         most = self.limits.blocks_held(num_tokens) + self._num_groups

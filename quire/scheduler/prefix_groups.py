@@ -1,4 +1,4 @@
-"""Running requests that share leading blocks: attention can read those once for a whole group."""
+"""Running sequences that share leading blocks: attention can read those once for a whole group."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ class Pace:
 
 
 class Lane:
-    """Waiting requests of one priority and one tenant, or of all tenants that return."""
+    """Waiting sequences of one priority and one tenant, or of all tenants that return."""
 
     def __init__(self, priority: int, slot: int, number: int) -> None:
         self.priority = priority

@@ -48,13 +48,13 @@ DISPLACED = "overloaded"
 
 
 class Pause(Enum):
-    """What is left undone while an operator wants it to."""
+    """What the engine does not do while an operator has paused it."""
 
     NONE = "none"
     DRAIN = "drain"
     """No request begins; those that have begun go on to their end."""
     HOLD = "hold"
-    """Nothing is computed; running requests keep their rows and blocks."""
+    """Nothing is computed; running sequences keep their rows and blocks."""
 
 
 class Scheduler:
@@ -164,7 +164,7 @@ class Scheduler:
     def abort(
         self, request_id: str, reason: str = "abort", key: int | None = None, now: float = 0.0
     ) -> None:
-        """End the sequences of a sequence, or the one named by `key`; those with tokens in flight
+        """End all sequences of a request, or the one named by `key`; those with tokens in flight
         end once these are applied."""
         for sequence in list(self.requests.get(request_id, ())):
             if key is not None and sequence.key != key:
@@ -227,7 +227,7 @@ class Scheduler:
             self.abort(request_id, "abort" if begun else "timeout", now=now)
 
     def _continue_running(self, plan: PlanBuilder) -> None:
-        """Let running requests catch up, preempting the last in rank while blocks are short."""
+        """Let running sequences catch up, preempting the last in rank while blocks are short."""
         c = self.columns
         self.kv.free_behind_windows(self.ranked_rows())
         while True:
@@ -266,8 +266,8 @@ class Scheduler:
         return (with_drafts, more) if self.kv.can_grow(more) else (grant, need)
 
     def _limit_prompts(self, plan: PlanBuilder, rows: Int32Array, want: Int32Array) -> None:
-        """Beside streams that clients read along, compute no more prompt tokens than fit the
-        target for the gap between two tokens, and leave none of the streams out."""
+        """While clients read streams as they are made, bound the prompt tokens of a step: the gap
+        between two tokens stays near its target, and every stream gets its token."""
         c, limits = self.columns, self.limits
         reads = c.interactive[rows] & (c.num_tokens[rows] > c.num_prompt[rows])
         if limits.target_itl_s == 0 or not limits.enable_chunked_prefill or not reads.any():
@@ -310,7 +310,7 @@ class Scheduler:
         plan.compute(rows, counts, samples)
 
     def _preempt(self, row: int, plan: PlanBuilder) -> None:
-        """Take a request's blocks away; it is recomputed later."""
+        """Take a sequence's blocks away; it is recomputed later."""
         self.metrics.preemptions.add(1)
         plan.preempted = True
         sequence = self._at(row)
@@ -356,8 +356,8 @@ class Scheduler:
     def _begin(self, sequence: Sequence, num_cached: int, now: float) -> None:
         """A sequence gets its first row."""
         if sequence.parent is None:
-            # From now on it ranks by admission: those of a tenant that came late but went ahead of
-            # others' queues must not be the first to be preempted for ever.
+            # From now on it ranks by admission. By arrival, requests of a tenant that came late and
+            # went ahead of others' queues would be preempted first, again and again.
             self.num_admissions += 1
             sequence.rank = (sequence.rank[0], self.num_admissions)
             for follower in sequence.followers:
@@ -418,7 +418,7 @@ class Scheduler:
                 zip(result.pooled.rows.tolist(), result.pooled.vectors, strict=True)
             )
         self._append(accepted, now)
-        for sequence in [r for r in self._draining if c.in_flight[r.row] == 0]:
+        for sequence in [one for one in self._draining if c.in_flight[one.row] == 0]:
             if sequence.finish_reason is not None:
                 self.end(sequence, sequence.finish_reason, now)
             else:
@@ -490,7 +490,7 @@ class Scheduler:
         return ended
 
     def _append(self, accepted: AcceptedTokens, now: float) -> None:
-        """Append sampled tokens and end the requests that stop or are full."""
+        """Append sampled tokens and end the sequences that stop or are full."""
         c, rows, counts = self.columns, accepted.rows, accepted.counts
         at = c.num_known[rows]
         if len(accepted.tokens) == len(rows):
@@ -527,7 +527,7 @@ class Scheduler:
         c.num_computed[row] = min(c.num_computed[row], num_tokens - 1)
         c.num_certain[row] = c.num_computed[row]
         if num_tokens < len(sequence.held_token_ids) or not self.kv.keeps(row, num_tokens - 1):
-            # Blocks of tokens that it came with are findable: it must not write to them.
+            # Blocks of tokens that it came with are in the tree: it must not write to them.
             self.requeue(sequence)
             return
         c.epoch[row] += 1
@@ -538,7 +538,7 @@ class Scheduler:
         self._cuts[row] = num_tokens
 
     def append_tokens(self, sequence: Sequence, tokens: list[int]) -> None:
-        """Append tokens that the host knows, to a request with nothing in flight."""
+        """Append tokens that the host knows, to a sequence with nothing in flight."""
         c, row, at = self.columns, sequence.row, sequence.num_known
         c.token_ids[row, at : at + len(tokens)] = tokens
         c.num_known[row] += len(tokens)
@@ -562,7 +562,7 @@ class Scheduler:
             self.waiting.push(sequence)
 
     def _release_row(self, sequence: Sequence) -> None:
-        """Free a request's row and blocks; its tokens stay with it."""
+        """Free a sequence's row and blocks; its tokens stay with it."""
         row = sequence.row
         self._draining.discard(sequence)
         if sequence.status is Status.RUNNING:
@@ -676,7 +676,7 @@ class Scheduler:
 
     def _at(self, row: int | np.int32) -> Sequence:
         sequence = self.by_row[row]
-        assert sequence is not None, f"row {row} has no request"
+        assert sequence is not None, f"row {row} has no sequence"
         return sequence
 
 

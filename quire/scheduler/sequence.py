@@ -170,7 +170,7 @@ class Columns:
         self.synchronous = flags()
         """The host must have all tokens before the row goes on."""
         self.constrained = flags()
-        """A grammar says which tokens the sampler may choose; it needs the one before."""
+        """A grammar says which tokens may be sampled; it needs the one before."""
         self.host_chooses = flags()
         """The host decides on the next token (beam search), not the sampler."""
         self.has_followers = flags()
@@ -326,7 +326,7 @@ class Columns:
 @dataclass(slots=True)
 class AcceptedTokens:
     """Sampled tokens that rows take in: those of sequences that still hold their row and whose
-    tokens the sampler chooses, up to the first token that ends the sequence."""
+    tokens the sampler draws, up to the first token that ends the sequence."""
 
     rows: Int32Array
     counts: Int32Array

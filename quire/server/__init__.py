@@ -1,1 +1,1 @@
-"""HTTP: the OpenAI routes and their processes. Imported only where a server runs."""
+"""HTTP: the routes of all protocols and their processes. Imported only where a server runs."""

@@ -57,7 +57,7 @@ async def resume(request: Request) -> dict[str, Any]:
     return {"paused": None}
 
 
-@router.post("/check_books", include_in_schema=False)  # its name before
+@router.post("/check_books", include_in_schema=False)  # older name
 @router.post("/check_integrity")
 async def check_integrity(request: Request) -> dict[str, Any]:
     """Whether every block of the KV cache is accounted for; an error if not. Requests are those

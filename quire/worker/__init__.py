@@ -1,1 +1,1 @@
-"""One worker per device: the model, the KV cache and the rows of running requests."""
+"""One worker per device: the model, the KV cache and the rows of running sequences."""

@@ -121,7 +121,7 @@ class StepGraphs:
         shares_prefixes: bool = False,
         max_queries: int = 1,
     ) -> None:
-        """`max_queries` is 1 and the most drafts of a row."""
+        """`max_queries` is one more than the most drafts of a row."""
         from quire.kernels.triton.rows import RowTensors, TokenTensors
 
         self._model, self._attention, self._table = model, attention, table

@@ -65,7 +65,7 @@ class ModelRunner:
         shares_prefixes: bool,
         max_queries: int,
     ) -> None:
-        """`max_queries` is 1 and the most drafts of a row."""
+        """`max_queries` is one more than the most drafts of a row."""
         self.model = model
         self.attention = attention
         self.kv = kv
@@ -142,7 +142,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample(self, masks: TokenMasks | None = None) -> PendingStep:
-        """Choose the next tokens of the executed step, among those that `masks` (made by
+        """Sample the next tokens of the executed step, among those that `masks` (made by
         `token_masks`) allow; they also stay in the rows."""
         assert self._executed is not None
         assert masks is None or isinstance(masks, MaskTensors)
@@ -205,7 +205,7 @@ class ModelRunner:
         return found
 
     def _logprobs_behind(self, row: int, first: int, hidden: Tensor) -> LogprobTensors:
-        """Logprobs of the tokens behind positions `first` and following, which `hidden` are of."""
+        """Logprobs of the tokens after positions `first` and on; `hidden` are the states there."""
         positions = np.arange(first + 1, first + 1 + len(hidden), dtype=np.int32)
         targets = self.table.token_ids[row, first + 1 : first + 1 + len(hidden)].long()
         # In pieces: all logits of a long prompt would take gigabytes.

@@ -1,4 +1,4 @@
-"""`RowTable`: the device's record of running requests, one permanent row each."""
+"""`RowTable`: the device's record of running sequences, one permanent row each."""
 
 from __future__ import annotations
 

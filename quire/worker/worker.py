@@ -64,8 +64,8 @@ class Worker:
         parallel: Parallel = ONE_RANK,
         max_queries: int = 1,
     ) -> None:
-        """Refuses what no phase could do; nothing is read yet. `max_queries` is 1 and the most
-        drafts of a row."""
+        """Refuses what no phase could do; nothing is read yet. `max_queries` is one more than
+        the most drafts of a row."""
         self.device = torch_device(device)
         assert options.device.num_threads is not None
         self._options, self._config, self._device_info = options, model_config, device
@@ -196,11 +196,11 @@ class Worker:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Around what any thread has the device do. The threads of this engine, of which a process
-        may have several, go to what computes the layers: the native library or torch.
+        """Around any work for the device, on any thread. The threads of this engine (a process may
+        have several engines) go to what computes the layers: the native library or torch.
 
         Torch gets one beside the library: after a parallel operation its threads wait awake for
-        many milliseconds, on the cores of the library's.
+        many milliseconds, on cores that the library needs.
         """
         if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
             torch.cuda.set_device(self.device)

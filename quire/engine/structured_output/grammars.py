@@ -35,7 +35,7 @@ class Grammars:
     def __init__(
         self, scheduler: Scheduler, settings: GrammarSettings, num_threads: int = 1
     ) -> None:
-        """`num_threads` make masks at most."""
+        """At most `num_threads` threads make masks."""
         self.compiler = GrammarCompiler(settings)
         self._num_threads = num_threads
         self._growth = Growth(num_threads)
@@ -117,7 +117,7 @@ class Grammars:
     # --- in a step ------------------------------------------------------------------------------
 
     def masks(self, plan: StepPlan, executor: Executor) -> TokenMasks | None:
-        """What the sampled rows may choose; the device computes meanwhile."""
+        """Which tokens the rows that sample may get; made while the device computes."""
         batch = self._batch_of(plan)
         if batch is None:
             return None
@@ -138,16 +138,16 @@ class Grammars:
         return bool((c.constrained[rows] & (c.in_flight[rows] > 1)).any())
 
     def _batch_of(self, plan: StepPlan) -> Batch | None:
-        """The constrained requests that a plan samples for, those that still run."""
+        """The constrained sequences that a plan samples for, those that still run."""
         if not self._matchers:
             return None
         c = self._scheduler.columns
         if self._batch is None or not self._batch.is_that_of(plan, c.epoch):
             live = (c.epoch[plan.rows] == plan.epochs) & c.constrained[plan.rows]
             places = np.flatnonzero(live[plan.samples])
-            requests = [self._scheduler.by_row[row] for row in plan.rows[plan.samples][places]]
-            members = [(r, self._matchers[r.key]) for r in requests if r is not None]
-            assert len(members) == len(places), "a row that still counts has no request"
+            sequences = [self._scheduler.by_row[row] for row in plan.rows[plan.samples][places]]
+            members = [(one, self._matchers[one.key]) for one in sequences if one is not None]
+            assert len(members) == len(places), "a row that still counts has no sequence"
             self._batch = Batch(plan, places.astype(np.int32), members)
         return self._batch if self._batch.members else None
 
@@ -162,60 +162,60 @@ class Grammars:
         starts = np.cumsum(result.counts) - result.counts
         tokens = result.tokens[starts[batch.places]].tolist()
         complete = np.zeros(len(result.counts), np.bool_)
-        for i, (request, matcher) in enumerate(batch.members):
-            if tokens[i] in request.stop_ids and self._may_stop(request):
-                matcher.check_end(tokens[i])  # it ends the request, and is no part of the text
+        for i, (sequence, matcher) in enumerate(batch.members):
+            if tokens[i] in sequence.stop_ids and self._may_stop(sequence):
+                matcher.check_end(tokens[i])  # it ends the sequence, and is no part of the text
             else:
                 matcher.consume(tokens[i])
                 if matcher.is_complete:
                     complete[batch.places[i]] = True
-                self._sampled.append((request, matcher))
+                self._sampled.append((sequence, matcher))
             if matcher.failure is not None:
-                ended = self._scheduler.end(request, "error", now, error=matcher.failure)
+                ended = self._scheduler.end(sequence, "error", now, error=matcher.failure)
                 ended.is_own_fault = True
         return complete
 
-    def _may_stop(self, request: Sequence) -> bool:
-        """Whether a stop token ends a request that samples it next."""
+    def _may_stop(self, sequence: Sequence) -> bool:
+        """Whether a stop token ends a sequence that samples it next."""
         c = self._scheduler.columns
-        return bool(c.num_known[request.row] + 1 >= c.min_total[request.row])
+        return bool(c.num_known[sequence.row] + 1 >= c.min_total[sequence.row])
 
     def advance(self, output: StepOutput, now: float) -> None:
         """After a step is applied: append what can only follow."""
         shown: list[tuple[int, int]] = []
-        for request, matcher in self._sampled:
-            if request.status is Status.RUNNING and self._may_jump(request, matcher):
-                tokens = self._jump(request, matcher, now)
-                if request.new.streams:
-                    shown += [(request.key, token) for token in tokens]
+        for sequence, matcher in self._sampled:
+            if sequence.status is Status.RUNNING and self._may_jump(sequence, matcher):
+                tokens = self._jump(sequence, matcher, now)
+                if sequence.new.streams:
+                    shown += [(sequence.key, token) for token in tokens]
         if shown:
             keys, ids = np.array(shown, np.int64).T
             output.keys = np.append(output.keys, keys)
             output.tokens = np.append(output.tokens, ids.astype(np.int32))
 
-    def _may_jump(self, request: Sequence, matcher: Matcher) -> bool:
-        return self._settings.jump_ahead and matcher.may_jump and not request.has_tokens_in_flight
+    def _may_jump(self, sequence: Sequence, matcher: Matcher) -> bool:
+        return self._settings.jump_ahead and matcher.may_jump and not sequence.has_tokens_in_flight
 
-    def _jump(self, request: Sequence, matcher: Matcher, now: float) -> list[int]:
+    def _jump(self, sequence: Sequence, matcher: Matcher, now: float) -> list[int]:
         """Append the tokens that can only follow; returns them."""
         tokens = matcher.forced()
         if not tokens:
             return tokens
-        room = request.max_total - request.num_known
-        too_early = request.num_prompt + request.params.min_tokens - request.num_known - 1
+        room = sequence.max_total - sequence.num_known
+        too_early = sequence.num_prompt + sequence.params.min_tokens - sequence.num_known - 1
         stops = matcher.is_complete
         for place, token in enumerate(tokens):
-            if token in request.stop_ids and place >= too_early:
+            if token in sequence.stop_ids and place >= too_early:
                 tokens, stops = tokens[: place + 1], True
                 break
         if len(tokens) > room:
             tokens, stops = tokens[:room], False
-        self._scheduler.append_tokens(request, tokens)
+        self._scheduler.append_tokens(sequence, tokens)
         self._scheduler.metrics.generated(len(tokens), np.zeros(0), now)
         if stops:
-            self._scheduler.end(request, "stop", now)
+            self._scheduler.end(sequence, "stop", now)
         elif len(tokens) == room:
-            self._scheduler.end(request, "length", now)
+            self._scheduler.end(sequence, "length", now)
         return tokens
 
     def _pool(self) -> LLExecutor:

@@ -1,5 +1,5 @@
-// The contract between the entry points (library.cpp) and the kernels, which are compiled once per
-// instruction set.
+// Attention: the contract between the entry points (attention.cpp) and the kernels, which are
+// compiled once per instruction set.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
 // The map of the KV cache. Blocks are ordered by the requests that hold them, or by their physical
-// number; a cell stands for one block, or for a run of blocks where there are too many to see.
+// number; a cell stands for one block, or for several blocks in a row where there are too many to see.
 
 import { byId, colour, count, legendEntry, percent } from "./dom.js";
 
