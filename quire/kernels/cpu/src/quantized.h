@@ -1,4 +1,4 @@
-// Linear layers from packed quantised weights: the contract between the entry points (quantized.cpp)
+// Packed quantised weights: the contract between the entry points (linear_layer.cpp, quantized.cpp)
 // and the kernels, which are compiled once per instruction set.
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace quire {
 
-// The numbers are the places of the names in KINDS in ../quantized.py.
+// The numbers are the places of the names in KINDS in quire/kernels/torch/linear.py.
 enum class Kind : int32_t { kQ8_0, kQ4_0, kQ4_1, kQ4_K, kQ6_K };
 
 // Weights are packed in groups of 32 rows (outputs), the last one filled up with zeros. A group has

@@ -1,6 +1,6 @@
 // Sampling of a token: the contract between the entry point and the kernels, which are
-// compiled once per instruction set. The reference's quire/kernels/torch/sampling.py and noise.py specify
-// both.
+// compiled once per instruction set. The references quire/kernels/torch/sampling.py and noise.py
+// specify both.
 #pragma once
 
 #include <cstdint>
