@@ -122,8 +122,10 @@ def is_greedy(model: PreTrainedModel, prompt: Tokens, made: Tokens, tie: float =
 
 
 def assert_at_rest(llm: LLM) -> None:
-    """Nothing is running or waiting, every block is free, and the integrity check passes."""
+    """Nothing is running or waiting, every block is free, no sequence stands in a grammar, and the
+    integrity check passes."""
     core = llm._core
     assert not core.has_work
+    assert not core.grammars._matchers
     assert core.scheduler.kv.pool.num_used == 0
     core.scheduler.check_integrity()

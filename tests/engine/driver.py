@@ -63,13 +63,16 @@ class Engine:
             self.core.scheduler.check_integrity()
         return output.progress
 
-    def finish(self) -> None:
-        """Run to the end and compare all outputs with what each request would get alone."""
+    def run(self) -> None:
         for _ in range(2_000):
             self.step()
             if not self.core.has_work:
                 break
         assert not self.core.has_work
+
+    def finish(self) -> None:
+        """Run to the end and compare all outputs with what each request would get alone."""
+        self.run()
         assert not self.core.scheduler.waiting or self.core.scheduler.pause is not Pause.NONE
         assert self.core.death is None or self.toy.failing_steps, self.core.death
         for key, sequence in self.ended.items():

@@ -345,6 +345,21 @@ def test_stop_token_ids(llm: LLM) -> None:
     assert (cut.finish_reason, cut.stop_reason, cut.token_ids[-1]) == ("stop", word, word)
 
 
+@pytest.mark.parametrize(("min_tokens", "by_word"), [(2, True), (3, False)])
+def test_stop_tokens_are_forced_before_min_tokens(llm: LLM, min_tokens: int, by_word: bool) -> None:
+    """The second token is a stop token: it ends the text if it may, else the text goes on to its
+    own end."""
+    word = text_ids("customer_age")[0]
+    cut = run(
+        llm,
+        StructuredOutputs(choice=["xcustomer_age"]),
+        stop_token_ids=[word],
+        min_tokens=min_tokens,
+    ).outputs[0]
+    assert cut.token_ids[1] == word and (len(cut.token_ids) == 2) == by_word
+    assert cut.finish_reason == "stop" and cut.stop_reason == (word if by_word else None)
+
+
 def test_max_tokens_ends_early(llm: LLM) -> None:
     """ "length" where something is missing, at every possible place; "stop" where nothing is."""
     whole = run(llm, TIGHT).outputs[0]

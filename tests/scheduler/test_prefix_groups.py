@@ -100,6 +100,25 @@ def test_plans_name_the_rows_that_share_a_prefix_as_long_as_it_pays() -> None:
             assert not len(plan.prefix_groups), "5 x 1000 tokens are not worth a kernel"
 
 
+def test_a_row_leaves_its_group_with_its_request() -> None:
+    engine = Engine(
+        num_blocks=2000,
+        max_model_len=2048,
+        max_num_seqs=11,
+        max_num_batched_tokens=4096,
+        groups_prefixes=True,
+    )
+    prefix = numbers(1000)
+    for i in range(11):
+        engine.add([*prefix, i], max_tokens=2 if i == 4 else 6)
+    lone = engine.add(numbers(50, start=3), max_tokens=2)
+    engine.finish()
+    (joining,) = (plan for plan in engine.plans[1:] if plan.added_rows)
+    assert joining.added_rows[0].seed == lone
+    assert joining.prefix_blocks.tolist() == [1000 // 4]
+    assert joining.rows[joining.prefix_groups == -1].tolist() == [joining.added_rows[0].row]
+
+
 def test_a_row_may_have_nothing_but_what_it_shares() -> None:
     """A prompt's last token is computed alone, in the step in which others that begin with this
     whole prompt join. Kernels must expect it."""

@@ -224,8 +224,10 @@ def drive(core: EngineCore, work: list[Job]) -> dict[int, FinishedSequence]:
             assert sequence.key not in ended, "one terminal output per sequence"
             ended[sequence.key] = sequence
             aborted.pop(sequence.key, None)
-            if sequence.key in streamed:
-                assert streamed[sequence.key] == sequence.token_ids.tolist()
+            job = work[sequence.key // 100]
+            is_shown = job.streams and not job.beam_width
+            shown = sequence.token_ids.tolist() if is_shown else []
+            assert streamed.get(sequence.key, []) == shown
         assert all(step - since < core.max_steps_in_flight for since in aborted.values())
         if not pending and not core.has_work:
             break

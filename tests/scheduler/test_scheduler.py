@@ -242,14 +242,12 @@ def test_stop_tokens_do_not_outlive_their_request() -> None:
     params = SamplingParams(max_tokens=1, stop_token_ids=sorted(set(made)))
     request = NewRequest(50, "stops", np.array([1], np.int32), params, arrival_time=0.0)
     engine.core.add(request)
-    while engine.core.has_work:
-        engine.core.step()
+    engine.run()
     again = NewRequest(
         60, "again", engine.requests[first].prompt_token_ids, engine.requests[first].params, 0.0
     )
     engine.core.add(again)
-    while engine.core.has_work:
-        engine.step()
+    engine.run()
     assert engine.ended[60].token_ids.tolist() == made
 
 
@@ -272,11 +270,32 @@ def test_stop_tokens_count_only_after_min_tokens(num_drafts: int) -> None:
         )
         request = NewRequest(0, "r0", np.array(tokens, np.int32), params, arrival_time=0.0)
         engine.core.add(request)
-        while engine.core.has_work:
-            engine.step()
+        engine.run()
         ended = engine.ended[0]
         assert ended.token_ids.tolist() == expected
         assert ended.stop_reason == (stop if expected != made else None)
+
+
+# --- what is shown --------------------------------------------------------------------------------
+
+
+def test_logprobs_are_numbered_as_the_tokens_that_are_shown() -> None:
+    """Between them are tokens of requests that do not stream, and tokens without logprobs."""
+    engine = Engine(steps_in_flight=2)
+    for i, (num_logprobs, streams) in enumerate([(2, False), (None, True), (2, True), (1, True)]):
+        params = SamplingParams(seed=i, max_tokens=4, logprobs=num_logprobs, ignore_eos=True)
+        prompt = np.array(numbers(6, start=i), np.int32)
+        engine.core.add(NewRequest(i, f"r{i}", prompt, params, arrival_time=0.0, streams=streams))
+    outputs = [engine.core.step() for _ in range(6)]
+    assert not engine.core.has_work
+    shown = [output for output in outputs if len(output.tokens)]
+    assert len(shown) == 4
+    for output in shown:
+        assert output.logprobs is not None
+        assert sorted(output.keys.tolist()) == [1, 2, 3]
+        assert sorted(output.keys[output.logprobs.index].tolist()) == [2, 3]
+        chosen = output.logprobs.token_ids[:, 0]
+        assert chosen.tolist() == output.tokens[output.logprobs.index].tolist()
 
 
 # --- what is refused ------------------------------------------------------------------------------
