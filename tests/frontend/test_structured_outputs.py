@@ -304,6 +304,20 @@ def test_constrained_requests_keep_pace(tiny: Tiny) -> None:
         assert_at_rest(fast)
 
 
+def test_joining_while_steps_of_others_are_in_flight(tiny: Tiny) -> None:
+    """A mask needs the token before: a constrained request waits for it, however many steps it did
+    not take part in come first."""
+    grammar = StructuredOutputs(regex="([a-f][0-9]){10}")
+    with tiny_llm(tiny.folder, max_steps_in_flight=3) as ahead:
+        free = ahead.stream("return", SamplingParams(max_tokens=40, seed=1, ignore_eos=True))
+        next(free)
+        joined = run(ahead, grammar).outputs[0]
+        assert re.fullmatch("([a-f][0-9]){10}", joined.text), joined
+        assert next(free) is not None, "it still ran"
+        list(free)
+        assert_at_rest(ahead)
+
+
 def test_several_sequences(llm: LLM) -> None:
     """Each of `n` has a state of its own, and the same as if it were asked for again."""
     first, second = (run(llm, TIGHT, n=4).outputs for _ in range(2))
