@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from quire.config.structured import GrammarSettings
 from quire.engine.executors.base import Executor, PendingResult
-from quire.engine.monitor import Monitor
+from quire.engine.monitor import Monitor, Stopwatch
 from quire.engine.structured_output.build import Vocabulary
 from quire.engine.structured_output.compiler import Compilation
 from quire.engine.structured_output.grammars import POLL_S, Grammars
@@ -84,7 +84,7 @@ class EngineCore:
         self.monitor = Monitor(self.metrics)
         self.scheduler = Scheduler(limits, self.metrics)
         self.grammars = Grammars(self.scheduler, grammar_settings or GrammarSettings(), num_threads)
-        self.pressure = MemoryPressure(self.scheduler)
+        self.pressure = MemoryPressure(limits.max_num_batched_tokens)
         self.max_steps_in_flight = max_steps_in_flight
         self.clock = clock
         self.death: str | None = None
@@ -109,6 +109,11 @@ class EngineCore:
         if self.grammars.is_compiling:
             waits.append(POLL_S)
         return min(waits) if waits else None
+
+    @property
+    def host_time(self) -> Stopwatch:
+        """Runs while the outputs of the last step are passed on."""
+        return self.monitor.host
 
     @property
     def can_start_ahead(self) -> bool:
@@ -225,6 +230,7 @@ class EngineCore:
             self.grammars.advance(output, self.clock())
             self._num_failures = 0
             self.pressure.step_done(oldest)
+            self.scheduler.max_step_tokens = self.pressure.max_step_tokens
         return output
 
     def _end_step(self, plan: StepPlan | None, output: StepOutput) -> StepOutput:
@@ -257,7 +263,11 @@ class EngineCore:
         suspects = [r for r in map(self.scheduler.by_row.__getitem__, plan.rows) if r is not None]
         self.scheduler.recover(first_lost.step)
         if isinstance(error, StepMemoryError):
-            self.pressure.step_failed(plan.num_tokens, suspects, error)
+            if self.pressure.step_failed(plan.num_tokens, error):
+                for sequence in suspects:
+                    logger.error("request %r ends: out of memory: %s", sequence.request_id, error)
+                    self.scheduler.fail_request(sequence.request_id, f"out of memory: {error}")
+            self.scheduler.max_step_tokens = self.pressure.max_step_tokens
             return
         if not isinstance(error, Exception):
             return  # an interrupt says nothing about the step
@@ -417,15 +427,19 @@ def _sequence_snapshot(
 
 class MemoryPressure:
     """What follows when a step finds no memory: steps get smaller until they fit. Where not even
-    one token fits, or no memory is left, the engine waits a little, then ends that step's requests
-    with an error and goes on with the others.
+    one token fits, or no memory is left, the engine waits a little, then gives that step's requests
+    up and goes on with the others.
 
     The step size grows back once steps succeed. Until then the engine waits for each step before
     it launches the next, whose failure would cost the first one's tokens.
     """
 
-    def __init__(self, scheduler: Scheduler, sleep: Callable[[float], None] = time.sleep) -> None:
-        self._scheduler = scheduler
+    def __init__(
+        self, max_num_batched_tokens: int, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self.max_step_tokens = max_num_batched_tokens
+        """Most tokens that a step may have now."""
+        self._most = max_num_batched_tokens
         self._sleep = sleep
         self._num_pauses = 0
         self._num_good_steps = 0
@@ -434,37 +448,32 @@ class MemoryPressure:
 
     @property
     def is_on(self) -> bool:
-        return (
-            self._scheduler.max_step_tokens < self._scheduler.limits.max_num_batched_tokens
-            or self._steps_before_growth > STEPS_BEFORE_GROWTH
-        )
+        is_small = self.max_step_tokens < self._most
+        return is_small or self._steps_before_growth > STEPS_BEFORE_GROWTH
 
-    def step_failed(
-        self, num_tokens: int, suspects: list[Sequence], error: StepMemoryError
-    ) -> None:
-        """A step of `num_tokens` for `suspects` found no memory; all its requests wait again."""
+    def step_failed(self, num_tokens: int, error: StepMemoryError) -> bool:
+        """A step of `num_tokens` found no memory; returns whether its requests are given up. If
+        not, they are tried again."""
         if self._has_grown:
             longer = min(2 * self._steps_before_growth, MAX_STEPS_BEFORE_GROWTH)
             self._steps_before_growth, self._has_grown = longer, False
         self._num_good_steps = 0
-        scheduler = self._scheduler
         if num_tokens > 1 and not error.is_exhausted:
-            scheduler.max_step_tokens = max(1, num_tokens // SHRINK_FACTOR)
+            self.max_step_tokens = max(1, num_tokens // SHRINK_FACTOR)
             logger.warning(
                 "a step of %d tokens ran out of memory and is tried again with at most %d: %s",
                 num_tokens,
-                scheduler.max_step_tokens,
+                self.max_step_tokens,
                 error,
             )
-        elif self._num_pauses < MAX_PAUSES:
-            pause_s = FIRST_PAUSE_S * 2**self._num_pauses
-            logger.warning("no step finds memory, waiting %.1f s: %s", pause_s, error)
-            self._num_pauses += 1
-            self._sleep(pause_s)
-        else:
-            for sequence in suspects:
-                logger.error("request %r ends: out of memory: %s", sequence.request_id, error)
-                scheduler.fail_request(sequence.request_id, f"out of memory: {error}")
+            return False
+        if self._num_pauses == MAX_PAUSES:
+            return True
+        pause_s = FIRST_PAUSE_S * 2**self._num_pauses
+        logger.warning("no step finds memory, waiting %.1f s: %s", pause_s, error)
+        self._num_pauses += 1
+        self._sleep(pause_s)
+        return False
 
     def step_done(self, plan: StepPlan) -> None:
         """A step's result has arrived."""
@@ -472,15 +481,13 @@ class MemoryPressure:
             self._num_pauses = 0
         if not self.is_on:
             return
-        scheduler = self._scheduler
-        most = scheduler.limits.max_num_batched_tokens
         self._num_good_steps += 1
         if self._num_good_steps < self._steps_before_growth:
             return
         self._num_good_steps = 0
-        if scheduler.max_step_tokens == most:
+        if self.max_step_tokens == self._most:
             self._steps_before_growth, self._has_grown = STEPS_BEFORE_GROWTH, False
             return
         self._has_grown = True
-        scheduler.max_step_tokens = min(most, 2 * scheduler.max_step_tokens)
-        logger.info("steps may have %d tokens again", scheduler.max_step_tokens)
+        self.max_step_tokens = min(self._most, 2 * self.max_step_tokens)
+        logger.info("steps may have %d tokens again", self.max_step_tokens)

@@ -13,6 +13,7 @@ from dataclasses import astuple, dataclass, fields
 from quire.metrics.engine import EngineMetrics
 from quire.protocol.request import NewRequest
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.sequence import SchedulerLimits
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +109,21 @@ class _Counts:
         return _Counts(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
+class _Increase:
+    """What was counted since the last look."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._before = self._counts()
+
+    def take(self) -> _Counts:
+        before, self._before = self._before, self._counts()
+        return self._before - before
+
+    def _counts(self) -> _Counts:
+        return _Counts.of(self._scheduler.metrics, self._scheduler.num_admissions)
+
+
 class StatusLog:
     """One line every few seconds while the engine is busy, and none while it is not. `look` belongs
     after every step. Work that ends sooner than `interval_s` says nothing."""
@@ -115,7 +131,7 @@ class StatusLog:
     def __init__(self, scheduler: Scheduler, interval_s: float = 10.0) -> None:
         self._scheduler = scheduler
         self._interval_s = interval_s
-        self._before = self._counts()
+        self._increase = _Increase(scheduler)
         self._began = self._last_look = -math.inf
 
     def look(self, now: float) -> None:
@@ -124,22 +140,19 @@ class StatusLog:
         self._last_look = now
         if now - self._began < self._interval_s:
             return
-        counts = self._counts()
+        new = self._increase.take()
         if not was_idle:
-            logger.info("%s", self._line(counts - self._before, now - self._began))
-        self._before, self._began = counts, now
-
-    def _counts(self) -> _Counts:
-        return _Counts.of(self._scheduler.metrics, self._scheduler.num_admissions)
+            logger.info("%s", self._line(new, now - self._began))
+        self._began = now
 
     def _line(self, new: _Counts, passed_s: float) -> str:
-        scheduler, pool = self._scheduler, self._scheduler.kv.pool
+        load = self._scheduler.load()
         hits = f"{new.hits / new.queries:.1%}" if new.queries else "none asked for"
         return (
             f"{new.prompt_tokens / passed_s:.1f} prompt tokens/s, "
             f"{new.generation_tokens / passed_s:.1f} generated tokens/s, "
-            f"{scheduler.num_running} running, {len(scheduler.waiting)} waiting, "
-            f"KV cache {pool.num_used / scheduler.limits.num_blocks:.1%} used, "
+            f"{load.num_running} running, {load.num_waiting} waiting, "
+            f"KV cache {load.cache_usage:.1%} used, "
             f"prefix hits {hits}, {new.preemptions} preemptions"
         )
 
@@ -156,9 +169,14 @@ class Advisor:
     `repeat_s`."""
 
     def __init__(
-        self, scheduler: Scheduler, interval_s: float = 30.0, repeat_s: float = 600.0
+        self,
+        scheduler: Scheduler,
+        limits: SchedulerLimits,
+        interval_s: float = 30.0,
+        repeat_s: float = 600.0,
     ) -> None:
         self._scheduler = scheduler
+        self._limits = limits
         self._interval_s = interval_s
         self._repeat_s = repeat_s
         self._prefixes: OrderedDict[tuple[int, tuple[str, ...], int], None] = OrderedDict()
@@ -166,7 +184,7 @@ class Advisor:
         """Prompt tokens since the last look, and those that repeat an earlier prompt's prefix."""
         self._next_look: float | None = None
         self._said: dict[str, float] = {}
-        self._before = self._counts()
+        self._increase = _Increase(scheduler)
         self.current: list[Advice] = []
         """What holds since the last look, said or not."""
 
@@ -193,20 +211,15 @@ class Advisor:
             self._next_look = self._next_look or now + self._interval_s
             return
         self._next_look = now + self._interval_s
-        counts = self._counts()
-        self.current = list(self._judge(counts - self._before))
-        self._before = counts
+        self.current = list(self._judge(self._increase.take()))
         self._num_arrived = self._num_repeated = 0
         for advice in self.current:
             if now - self._said.get(advice.kind, -self._repeat_s) >= self._repeat_s:
                 self._said[advice.kind] = now
                 logger.warning("advice: %s", advice.message)
 
-    def _counts(self) -> _Counts:
-        return _Counts.of(self._scheduler.metrics, self._scheduler.num_admissions)
-
     def _judge(self, new: _Counts) -> Iterator[Advice]:
-        limits = self._scheduler.limits
+        limits = self._limits
         # Shares, not counts: the requests that arrived and those that were admitted differ.
         repeated = self._num_repeated / self._num_arrived if self._num_arrived else 0.0
         hits = new.hits / new.queries if new.queries else 0.0
@@ -235,16 +248,16 @@ class Advisor:
             f"at least {repeated:.0%} of all prompt tokens repeat the beginning of an earlier "
             f"prompt, but {hits:.1%} were found in the prefix cache. "
         )
-        if not self._scheduler.limits.enable_prefix_caching:
+        if not self._limits.enable_prefix_caching:
             return seen + "Set enable_prefix_caching=True."
         return seen + (
             "They are evicted before they are asked for again: give the KV cache more memory "
             "(gpu_memory_utilization, kv_cache_memory_bytes) or lower max_num_seqs "
-            f"({self._scheduler.limits.max_num_seqs})."
+            f"({self._limits.max_num_seqs})."
         )
 
     def _about_waste(self, waste: float) -> str:
-        limits = self._scheduler.limits
+        limits = self._limits
         seen = f"{waste:.0%} of the KV slots that requests hold are empty. "
         if limits.reserves_max_length:
             return seen + "Set reservation='paged'."
@@ -254,19 +267,14 @@ class Advisor:
 
     def _about_pool(self) -> Iterator[Advice]:
         """Whether requests wait for blocks while rows are free."""
-        scheduler, limits = self._scheduler, self._scheduler.limits
-        rows = scheduler.ranked_rows()
-        if not scheduler.waiting or not scheduler.free_rows or not len(rows):
-            return
-        wanted = limits.blocks_held(len(scheduler.waiting.first().held_token_ids))
-        room = scheduler.kv.pool.num_free - scheduler.kv.num_promised(rows)
-        blocks_each = float(scheduler.columns.held_blocks[rows].mean())
-        if wanted > room and blocks_each * limits.max_num_seqs > limits.num_blocks:
+        load, limits = self._scheduler.load(), self._limits
+        each = load.blocks_each
+        if load.waits_for_blocks and each * limits.max_num_seqs > limits.num_blocks:
             yield Advice(
                 "pool",
-                f"{len(scheduler.waiting)} requests wait although {len(scheduler.free_rows)} of "
-                f"max_num_seqs={limits.max_num_seqs} rows are free: at {blocks_each:.0f} blocks "
-                f"each, the KV cache of {limits.num_blocks} blocks holds {len(rows)} sequences. "
+                f"{load.num_waiting} requests wait although {load.num_free_rows} of "
+                f"max_num_seqs={limits.max_num_seqs} rows are free: at {each:.0f} blocks each, "
+                f"the KV cache of {limits.num_blocks} blocks holds {load.num_running} sequences. "
                 "Give it more memory (gpu_memory_utilization, kv_cache_memory_bytes), or lower "
                 "max_num_seqs to what fits.",
             )

@@ -59,7 +59,7 @@ class EngineLoop:
             self._take_in()
             output = self._core.step()
             if not output.empty:
-                with self._core.monitor.host:
+                with self._core.host_time:
                     self._send(output)
         return self._core.death
 
@@ -127,16 +127,14 @@ def main() -> int:
         logger.log(level, "the engine failed to start", exc_info=error)
         reports.write(line(Failed(start_failure(error))))
         return 1
-    monitor = engine.core.monitor
-    monitor.advisor = Advisor(engine.core.scheduler)
+    monitor, scheduler = engine.core.monitor, engine.core.scheduler
+    monitor.advisor = Advisor(scheduler, scheduler.limits)
     if not engine.options.observability.disable_log_stats:
-        monitor.status = StatusLog(engine.core.scheduler)
+        monitor.status = StatusLog(scheduler)
     # Whatever exists now lives as long as the engine: the collector need not look at it again.
     gc.collect()
     gc.freeze()
-    ready = EngineReady(
-        start.address, engine.options.flat(), engine.core.scheduler.limits.num_blocks
-    )
+    ready = EngineReady(start.address, engine.options.flat(), scheduler.limits.num_blocks)
     reports.write(line(ready))
     death = EngineLoop(engine.core, socket).run()
     reports.write(line(Failed(death)))

@@ -139,9 +139,10 @@ class ThreadEngineClient:
                     self._report(output)
             except Exception as error:
                 logger.exception("the engine loop failed")
-                self.core.death = f"the engine loop failed: {error}"
+                reason = f"the engine loop failed: {error}"
+                self.core.die(reason, error)
                 for listener, loop in self._listeners.values():
-                    _tell(loop, listener.engine_died, self.core.death)
+                    _tell(loop, listener.engine_died, reason)
                 self._refuse_calls()
                 return
             if stopping:
@@ -166,7 +167,7 @@ class ThreadEngineClient:
             self._stopping = True
             self._wake.notify()
         self._thread.join()
-        self.core.executor.shutdown()  # for a loop that failed
+        self.core.shutdown()  # for a loop that failed
 
 
 def _tell(loop: asyncio.AbstractEventLoop, function: Callable[[T], None], argument: T) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -226,7 +226,7 @@ class LLM:
                 part = slice(start, start + size)
                 requests = self._add(news[part], parsed[part])
                 self._wait(requests, bar)
-                self._raise_failure(requests)
+                self._loop.raise_failure(requests)
                 outputs += [request.read_beams(self._inputs.tokenizer) for request in requests]
         return outputs
 
@@ -257,7 +257,7 @@ class LLM:
     def llm_engine(self) -> LLMEngine:
         """The engine by itself: requests are added, and steps made, one by one."""
         if self._llm_engine is None:
-            self._llm_engine = LLMEngine(self, self._loop)
+            self._llm_engine = LLMEngine(self, self._loop, self._submit)
         return self._llm_engine
 
     # --- asking -----------------------------------------------------------------------------------
@@ -466,16 +466,8 @@ class LLM:
         """Step until the given requests have ended."""
         with ProgressBar(len(requests), use_tqdm) as bar:
             self._wait(requests, bar)
-        # Where the engine lives on, one request's failure must not cost the others their outputs:
-        # its own says finish_reason="error".
-        if self._core.death is not None:
-            self._raise_failure(requests)
+        self._loop.raise_if_dead(requests)
         return [request.read() for request in requests]
-
-    def _raise_failure(self, requests: Iterable[OpenRequest]) -> None:
-        for request in requests:
-            if request.error is not None:
-                raise request.failure(self._core.death)
 
     def _stream(
         self, prompts: list[Prompt], params: SamplingParams | None, options: TokenizationOptions
@@ -491,7 +483,7 @@ class LLM:
                 done = False
                 while not done:
                     self._loop.next_changes(call)
-                    self._raise_failure(requests)
+                    self._loop.raise_failure(requests)
                     output = self._loop.read(requests[0])
                     if output is not None:
                         done = output.finished
@@ -506,8 +498,9 @@ class LLMEngine:
     """The engine of an `LLM` with vLLM's methods: requests are added, and steps made, one by one.
     Both may be used at the same time."""
 
-    def __init__(self, llm: LLM, loop: StepLoop) -> None:
+    def __init__(self, llm: LLM, loop: StepLoop, submit: Callable[..., list[OpenRequest]]) -> None:
         self._llm = llm
+        self._submit = submit
         self._loop = loop
         self._call = loop.follow(())
         self._open: dict[str, OpenRequest] = {}
@@ -552,7 +545,7 @@ class LLMEngine:
             raise RequestError(f"add_request takes one prompt, got {len(prompts)}.")
         options = TokenizationOptions.from_kwargs(tokenization_kwargs)
         kind, priorities = params.output_kind, [priority] if priority else None
-        (request,) = self._llm._submit(prompts, params, priorities, options, kind)
+        (request,) = self._submit(prompts, params, priorities, options, kind)
         request.request_id = request_id
         self._open[request_id] = request
         self._loop.follow((request,), self._call)
@@ -562,8 +555,7 @@ class LLMEngine:
         """One step of the engine; returns outputs of requests that it changed."""
         outputs = []
         for request in self._loop.step_for(self._call):
-            if request.error is not None and self._llm._core.death is not None:
-                self._llm._raise_failure([request])
+            self._loop.raise_if_dead([request])
             output = self._loop.read(request)
             if output is not None:
                 outputs.append(output)

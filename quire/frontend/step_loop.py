@@ -183,7 +183,7 @@ class StepLoop:
         """A step for a thread that holds the engine."""
         try:
             output = self.core.step()
-            with self.core.monitor.host:
+            with self.core.host_time:
                 self.take_in(output)
         except Exception as error:
             # What the step brought may be lost for any call, so none may go on waiting for it.
@@ -259,6 +259,18 @@ class StepLoop:
         with self._outputs:
             changed, call.changed = call.changed, {}
             return list(changed.values())
+
+    def raise_failure(self, requests: Iterable[OpenRequest]) -> None:
+        """If one of the requests has failed."""
+        for request in requests:
+            if request.error is not None:
+                raise request.failure(self.core.death)
+
+    def raise_if_dead(self, requests: Iterable[OpenRequest]) -> None:
+        """The same where the engine has stopped. Where it lives on, one request's failure must not
+        cost the others their outputs: its own says finish_reason="error"."""
+        if self.core.death is not None:
+            self.raise_failure(requests)
 
     def read(self, request: OpenRequest) -> RequestOutput | None:
         """What is new of a request that may still grow, if anything."""

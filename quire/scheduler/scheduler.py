@@ -9,6 +9,7 @@ Python loops run only over what changed.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
@@ -55,6 +56,21 @@ class Pause(Enum):
     """No request begins; those that have begun go on to their end."""
     HOLD = "hold"
     """Nothing is computed; running sequences keep their rows and blocks."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """How full a scheduler is."""
+
+    num_running: int
+    num_waiting: int
+    num_free_rows: int
+    cache_usage: float
+    """Share of the KV blocks in use."""
+    blocks_each: float
+    """Blocks of a running sequence, on average."""
+    waits_for_blocks: bool
+    """Whether the next in the queue would have a row, and finds too few blocks."""
 
 
 class Scheduler:
@@ -116,6 +132,21 @@ class Scheduler:
             times.append(self.progress.next_time)
         return min(times, default=None)
 
+    def load(self) -> Load:
+        rows, pool = self.ranked_rows(), self.kv.pool
+        waits_for_blocks = False
+        if self.waiting and self.free_rows:
+            wanted = self.limits.blocks_held(len(self.waiting.first().held_token_ids))
+            waits_for_blocks = wanted > pool.num_free - self.kv.num_promised(rows)
+        return Load(
+            num_running=len(rows),
+            num_waiting=len(self.waiting),
+            num_free_rows=len(self.free_rows),
+            cache_usage=pool.num_used / self.limits.num_blocks,
+            blocks_each=float(self.columns.held_blocks[rows].mean()) if len(rows) else 0.0,
+            waits_for_blocks=waits_for_blocks,
+        )
+
     # --- requests come and go -------------------------------------------------------------------
 
     def check(self, new: NewRequest) -> None:
@@ -151,6 +182,9 @@ class Scheduler:
             self._enqueue(leader)
         else:
             self.waiting.hold_back(leader)
+
+    def is_held_back(self, request_id: str) -> bool:
+        return request_id in self.waiting.held_back
 
     def make_ready(self, request_id: str) -> None:
         """Queue a request that was held back."""
@@ -468,7 +502,7 @@ class Scheduler:
             self.waiting.push(fork)
         for member, token in moves.extended:
             if member.row >= 0:
-                self.append_tokens(member, [token])
+                self._append_known(member, [token])
             else:
                 member.held_token_ids = np.append(member.held_token_ids, np.int32(token))
                 self.waiting.push(member)
@@ -537,13 +571,58 @@ class Scheduler:
         self._appends = [append for append in self._appends if append[0] != row]
         self._cuts[row] = num_tokens
 
-    def append_tokens(self, sequence: Sequence, tokens: list[int]) -> None:
+    def _append_known(self, sequence: Sequence, tokens: list[int]) -> None:
         """Append tokens that the host knows, to a sequence with nothing in flight."""
         c, row, at = self.columns, sequence.row, sequence.num_known
         c.token_ids[row, at : at + len(tokens)] = tokens
         c.num_known[row] += len(tokens)
         c.num_tokens[row] += len(tokens)
         self._appends += [(row, token) for token in tokens]
+
+    # --- structured output ----------------------------------------------------------------------
+
+    def constrained(self, plan: StepPlan) -> tuple[Int32Array, list[Sequence]]:
+        """The sequences with a grammar that a plan samples for, those that still run, and their
+        places among the rows that sample."""
+        c, rows = self.columns, plan.rows[plan.samples]
+        live = (c.epoch[rows] == plan.epochs[plan.samples]) & c.constrained[rows]
+        places = np.flatnonzero(live).astype(np.int32)
+        return places, [self._at(row) for row in rows[places]]
+
+    def awaits_constrained(self, plan: StepPlan) -> bool:
+        """Whether a row with a grammar that a plan samples for has a token of a step before it in
+        flight."""
+        c, rows = self.columns, plan.rows[plan.samples]
+        return bool((c.constrained[rows] & (c.in_flight[rows] > 1)).any())
+
+    def epochs(self, rows: Int32Array) -> Int32Array:
+        """A row's epoch changes whenever what is in flight of it no longer counts."""
+        return self.columns.epoch[rows]
+
+    def set_synchronous(self, rows: Int32Array, flags: BoolArray) -> None:
+        """Whether rows go on only once the token before is known."""
+        self.columns.synchronous[rows] = flags
+
+    def append_forced(
+        self, sequence: Sequence, tokens: list[int], is_complete: bool, now: float
+    ) -> list[int]:
+        """Append tokens that alone can follow, as far as they fit and no stop token comes; returns
+        them. The sequence ends there, or where nothing can follow them."""
+        room = sequence.max_total - sequence.num_known
+        num_before_stop = sequence.num_before_stop
+        for place, token in enumerate(tokens):
+            if token in sequence.stop_ids and place >= num_before_stop:
+                tokens, is_complete = tokens[: place + 1], True
+                break
+        if len(tokens) > room:
+            tokens, is_complete = tokens[:room], False
+        self._append_known(sequence, tokens)
+        self.metrics.generated(len(tokens), np.zeros(0), now)
+        if is_complete:
+            self.end(sequence, "stop", now)
+        elif len(tokens) == room:
+            self.end(sequence, "length", now)
+        return tokens
 
     # --- leaving --------------------------------------------------------------------------------
 

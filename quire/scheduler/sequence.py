@@ -407,6 +407,11 @@ class Sequence:
         return int(self.columns.num_known[self.row]) if self.row >= 0 else len(self.held_token_ids)
 
     @property
+    def num_before_stop(self) -> int:
+        """Tokens that must come before one that may stop it; 0 or less where the next one may."""
+        return self.num_prompt + self.params.min_tokens - self.num_known - 1
+
+    @property
     def has_tokens_in_flight(self) -> bool:
         return self.row >= 0 and bool(self.columns.in_flight[self.row])
 

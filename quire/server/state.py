@@ -32,8 +32,8 @@ class ServerState:
         tells the supervisor, if there is one, something (`protocol/messages.py`)."""
         self.llm = llm
         self.options = options
-        session, serving = self.llm.session, options.serving
-        self.model_names = serving.served_model_name or (session.model_config.source.name,)
+        settings = PreparationSettings.of(self.llm.session, options.serving)
+        self.model_names = settings.model_names
         self.access = Access.of(options.access)
         endpoint = options.logging.otlp_traces_endpoint
         self.tracer = None if endpoint is None else Tracer(endpoint, self.model_names[0])
@@ -43,9 +43,7 @@ class ServerState:
         """Whether an engine that died is being replaced."""
         self.created = int(time.time())
         self.body_memory = BodyMemory(options.network.max_body_bytes)
-        settings = PreparationSettings.of(session, serving, self.model_names)
-        tokenizer = session.tokenizer if session.has_tokenizer else None
-        self.preparation = Preparation(settings, tokenizer, session.inputs)
+        self.preparation = Preparation.of(settings, self.llm.session)
         self.pool = PreparationPool(settings, fork_server)
 
 

@@ -192,7 +192,8 @@ class Advised:
 
     def __init__(self, **limits: object) -> None:
         self.engine = Engine(**limits)  # type: ignore[arg-type]
-        self.advisor = Advisor(self.engine.core.scheduler, interval_s=10.0, repeat_s=100.0)
+        scheduler = self.engine.core.scheduler
+        self.advisor = Advisor(scheduler, scheduler.limits, interval_s=10.0, repeat_s=100.0)
         self.engine.core.monitor.advisor = self.advisor
 
     def run(self, seconds: float, step_s: float = 0.1) -> set[str]:
@@ -279,4 +280,4 @@ def test_an_idle_engine_gets_no_advice() -> None:
     send_similar(advised)
     advised.run(12)
     assert advised.run(20) == set()
-    assert len(advised.advisor._heads) <= 4096
+    assert len(advised.advisor._prefixes) <= 4096

@@ -82,7 +82,7 @@ class Grammars:
             if not compilation.is_over:
                 continue
             del self._pending[request_id]
-            if request_id not in self._scheduler.waiting.held_back:  # aborted, or out of time
+            if not self._scheduler.is_held_back(request_id):  # aborted, or out of time
                 accepted.set_result(None)
                 continue
             try:
@@ -126,30 +126,23 @@ class Grammars:
         has_one_choice = batch.settings.apply(masks.bits)
         if self._settings.jump_ahead:
             # Where there is no choice there may be none for long: the row waits, and then jumps.
-            self._scheduler.columns.synchronous[batch.rows] = has_one_choice & batch.may_jump
+            self._scheduler.set_synchronous(batch.rows, has_one_choice & batch.may_jump)
         return masks
 
     def need_tokens_in_flight(self, plan: StepPlan) -> bool:
         """Whether masks for a plan can only be made once the step before it is applied."""
-        if not self._matchers:
-            return False
-        rows = plan.rows[plan.samples]
-        c = self._scheduler.columns
-        return bool((c.constrained[rows] & (c.in_flight[rows] > 1)).any())
+        return bool(self._matchers) and self._scheduler.awaits_constrained(plan)
 
     def _batch_of(self, plan: StepPlan) -> Batch | None:
         """The constrained sequences that a plan samples for, those that still run."""
         if not self._matchers:
             return None
-        c = self._scheduler.columns
-        if self._batch is None or not self._batch.is_that_of(plan, c.epoch):
-            live = (c.epoch[plan.rows] == plan.epochs) & c.constrained[plan.rows]
-            places = np.flatnonzero(live[plan.samples])
-            sequences = [self._scheduler.by_row[row] for row in plan.rows[plan.samples][places]]
-            members = [(one, self._matchers[one.key]) for one in sequences if one is not None]
-            assert len(members) == len(places), "a row that still counts has no sequence"
-            self._batch = Batch(plan, places.astype(np.int32), members)
-        return self._batch if self._batch.members else None
+        batch = self._batch
+        if batch is None or not batch.is_that_of(plan, self._scheduler.epochs(batch.rows)):
+            places, sequences = self._scheduler.constrained(plan)
+            members = [(sequence, self._matchers[sequence.key]) for sequence in sequences]
+            self._batch = batch = Batch(plan, places, members)
+        return batch if batch.members else None
 
     def consume(self, plan: StepPlan, result: StepResult, now: float) -> BoolArray | None:
         """Match a step's tokens, just before it is applied. Says of each row that samples whether
@@ -163,7 +156,7 @@ class Grammars:
         tokens = result.tokens[starts[batch.places]].tolist()
         complete = np.zeros(len(result.counts), np.bool_)
         for i, (sequence, matcher) in enumerate(batch.members):
-            if tokens[i] in sequence.stop_ids and self._may_stop(sequence):
+            if tokens[i] in sequence.stop_ids and sequence.num_before_stop <= 0:
                 matcher.check_end(tokens[i])  # it ends the sequence, and is no part of the text
             else:
                 matcher.consume(tokens[i])
@@ -175,17 +168,15 @@ class Grammars:
                 ended.is_own_fault = True
         return complete
 
-    def _may_stop(self, sequence: Sequence) -> bool:
-        """Whether a stop token ends a sequence that samples it next."""
-        c = self._scheduler.columns
-        return bool(c.num_known[sequence.row] + 1 >= c.min_total[sequence.row])
-
     def advance(self, output: StepOutput, now: float) -> None:
         """After a step is applied: append what can only follow."""
         shown: list[tuple[int, int]] = []
         for sequence, matcher in self._sampled:
-            if sequence.status is Status.RUNNING and self._may_jump(sequence, matcher):
-                tokens = self._jump(sequence, matcher, now)
+            if sequence.status is not Status.RUNNING or not self._may_jump(sequence, matcher):
+                continue
+            if tokens := matcher.forced():
+                complete = matcher.is_complete
+                tokens = self._scheduler.append_forced(sequence, tokens, complete, now)
                 if sequence.new.streams:
                     shown += [(sequence.key, token) for token in tokens]
         if shown:
@@ -195,28 +186,6 @@ class Grammars:
 
     def _may_jump(self, sequence: Sequence, matcher: Matcher) -> bool:
         return self._settings.jump_ahead and matcher.may_jump and not sequence.has_tokens_in_flight
-
-    def _jump(self, sequence: Sequence, matcher: Matcher, now: float) -> list[int]:
-        """Append the tokens that can only follow; returns them."""
-        tokens = matcher.forced()
-        if not tokens:
-            return tokens
-        room = sequence.max_total - sequence.num_known
-        too_early = sequence.num_prompt + sequence.params.min_tokens - sequence.num_known - 1
-        stops = matcher.is_complete
-        for place, token in enumerate(tokens):
-            if token in sequence.stop_ids and place >= too_early:
-                tokens, stops = tokens[: place + 1], True
-                break
-        if len(tokens) > room:
-            tokens, stops = tokens[:room], False
-        self._scheduler.append_tokens(sequence, tokens)
-        self._scheduler.metrics.generated(len(tokens), np.zeros(0), now)
-        if stops:
-            self._scheduler.end(sequence, "stop", now)
-        elif len(tokens) == room:
-            self._scheduler.end(sequence, "length", now)
-        return tokens
 
     def _pool(self) -> LLExecutor:
         if self._threads is None:

@@ -232,9 +232,9 @@ class Batch:
         self._has_one_start = len({id(matcher.start) for matcher in matchers}) == 1
 
     def is_that_of(self, plan: StepPlan, epochs: Int32Array) -> bool:
-        """Whether a plan has the same samples, and they all still count. `epochs` are those of all
-        rows now."""
-        return self._plan == _composition(plan) and self._epochs == epochs[self.rows].tobytes()
+        """Whether a plan has the same samples, and they all still count. `epochs` are those of
+        its rows now."""
+        return self._plan == _composition(plan) and self._epochs == epochs.tobytes()
 
     def fill(self, bits: Int32Array, pool: Callable[[], LLExecutor]) -> None:
         """What the grammars alone allow, to `bits` [members, words]."""

@@ -98,9 +98,7 @@ class PreparationSettings:
     model_names: tuple[str, ...]
 
     @classmethod
-    def of(
-        cls, session: Session, serving: ServingOptions, names: tuple[str, ...]
-    ) -> PreparationSettings:
+    def of(cls, session: Session, serving: ServingOptions) -> PreparationSettings:
         tokenizer = TokenizerRecord.of(session.tokenizer) if session.has_tokenizer else None
         model = session.model_config
         return cls(
@@ -112,7 +110,7 @@ class PreparationSettings:
             dataclasses.asdict(serving),
             session.default_params,
             session.chat_params,
-            names,
+            serving.served_model_name or (model.source.name,),
         )
 
     def preparation(self) -> Preparation:
@@ -175,6 +173,12 @@ class Preparation:
         self.model_names = settings.model_names
         self.limited: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
         """Bounds the time of what runs inside; `what` names it in the error."""
+
+    @classmethod
+    def of(cls, settings: PreparationSettings, session: Session) -> Preparation:
+        """In the process of the session."""
+        tokenizer = session.tokenizer if session.has_tokenizer else None
+        return cls(settings, tokenizer, session.inputs)
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -224,10 +224,10 @@ def test_a_batch_is_kept_while_the_same_requests_run() -> None:
     now = np.array([0, 3, 5, 0, 7], np.int32)
     batch = Batch(plan(), np.array([1], np.int32), [])
     assert batch.rows.tolist() == [2]
-    assert batch.is_that_of(plan(), now)
+    assert batch.is_that_of(plan(), now[batch.rows])
     for other in (plan(rows=[4, 2, 1]), plan(epochs=[7, 3, 6]), plan(samples=[1, 1, 1])):
-        assert not batch.is_that_of(other, now)
+        assert not batch.is_that_of(other, now[batch.rows])
     now[4] += 1  # of a request that no grammar constrains
-    assert batch.is_that_of(plan(), now)
+    assert batch.is_that_of(plan(), now[batch.rows])
     now[2] += 1
-    assert not batch.is_that_of(plan(), now)
+    assert not batch.is_that_of(plan(), now[batch.rows])
