@@ -419,6 +419,15 @@ def test_min_tokens_against_the_grammar(llm: LLM) -> None:
         assert dead.finish_reason == "error" and "cannot go on" in str(dead.stop_reason)
 
 
+@pytest.mark.parametrize("min_tokens", [2, 3, 9])
+def test_min_tokens_where_only_the_end_is_left(llm: LLM, min_tokens: int) -> None:
+    """The text ends there, once."""
+    (a,) = text_ids("a")
+    params = {"temperature": 0.0, "allowed_token_ids": [a, END_ID], "min_tokens": min_tokens}
+    ended = run(llm, StructuredOutputs(regex="ab?"), **params).outputs[0]
+    assert (ended.token_ids, ended.finish_reason) == ([a, END_ID], "stop")
+
+
 def test_allowed_tokens(llm: LLM) -> None:
     """Both rules hold; where they contradict each other the request ends with the reason."""
     b, c = text_ids("b")[0], text_ids("c")[0]
