@@ -267,6 +267,25 @@ async def test_a_fault_of_the_engine_itself_reaches_all_callers(tiny: Tiny) -> N
     llm.shutdown()
 
 
+async def test_a_loop_that_fails_tells_all_callers(tiny: Tiny) -> None:
+    """If outputs cannot be passed on, readers raise, and the engine is freed."""
+    llm = AsyncLLM(str(tiny.folder), num_threads=1, kv_cache_memory_bytes="16MiB")
+
+    def broken(output: Any) -> None:
+        raise ZeroDivisionError("a fault in the loop")
+
+    stream = llm.generate(PROMPTS[0], LONG)
+    await anext(stream)
+    llm.client._report = broken  # type: ignore[attr-defined]
+    with pytest.raises(EngineDeadError, match="the engine loop failed: a fault in the loop"):
+        await last(stream)
+    with pytest.raises(EngineDeadError, match="a fault in the loop"):
+        await last(llm.generate(PROMPTS[1], params()))
+    llm.shutdown()
+    core = llm.client.core  # type: ignore[attr-defined]
+    assert not core.scheduler.requests and core.executor._worker is None
+
+
 async def test_refused_arguments(engine: AsyncLLM) -> None:
     with pytest.raises(RequestError, match="lora_request"):
         await last(engine.generate([1], params(), lora_request="x"))

@@ -46,12 +46,6 @@ class ChatBody(ChoicesBody, ConversationBody):
         return bool(self.logprobs) or self.logprob_token_ids is not None
 
     @property
-    def num_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are asked for; given ids take their place."""
-        needs_number = self.wants_logprobs and self.logprob_token_ids is None
-        return self.top_logprobs or 0 if needs_number else self.top_logprobs
-
-    @property
     def max_tokens_field(self) -> str:
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
@@ -63,7 +57,7 @@ class ChatBody(ChoicesBody, ConversationBody):
         return self.messages
 
     def own_params(self) -> dict[str, Any]:
-        return {"logprobs": self.num_logprobs}
+        return {"logprobs": self.num_logprobs(self.wants_logprobs, self.top_logprobs)}
 
     def template_settings(self) -> dict[str, Any]:
         kwargs = {"documents": self.documents, "reasoning_effort": self.reasoning_effort}

@@ -38,7 +38,7 @@ class CompletionBody(ChoicesBody):
     add_special_tokens: bool | None = True
 
     @property
-    def asks_about_prompt(self) -> bool:
+    def wants_prompt_logprobs(self) -> bool:
         return self.prompt_logprobs is not None or self.prompt_logprob_token_ids is not None
 
     def refuse_unsupported(self) -> None:
@@ -97,7 +97,7 @@ def _params(
     own: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": body.logprobs}
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         own["prompt_logprobs"] = body.logprobs
-    if body.echo and body.logprobs is None and not body.asks_about_prompt:
+    if body.echo and body.logprobs is None and not body.wants_prompt_logprobs:
         own["prompt_logprob_token_ids"] = body.logprob_token_ids
     params = body.sampling_params(defaults, output_kind=body.output_kind, **own)
     if body.use_beam_search:
@@ -133,7 +133,7 @@ class CompletionReply(ChoicesReply):
         self._prompt_only = bool(body.echo) and body.max_tokens == 0
         self._wants_logprobs = body.logprobs is not None or body.logprob_token_ids is not None
         self._is_plain = not (
-            self._wants_logprobs or body.return_token_ids or body.asks_about_prompt
+            self._wants_logprobs or body.return_token_ids or body.wants_prompt_logprobs
         )
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._begun: set[int] = set()

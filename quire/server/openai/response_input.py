@@ -48,12 +48,6 @@ class ResponseBody(MessageBody):
         named = self.top_logprobs is not None or self.logprob_token_ids is not None
         return named or LOGPROBS in (self.include or ())
 
-    @property
-    def num_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are asked for; given ids take their place."""
-        needs_number = self.wants_logprobs and self.logprob_token_ids is None
-        return self.top_logprobs or 0 if needs_number else self.top_logprobs
-
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
         for name in STATEFUL:
@@ -100,7 +94,7 @@ class ResponseBody(MessageBody):
         return "max_output_tokens"
 
     def own_params(self) -> dict[str, Any]:
-        return {"logprobs": self.num_logprobs}
+        return {"logprobs": self.num_logprobs(self.wants_logprobs, self.top_logprobs)}
 
     def template_settings(self) -> dict[str, Any]:
         effort = (self.reasoning or {}).get("effort")

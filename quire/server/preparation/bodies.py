@@ -305,6 +305,11 @@ class ConversationBody(GenerationBody):
         """Sampling parameters that this protocol has under other names."""
         return {}
 
+    def num_logprobs(self, are_wanted: bool, top_logprobs: int | None) -> int | None:
+        """How many of the likeliest tokens are asked for; given ids take their place."""
+        needs_number = are_wanted and self.logprob_token_ids is None
+        return top_logprobs or 0 if needs_number else top_logprobs
+
     def check_reply(self, format: MessageFormat, model: str) -> None:
         """Raise for what the body asks of replies that the model's template cannot do."""
 
