@@ -92,11 +92,6 @@ class ModelOptions(CheckedOptions):
     tokenizer: str | None = option(
         None, "Folder or hub name of the tokenizer.", default_text="the model's", convert=as_text
     )
-    tokenizer_mode: str = option(
-        "auto",
-        "Kept for compatibility: all modes give the same tokens.",
-        choices=("auto", "hf", "slow"),
-    )
     skip_tokenizer_init: bool = option(
         False, "Load no tokenizer: prompts are token ids, outputs have no text."
     )

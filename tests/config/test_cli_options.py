@@ -25,7 +25,6 @@ from quire.protocol.sampling import RepetitionDetectionParams, SamplingParams
 ENGINE_FLAGS: dict[str, tuple[str, Any]] = {
     "model": ("--model=a/b", "a/b"),
     "tokenizer": ("--tokenizer=t", "t"),
-    "tokenizer_mode": ("--tokenizer-mode=slow", "slow"),
     "skip_tokenizer_init": ("--skip-tokenizer-init", True),
     "revision": ("--revision=v1", "v1"),
     "tokenizer_revision": ("--tokenizer-revision=v2", "v2"),

@@ -196,6 +196,7 @@ def test_harmless_arguments_warn_once(name: str, value: object) -> None:
         ("mm_processor_kwargs", {"a": 1}, {}),
         ("kv_transfer_config", object(), None),
         ("logprobs_mode", "raw_logits", "raw_logprobs"),
+        ("tokenizer_mode", "mistral", "slow"),
     ],
 )
 def test_arguments_that_change_results_are_refused(name: str, value: Any, neutral: Any) -> None:

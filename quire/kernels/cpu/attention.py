@@ -102,7 +102,7 @@ class QKVStep:
 @cache
 def _entry() -> ctypes._NamedFuncPointer:
     """The library's function; to look it up takes longer than to call it."""
-    return native().quire_attend_heads
+    return native().quire_attend_qkv
 
 
 def _set_shape(call: AttentionCall | WriteCall, kv_layer: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 LIBRARY_NAME = "libquire_cpu.so"
 ISAS = ("generic", "avx2", "avx512")
-ABI = 11
+ABI = 12
 
 
 def _find_library() -> Path:
@@ -336,7 +336,7 @@ def load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     library.quire_pack_int8.restype = None
     library.quire_norm_linear.argtypes = (ctypes.POINTER(NativeMatrix), ctypes.POINTER(LayerCall))
     heads = (QKVCall, WriteCall, AttentionCall)
-    library.quire_attend_heads.argtypes = tuple(ctypes.POINTER(call) for call in heads)
+    library.quire_attend_qkv.argtypes = tuple(ctypes.POINTER(call) for call in heads)
     library.quire_largest.argtypes = LARGEST
     library.quire_largest.restype = None
     library.quire_sample.argtypes = (ctypes.POINTER(SamplingCall),)

@@ -11,7 +11,7 @@
 #include "half.h"
 
 extern "C" {
-int quire_attend_heads(const quire::QKVCall* qkv_call, const quire::WriteCall* write,
+int quire_attend_qkv(const quire::QKVCall* qkv_call, const quire::WriteCall* write,
                        const quire::AttentionCall* call);
 }
 
@@ -186,7 +186,7 @@ struct NewHeads {
         cache.block_stride, cache.head_stride, cache.token_stride,
         static_cast<int64_t>(positions.size()), c.kv_heads, c.head_dim, c.block_size, num_threads,
         c.stored};
-    equal("quire_attend_heads", quire_attend_heads(&qkv_call, &write, &call), 0);
+    equal("quire_attend_qkv", quire_attend_qkv(&qkv_call, &write, &call), 0);
     for (size_t token = 0; token < positions.size(); ++token) {
       for (int head = 0; head < c.heads; ++head) {
         const size_t at = token * size(call.q_stride) + size(head * c.head_dim);
@@ -246,7 +246,7 @@ void run(const Case& c, Random& random, bool has_new_heads = false) {
   } else {
     const quire::QKVCall qkv_call = {};
     const quire::WriteCall write = {};  // of no tokens: all keys and values are there
-    equal("quire_attend_heads", quire_attend_heads(&qkv_call, &write, &call), 0);
+    equal("quire_attend_qkv", quire_attend_qkv(&qkv_call, &write, &call), 0);
   }
   const int group = c.heads / c.kv_heads;
   for (size_t r = 0; r < c.requests.size(); ++r)
@@ -273,7 +273,7 @@ void test_attention() {
   }
 }
 
-void test_attend_heads() {
+void test_attend_qkv() {
   Random random(static_cast<uint32_t>(num_threads));
   for (const quire::Stored stored : kStored) {
     run({{{1, 1}, {1, 37}, {0, 5}, {1, 300}}, 9, 3, 64, 16, kNoWindow, stored}, random, true);

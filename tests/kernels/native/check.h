@@ -48,7 +48,7 @@ void test_packed_linear();
 void test_packed_rows();
 void test_pack_int8();
 void test_norm_linear();
-void test_attend_heads();
+void test_attend_qkv();
 void test_largest();
 void test_sampling();
 void test_logprobs();

@@ -11,7 +11,7 @@ extern "C" {
 int quire_decode(const quire::DecoderCall* call, const quire::QKVCall* qkv_call,
                  const quire::WriteCall* write, const quire::AttentionCall* attention);
 int quire_norm_linear(const quire::PackedMatrix* matrix, const quire::Layer* layer);
-int quire_attend_heads(const quire::QKVCall* qkv_call, const quire::WriteCall* write,
+int quire_attend_qkv(const quire::QKVCall* qkv_call, const quire::WriteCall* write,
                        const quire::AttentionCall* call);
 }
 
@@ -144,7 +144,7 @@ struct Step {
       attention.out_stride = kQueryWidth;
       attention.scale = layer.scale;
       attention.window = layer.window;
-      equal("quire_attend_heads", quire_attend_heads(&qkv_call, &write, &attention), 0);
+      equal("quire_attend_qkv", quire_attend_qkv(&qkv_call, &write, &attention), 0);
       linear(layer.output, attended, nullptr, nullptr, nullptr, false, addend);
       linear(layer.gate_up, addend, layer.network_norm, &residual, nullptr, true, inner);
       linear(layer.down, inner, nullptr, nullptr, nullptr, false, addend);

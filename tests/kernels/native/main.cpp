@@ -42,7 +42,7 @@ struct Test {
 };
 
 constexpr Test kTests[] = {
-    {"attention", test_attention},         {"attend QKV", test_attend_heads},
+    {"attention", test_attention},         {"attend QKV", test_attend_qkv},
     {"float linear", test_float_linear},   {"packed linear", test_packed_linear},
     {"packed rows", test_packed_rows},     {"pack int8", test_pack_int8},
     {"norm linear", test_norm_linear},     {"largest", test_largest},

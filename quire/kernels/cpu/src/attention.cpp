@@ -279,7 +279,7 @@ int attend(const AttentionCall& call, const NewTokens& tokens) {
 extern "C" {
 
 // Prepares queries and keys, stores keys and values, then attends. Returns 0, or -1 if there is no memory.
-int quire_attend_heads(const quire::QKVCall* qkv, const quire::WriteCall* write,
+int quire_attend_qkv(const quire::QKVCall* qkv, const quire::WriteCall* write,
                        const quire::AttentionCall* call) {
   return quire::attend(*call, {*qkv, *write, quire::chosen_pointwise()});
 }

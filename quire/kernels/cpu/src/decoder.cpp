@@ -6,7 +6,7 @@
 
 extern "C" {
 int quire_norm_linear(const quire::PackedMatrix* matrix, const quire::Layer* layer);
-int quire_attend_heads(const quire::QKVCall* qkv, const quire::WriteCall* write,
+int quire_attend_qkv(const quire::QKVCall* qkv, const quire::WriteCall* write,
                        const quire::AttentionCall* call);
 }
 
@@ -68,7 +68,7 @@ class Decoder {
     attention_.out_stride = q_width;
     attention_.scale = layer.scale;
     attention_.window = layer.window;
-    return quire_attend_heads(&qkv_, &write_, &attention_);
+    return quire_attend_qkv(&qkv_, &write_, &attention_);
   }
 
   int widen(const DecoderLayer& layer) const {
