@@ -338,6 +338,28 @@ def check_outputs(setting: Setting, work: list[Job]) -> None:
     assert not ended
 
 
+# Beams and streams of two priorities that are preempted and return, two steps in flight.
+COMING_AND_GOING = (
+    Setting(
+        block_size=8,
+        spare_blocks=2,
+        max_num_seqs=5,
+        budget=8,
+        steps_in_flight=2,
+        policy="priority",
+        caching=False,
+        threshold=0,
+        failing=frozenset(),
+    ),
+    [
+        Job((3, 1, 4), 6, 1, 0, 0, None, 3, False),
+        Job((3, 2, 3, 4, 3), 13, 3, -1, 9, None, 0, False),
+        Job((3, 1, 4, 3, 1, 2, 1), 12, 2, -1, 4, None, 0, False),
+        Job((4, 4, 4, 2, 4, 2, 1, 4, 2, 1, 3), 9, 2, -1, 9, None, 0, False),
+        Job((1, 4, 2, 1, 4, 3, 3, 4), 7, 2, -1, 8, None, 0, False),
+    ],
+)
+
 # After a failed step a beam comes back, and then with one plan its fork and the fork of that: the
 # last must not take over a block that the same plan fills by copying.
 RETURNING_TOGETHER = (
@@ -357,6 +379,7 @@ RETURNING_TOGETHER = (
 
 
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@example(*COMING_AND_GOING)
 @example(*RETURNING_TOGETHER)
 @given(engine_settings(), st.lists(jobs(), min_size=1, max_size=9))
 def test_outputs_do_not_depend_on_scheduling(setting: Setting, work: list[Job]) -> None:
