@@ -141,6 +141,7 @@ def test_example_runs(path: Path, tmp_path: Path) -> None:
     CHECKS[path.stem](result.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_embedded_model() is None, reason="the embedded model is not installed")
 @pytest.mark.parametrize("level", ["DEBUG", "ERROR"])
 def test_tools_are_called_at_any_log_level(level: str, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ pytest.importorskip("quire.server.app", reason="the server's packages are not in
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_quick_run(tmp_path: Path) -> None:
     """The engine and the server on each event loop have figures for each load, and a peer that
     cannot start is left out with its reason."""

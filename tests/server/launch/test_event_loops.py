@@ -11,6 +11,8 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from tests.server.running import TINY, OnLoop, RunningServer, eventually, gauge
 
 BODY = {"prompt": "Once upon a time", "ignore_eos": True}
@@ -34,6 +36,7 @@ def leave_while_answered(server: RunningServer) -> None:
         server.assert_at_rest()
 
 
+@pytest.mark.slow
 def test_streams_clients_that_leave_and_a_drain(on_loop: OnLoop, tiny_model: Path) -> None:
     """Streams are whole, who leaves frees what it held, and a signal to all processes ends the
     server after the last token of what is open."""

@@ -73,6 +73,7 @@ def test_killed_engine(own_server: RunningServer) -> None:
     eventually(lambda: "died 2 times" in own_server.lines[-1], "the last words")
 
 
+@pytest.mark.slow
 def test_engine_that_hangs(tiny_model: Path) -> None:
     """It lives and answers nothing: its requests fail all the same, and another takes its place."""
     flags = ("--model", str(tiny_model), *TINY, "--engine-timeout-s", "3")
@@ -96,6 +97,7 @@ def test_engine_that_hangs(tiny_model: Path) -> None:
     assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_api_process_that_hangs(tiny_model: Path) -> None:
     """It is replaced, its requests are aborted, and what another one answers goes on."""
     flags = ("--model", str(tiny_model), *TINY, "--api-timeout-s", "5", "--api-server-count", "2")
@@ -157,6 +159,7 @@ def test_sigterm_finishes_open_requests_first(own_server: RunningServer) -> None
     assert not Path(f"/proc/{engine}").exists()
 
 
+@pytest.mark.slow
 def test_killed_api_process(own_server: RunningServer) -> None:
     """Its clients lose their connections, its requests end, and another one takes its place."""
     client = own_server.client()
@@ -179,6 +182,7 @@ def test_killed_api_process(own_server: RunningServer) -> None:
     assert again.usage is not None and again.usage.completion_tokens == 3
 
 
+@pytest.mark.slow
 def test_second_signal_stops_now(own_server: RunningServer) -> None:
     client = own_server.client()
     stream = client.completions.create(model=client.models.list().data[0].id, stream=True, **LONG)
@@ -192,6 +196,7 @@ def test_second_signal_stops_now(own_server: RunningServer) -> None:
     assert "started again" not in "".join(own_server.lines)
 
 
+@pytest.mark.slow
 def test_children_die_with_the_parent(own_server: RunningServer) -> None:
     engine = own_server.engine_pid()
     own_server.process.kill()
@@ -213,6 +218,7 @@ def test_start_up_failures_end_with_cause_and_remedy(flags: tuple[str, ...], nam
     assert "Traceback" not in "".join(server.lines)
 
 
+@pytest.mark.slow
 def test_temporary_files_too_deep_for_sockets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,6 +48,7 @@ def clients(server: RunningServer, max_tokens: int) -> Iterator[list[Future[Http
         yield replies
 
 
+@pytest.mark.slow
 def test_killed_engine_under_load(crowded: RunningServer) -> None:
     """Who waits for a first token or a whole reply gets 503 with Retry-After; a stream that has
     begun ends with an error event. All of them name the cause. Then all is as before."""
@@ -69,6 +70,7 @@ def test_killed_engine_under_load(crowded: RunningServer) -> None:
     crowded.assert_at_rest()
 
 
+@pytest.mark.slow
 def test_load_and_log_level_are_the_whole_servers(crowded: RunningServer) -> None:
     """Whichever process answers: every one of them knows all requests, and is told the level."""
     crowded.request("POST", "/admin/pause", {"mode": "hold"}, ADMIN)
@@ -90,6 +92,7 @@ def test_load_and_log_level_are_the_whole_servers(crowded: RunningServer) -> Non
     assert len(crowded.lines) == num_lines, crowded.lines[num_lines:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["signal", "route"])
 def test_drain_under_load(crowded: RunningServer, by: str) -> None:
     """Everyone who is there gets all tokens, also those that wait; who comes then is refused a
@@ -123,6 +126,7 @@ def test_drain_under_load(crowded: RunningServer, by: str) -> None:
     assert crowded.process.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_stuck_in_its_start_can_be_stopped(tiny_model: Path) -> None:
     words = [sys.executable, "-m", "quire", "serve", str(tiny_model), "--port", "0", *TINY]
     process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)

@@ -52,6 +52,7 @@ def test_only_folders_of_dead_servers_go(parent: Path) -> None:
     assert not living.path.exists() and not new.path.exists()
 
 
+@pytest.mark.slow
 def test_a_killed_server_leaves_nothing_for_long(parent: Path, tiny_model: Path) -> None:
     """Its folder goes when the next one starts, which leaves that of a living one alone."""
     flags = ("--model", str(tiny_model), *TINY)
