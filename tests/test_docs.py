@@ -114,3 +114,19 @@ def test_sizes_that_the_architecture_page_states(begins: str) -> None:
         sum(map(num_code_lines, files)),
     ]
     assert stated == pytest.approx(actual, rel=0.05)
+
+
+def test_sizes_of_files_that_the_architecture_page_states() -> None:
+    """Each row of the weekend's lists says how much there is to read."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[^|]*\.py`) \| ([\d,]+) \|", page, re.MULTILINE)
+    stated = [int(count.replace(",", "")) for _, count in rows]
+    actual = [
+        sum(
+            len((ROOT / "quire" / name).read_text(encoding="utf-8").splitlines())
+            for name in re.findall(r"`([^`]+)`", names)
+        )
+        for names, _ in rows
+    ]
+    assert len(rows) > 10
+    assert stated == pytest.approx(actual, rel=0.05)
