@@ -26,6 +26,7 @@ EXACT = "-ffp-contract=off"
 PORTABLE = {
     "library.cpp": [],
     "thread_pool.cpp": [],
+    "collectives.cpp": [],
     "attention.cpp": [],
     "linear_layer.cpp": [],
     "largest.cpp": [],

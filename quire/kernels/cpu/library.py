@@ -249,6 +249,24 @@ PACK_INT8 = (
     ctypes.c_int32,  # num_inputs
     ctypes.c_void_p,  # groups
 )
+ALL_REDUCE = (
+    ctypes.c_void_p,  # meeting
+    ctypes.c_void_p,  # x
+    ctypes.c_int64,  # count
+    ctypes.c_int32,  # dtype
+)
+ALL_GATHER = (
+    ctypes.c_void_p,  # meeting
+    ctypes.c_void_p,  # x
+    ctypes.c_void_p,  # out
+    ctypes.c_int64,  # num_bytes
+)
+BROADCAST = (
+    ctypes.c_void_p,  # meeting
+    ctypes.c_void_p,  # x
+    ctypes.c_int64,  # num_bytes
+    ctypes.c_int32,  # source
+)
 
 
 def available() -> tuple[bool, str]:
@@ -345,4 +363,9 @@ def load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     library.quire_penalize.restype = None
     library.quire_apply_bitmask.argtypes = APPLY_BITMASK
     library.quire_apply_bitmask.restype = None
+    library.quire_region_bytes.argtypes = (ctypes.c_int32, ctypes.c_int64)
+    library.quire_region_bytes.restype = ctypes.c_int64
+    library.quire_all_reduce.argtypes = ALL_REDUCE
+    library.quire_all_gather.argtypes = ALL_GATHER
+    library.quire_broadcast.argtypes = BROADCAST
     return library, f"native library, {ISAS[library.quire_best_isa()]}"
