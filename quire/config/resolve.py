@@ -91,12 +91,6 @@ def _check_device(options: EngineOptions, device: DeviceInfo) -> None:
 
 def check_options(options: EngineOptions) -> None:
     """Refuse what can be refused before a model is looked for, and maybe downloaded."""
-    size = options.device.tensor_parallel_size
-    if size > 1:
-        raise OptionError(
-            f"tensor_parallel_size={size} is not supported yet: a model runs on one device. "
-            "Set tensor_parallel_size=1; if the model is then too large, choose a smaller one."
-        )
     wanted = options.model.quantization
     if wanted not in QUANTIZATIONS:
         raise OptionError(

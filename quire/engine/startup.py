@@ -50,9 +50,14 @@ def start_engine(options: EngineOptions, model: ModelConfig) -> Engine:
     for note in resolved.notes:
         logger.debug("%s", note)
     logger.info("model: %s", _description(resolved.options, model, device))
-    executor = LocalExecutor(
-        resolved.options, model, device, fits_max_model_len=resolved.fits_max_model_len
-    )
+    fits = resolved.fits_max_model_len
+    executor: Executor
+    if resolved.options.device.tensor_parallel_size > 1:
+        from quire.engine.executors.multiprocess import MultiprocessExecutor
+
+        executor = MultiprocessExecutor(resolved.options, model, fits_max_model_len=fits)
+    else:
+        executor = LocalExecutor(resolved.options, model, device, fits_max_model_len=fits)
     final = resolved.options.replace(max_model_len=executor.max_model_len)
     core = EngineCore(
         executor,

@@ -3,11 +3,47 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from quire.protocol.errors import ModelError
+
+
+class ProcessGroup(Protocol):
+    """Ranks that do the same collectives in the same order."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' `x`, which may be overwritten; the same bits on all ranks."""
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """All ranks' `x`, stacked in rank order."""
+
+    def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        """The `x` of rank `source`, written into that of the others."""
+
+
+class TorchGroup:
+    """A group of torch.distributed's: NCCL on GPUs, gloo on CPUs of several hosts."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        """None stands for all processes."""
+        self._group = group
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x, group=self._group)
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        size = dist.get_world_size(self._group)
+        out = torch.empty((size, *x.shape), dtype=x.dtype, device=x.device)
+        dist.all_gather(list(out), x.contiguous(), group=self._group)
+        return out
+
+    def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        dist.broadcast(x, group=self._group, group_src=source)
+        return x
 
 
 @dataclass(frozen=True)
@@ -16,22 +52,24 @@ class Parallel:
 
     rank: int = 0
     size: int = 1
-    group: dist.ProcessGroup | None = None
-    """The ranks' process group; None: that of all processes."""
+    group: ProcessGroup | None = None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`; may reuse `x`."""
-        if self.size > 1:
-            dist.all_reduce(x, group=self.group)
-        return x
+        return x if self.size == 1 else self._peers.all_reduce(x)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """All ranks' `x`, joined along the last dimension in rank order."""
-        if self.size == 1:
-            return x
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous(), group=self.group)
-        return torch.cat(parts, dim=-1)
+        return x if self.size == 1 else torch.cat(list(self._peers.all_gather(x)), dim=-1)
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """The first rank's `x`, written into that of the others."""
+        return x if self.size == 1 else self._peers.broadcast(x, 0)
+
+    @property
+    def _peers(self) -> ProcessGroup:
+        assert self.group is not None, "ranks of one model need a process group"
+        return self.group
 
     def share(self, total: int, what: str) -> int:
         """An equal share of `total` things, which must divide evenly."""

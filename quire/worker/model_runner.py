@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from quire.decoding.speculative.drafter import Drafter
 from quire.layers.attention.backend import GroupedAttention
 from quire.layers.attention.layer import StepContext
 from quire.layers.attention.shared_prefix import HostPrefixTiles, prefix_tiles
+from quire.layers.parallel import Parallel
+from quire.models.loader import ONE_RANK
 from quire.models.registry import CausalLM
 from quire.protocol.plan import (
     AddedRow,
@@ -64,6 +67,7 @@ class ModelRunner:
         sampler: Sampler,
         shares_prefixes: bool,
         max_queries: int,
+        parallel: Parallel = ONE_RANK,
     ) -> None:
         """`max_queries` is one more than the most drafts of a row."""
         self.model = model
@@ -72,6 +76,7 @@ class ModelRunner:
         self.table = table
         self.sampler = sampler
         self._shares_prefixes, self._max_queries = shares_prefixes, max_queries
+        self.parallel = parallel
         self.graphs: StepGraphs | None = None
         self.drafter: Drafter | None = None
         self.pooler = Pooler()
@@ -155,7 +160,7 @@ class ModelRunner:
             return PendingStep(plan.step, rows, None, prompt_logprobs)
         verified: Verified | None = None
         if executed.staged.lines is None:
-            sampled = self.sampler.sample(executed.logits, rows, host_rows, masks)
+            sampled = self._sample(executed.logits, rows, host_rows, masks)
             self.table.append_sampled(rows, sampled.tokens)
             self.sampler.appended(rows, sampled.tokens)
         else:
@@ -168,6 +173,15 @@ class ModelRunner:
             plan.step, sampled.tokens, sampled.logprobs, prompt_logprobs, pooled, verified
         )
 
+    def _sample(self, logits: Tensor, rows: Tensor, *others: Any) -> Sampled:
+        """The first rank samples and tells the others."""
+        if self.parallel.rank == 0:
+            sampled = self.sampler.sample(logits, rows, *others)
+        else:
+            sampled = Sampled(torch.empty_like(rows), None)
+        self.parallel.broadcast(sampled.tokens)
+        return sampled
+
     def _verify(
         self, executed: _Executed, lines: StagedLines, masks: MaskTensors | None
     ) -> tuple[Sampled, Verified]:
@@ -175,7 +189,7 @@ class ModelRunner:
         plan, rows = executed.plan, executed.staged.sample_rows
         line_rows = rows.index_select(0, lines.index)
         host_rows = np.repeat(plan.rows, plan.num_samples)
-        sampled = self.sampler.sample(executed.logits, line_rows, host_rows, masks, lines.offsets)
+        sampled = self._sample(executed.logits, line_rows, host_rows, masks, lines.offsets)
         counts = self.table.accept(rows, lines, sampled.tokens)
         is_accepted = lines.offsets < counts.index_select(0, lines.index)
         self.sampler.appended(line_rows, sampled.tokens, is_accepted)

@@ -311,6 +311,7 @@ class Worker:
             ),
             shares_prefixes=self.groups_prefixes,
             max_queries=self._max_queries,
+            parallel=self._parallel,
         )
 
     def _build_backend(self, backend: type[AttentionBackend], kv: KVTensors) -> AttentionBackend:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from quire.layers.parallel import Parallel
+from quire.layers.parallel import Parallel, TorchGroup
 
 
 def rank_main(process: int, folder: str) -> None:
@@ -19,7 +19,7 @@ def rank_main(process: int, folder: str) -> None:
     if process:
         rank = process - 1
         assert isinstance(group, dist.ProcessGroup)
-        parallel = Parallel(rank, 2, group)
+        parallel = Parallel(rank, 2, TorchGroup(group))
         x = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) + 10 * rank
         gathered = parallel.all_gather(x)
         torch.save((parallel.all_reduce(x), gathered), f"{folder}/{rank}.pt")

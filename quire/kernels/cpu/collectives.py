@@ -56,7 +56,9 @@ class SharedMemoryGroup:
         self.rank, self.size, self._timeout_s = rank, size, timeout_s
         self._memory = mmap.mmap(fd, region_bytes(size, slot_bytes))
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._meeting = ctypes.pointer(Meeting(address, slot_bytes, int(1e9 * timeout_s), rank, size))
+        self._meeting = ctypes.pointer(
+            Meeting(address, slot_bytes, int(1e9 * timeout_s), rank, size)
+        )
         self._library = native()
 
     def all_reduce(self, x: Tensor) -> Tensor:
