@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-
-from quire.protocol.errors import ModelError
 
 
 class ProcessGroup(Protocol):
@@ -71,22 +69,25 @@ class Parallel:
         assert self.group is not None, "ranks of one model need a process group"
         return self.group
 
-    def share(self, total: int, what: str) -> int:
-        """An equal share of `total` things, which must divide evenly."""
-        if total % self.size:
-            raise ModelError(
-                f"tensor_parallel_size={self.size} does not divide the model's {what} ({total}); "
-                f"choose a size that does."
-            )
-        return total // self.size
+    def share(self, total: int) -> int:
+        """A rank's share of `total` things. All have the same; what is too much is padding."""
+        return -(-total // self.size)
 
-    def kv_heads(self, num_kv_heads: int) -> int:
-        """KV heads on each rank. Where there are fewer than ranks, each is kept by several."""
-        if num_kv_heads >= self.size:
-            return self.share(num_kv_heads, "num_key_value_heads")
-        if self.size % num_kv_heads:
-            raise ModelError(
-                f"tensor_parallel_size={self.size} is not a multiple of the model's "
-                f"num_key_value_heads ({num_kv_heads}); choose a size that is, or a smaller one."
-            )
-        return 1
+    def heads(self, num_heads: int, num_kv_heads: int) -> HeadShare:
+        """The heads of this rank. Each KV head is with all of its query heads, or is kept by
+        several ranks where there are fewer of them than ranks."""
+        group, size, rank = num_heads // num_kv_heads, self.size, self.rank
+        if num_heads % size == 0 and size % num_kv_heads == 0:
+            count = num_heads // size
+            return HeadShare(rank * count, count, rank * num_kv_heads // size, 1)
+        count = self.share(num_kv_heads)
+        return HeadShare(rank * count * group, count * group, rank * count, count)
+
+
+class HeadShare(NamedTuple):
+    """Attention heads that a rank keeps; those beyond the model's are padding."""
+
+    first: int
+    count: int
+    kv_first: int
+    kv_count: int
