@@ -6,13 +6,7 @@ import torch
 from torch import nn
 
 from quire.kernels import dispatch
-from quire.layers.weights import Axis, Build, MatrixLayer, Shard, WeightedLayer, whole
-
-
-def vocabulary_axis(vocab_size: int, build: Build) -> Axis:
-    """Each rank keeps an equal number of vocabulary entries; the last ones may be padding."""
-    share = -(-vocab_size // build.parallel.size)
-    return (Shard(vocab_size, build.parallel.rank * share, share),)
+from quire.layers.weights import Build, MatrixLayer, WeightedLayer, divided, whole
 
 
 class Embedding(WeightedLayer):
@@ -34,7 +28,7 @@ class VocabEmbedding(MatrixLayer):
     def __init__(self, vocab_size: int, dim: int, build: Build) -> None:
         super().__init__(build)
         self.parallel = build.parallel
-        rows = vocabulary_axis(vocab_size, build)
+        rows = divided(vocab_size, build.parallel)
         self.first, self.num_rows = rows[0].start, rows[0].size
         self.method.create_weights(self, rows, whole(dim), build)
 
@@ -59,7 +53,7 @@ class LMHead(MatrixLayer):
         # In a tuple: as a submodule its weight would be looked for under two names.
         self._weighted: tuple[MatrixLayer, ...] = (tied if tied is not None else self,)
         if tied is None:
-            outputs = vocabulary_axis(vocab_size, build)
+            outputs = divided(vocab_size, build.parallel)
             self.method.create_weights(self, outputs, whole(dim), build)
         else:
             self.method = tied.method

@@ -53,7 +53,7 @@ class ColumnLinear(Linear):
     """Each rank computes its share of the outputs."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, build: Build) -> None:
-        outputs = divided(out_features, build.parallel, "layer width")
+        outputs = divided(out_features, build.parallel)
         super().__init__(whole(in_features), outputs, bias, build)
 
 
@@ -65,7 +65,7 @@ class MergedLinear(Linear):
     ) -> None:
         outputs: Axis = ()
         for name, size in out_features.items():
-            outputs += divided(size, build.parallel, "layer width", name)
+            outputs += divided(size, build.parallel, name)
         super().__init__(whole(in_features), outputs, bias, build)
 
 
@@ -84,22 +84,15 @@ class QKVLinear(Linear):
         bias: bool,
         build: Build,
     ) -> None:
-        parallel = build.parallel
-        q_heads = parallel.share(num_heads, "num_attention_heads")
-        kv_heads = parallel.kv_heads(num_kv_heads)
-
-        def shard(name: str, total: int, first: int, count: int) -> Shard:
-            return Shard(total * head_dim, first * head_dim, count * head_dim, name)
-
-        kv_first = parallel.rank * num_kv_heads // parallel.size
+        own = build.parallel.heads(num_heads, num_kv_heads)
         outputs = (
-            shard("q", num_heads, parallel.rank * q_heads, q_heads),
-            shard("k", num_kv_heads, kv_first, kv_heads),
-            shard("v", num_kv_heads, kv_first, kv_heads),
+            Shard(num_heads, own.first, own.count, "q").times(head_dim),
+            Shard(num_kv_heads, own.kv_first, own.kv_count, "k").times(head_dim),
+            Shard(num_kv_heads, own.kv_first, own.kv_count, "v").times(head_dim),
         )
         super().__init__(whole(in_features), outputs, bias, build)
         self.head_dim = head_dim
-        self.heads = (q_heads, kv_heads, kv_heads)
+        self.heads = (own.count, own.kv_count, own.kv_count)
 
     def forward(self, x: torch.Tensor) -> ThreeTensors:  # type: ignore[override]
         """q [T, heads, head_dim], k and v [T, kv_heads, head_dim]; views of one tensor."""
@@ -114,10 +107,28 @@ class QKVLinear(Linear):
 class RowLinear(Linear):
     """Each rank multiplies its share of the inputs; the results are summed over ranks."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, build: Build) -> None:
-        inputs = divided(in_features, build.parallel, "layer width")
+    def __init__(self, inputs: int | Axis, out_features: int, bias: bool, build: Build) -> None:
+        if isinstance(inputs, int):
+            inputs = divided(inputs, build.parallel)
         super().__init__(inputs, whole(out_features), bias, build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.bias if self.parallel.rank == 0 else None
         return self.parallel.all_reduce(self.method.apply(self, x, bias))
+
+
+class OutputLinear(RowLinear):
+    """The projection behind attention, divided by heads as `QKVLinear` is."""
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        out_features: int,
+        bias: bool,
+        build: Build,
+    ) -> None:
+        own = build.parallel.heads(num_heads, num_kv_heads)
+        inputs = (Shard(num_heads, own.first, own.count).times(head_dim),)
+        super().__init__(inputs, out_features, bias, build)

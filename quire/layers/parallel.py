@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,16 @@ class TorchGroup:
 
 
 @dataclass(frozen=True)
+class HeadShare:
+    """Attention heads that a rank keeps; those beyond the model's are padding."""
+
+    first: int
+    count: int
+    kv_first: int
+    kv_count: int
+
+
+@dataclass(frozen=True)
 class Parallel:
     """One rank of the `size` that share a model. Collectives do nothing where there is one rank."""
 
@@ -82,12 +92,3 @@ class Parallel:
             return HeadShare(rank * count, count, rank * num_kv_heads // size, 1)
         count = self.share(num_kv_heads)
         return HeadShare(rank * count * group, count * group, rank * count, count)
-
-
-class HeadShare(NamedTuple):
-    """Attention heads that a rank keeps; those beyond the model's are padding."""
-
-    first: int
-    count: int
-    kv_first: int
-    kv_count: int

@@ -58,6 +58,12 @@ class Shard:
     def kept(self) -> int:
         return max(0, min(self.size, self.full - self.start))
 
+    def times(self, count: int) -> Shard:
+        """Where each entry stands for `count`."""
+        return replace(
+            self, full=self.full * count, start=self.start * count, size=self.size * count
+        )
+
 
 Axis = tuple[Shard, ...]
 
@@ -67,9 +73,9 @@ def whole(size: int) -> Axis:
     return (Shard(size, 0, size),)
 
 
-def divided(size: int, parallel: Parallel, what: str, name: str | None = None) -> Axis:
-    """A dimension of which each rank keeps an equal share."""
-    share = parallel.share(size, what)
+def divided(size: int, parallel: Parallel, name: str | None = None) -> Axis:
+    """A dimension of which each rank keeps an equal share; the last ones may have padding."""
+    share = parallel.share(size)
     return (Shard(size, parallel.rank * share, share, name),)
 
 

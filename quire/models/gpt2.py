@@ -9,7 +9,7 @@ from quire.config.model import ModelConfig
 from quire.layers.activation import activation
 from quire.layers.attention.layer import QKV, Attention, StepContext
 from quire.layers.embedding import Embedding, LMHead, VocabEmbedding
-from quire.layers.linear import ColumnLinear, QKVLinear, RowLinear
+from quire.layers.linear import ColumnLinear, OutputLinear, QKVLinear, RowLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.weights import Build
 from quire.models.registry import CausalLM, WeightMap
@@ -29,7 +29,9 @@ class GPT2Attention(nn.Module):
         self.c_attn = QKVLinear(
             hidden, head_dim, heads, config.num_kv_heads, True, build / "c_attn"
         )
-        self.c_proj = RowLinear(heads * head_dim, hidden, True, build / "c_proj")
+        self.c_proj = OutputLinear(
+            head_dim, heads, config.num_kv_heads, hidden, True, build / "c_proj"
+        )
         self.attend = Attention(layer_index, _attention_scale(config, layer_index))
 
     def forward(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:

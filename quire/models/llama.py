@@ -12,7 +12,7 @@ from quire.layers.activation import GatedActivation
 from quire.layers.attention.layer import QKV, Attention, QKNorms, Rotation, StepContext
 from quire.layers.decoder import DecoderLayers
 from quire.layers.embedding import LMHead, VocabEmbedding
-from quire.layers.linear import MergedLinear, QKVLinear, RowLinear
+from quire.layers.linear import MergedLinear, OutputLinear, QKVLinear, RowLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import Rotary
 from quire.layers.weights import Build
@@ -39,7 +39,9 @@ class LlamaAttention(nn.Module):
         self.qkv_proj = QKVLinear(
             hidden, head_dim, heads, config.num_kv_heads, traits.qkv_bias, build / "qkv_proj"
         )
-        self.o_proj = RowLinear(heads * head_dim, hidden, traits.output_bias, build / "o_proj")
+        self.o_proj = OutputLinear(
+            head_dim, heads, config.num_kv_heads, hidden, traits.output_bias, build / "o_proj"
+        )
         self.qk_norm = traits.qk_norm
         if traits.qk_norm:
             self.q_norm = RMSNorm(head_dim, config.norm_eps, build / "q_norm")

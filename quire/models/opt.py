@@ -9,7 +9,7 @@ from quire.config.model import ModelConfig
 from quire.layers.activation import activation
 from quire.layers.attention.layer import QKV, Attention, StepContext
 from quire.layers.embedding import Embedding, LMHead, VocabEmbedding
-from quire.layers.linear import ColumnLinear, Linear, QKVLinear, RowLinear
+from quire.layers.linear import ColumnLinear, Linear, OutputLinear, QKVLinear, RowLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.weights import Build, whole
 from quire.models.registry import CausalLM, WeightMap
@@ -31,7 +31,9 @@ class OPTAttention(nn.Module):
         self.qkv_proj = QKVLinear(
             hidden, head_dim, heads, config.num_kv_heads, bias, build / "qkv_proj"
         )
-        self.out_proj = RowLinear(heads * head_dim, hidden, bias, build / "out_proj")
+        self.out_proj = OutputLinear(
+            head_dim, heads, config.num_kv_heads, hidden, bias, build / "out_proj"
+        )
         self.attend = Attention(layer_index, head_dim**-0.5)
 
     def forward(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:

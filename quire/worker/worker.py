@@ -70,7 +70,8 @@ class Worker:
         assert options.device.num_threads is not None
         self._options, self._config, self._device_info = options, model_config, device
         self._parallel, self._max_queries = parallel, max_queries
-        self._num_heads = parallel.share(model_config.num_heads, "num_attention_heads")
+        heads = parallel.heads(model_config.num_heads, model_config.num_kv_heads)
+        self._num_heads = heads.count
         self.layout = KVLayout.of(
             kv_specs(options, model_config, parallel), options.cache.block_size
         )
@@ -331,7 +332,8 @@ def kv_specs(
     options: EngineOptions, config: ModelConfig, parallel: Parallel = ONE_RANK
 ) -> list[KVSpec]:
     """What each layer keeps on one rank. A window that reaches over the longest request is none."""
-    num_kv_heads, dtype = parallel.kv_heads(config.num_kv_heads), options.cache.kv_cache_dtype
+    num_kv_heads = parallel.heads(config.num_heads, config.num_kv_heads).kv_count
+    dtype = options.cache.kv_cache_dtype
     assert options.model.max_model_len is not None
     specs = []
     for layer in range(config.num_layers):

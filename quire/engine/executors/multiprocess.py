@@ -16,9 +16,9 @@ from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.engine.executors.ring import OrderWriter, new_ring
 from quire.kernels.cpu.collectives import region_bytes
-from quire.protocol.codec import Decoder, encode
-from quire.protocol.control import line
+from quire.protocol.codec import Decoder, encode, line
 from quire.protocol.errors import EngineDeadError
+from quire.protocol.output import DeviceMemory
 from quire.protocol.plan import Int32Array, StepPlan, StepResult, TokenMasks
 from quire.protocol.ranks import (
     Answer,
@@ -31,7 +31,6 @@ from quire.protocol.ranks import (
     Sampled,
     StartRank,
 )
-from quire.protocol.snapshot import DeviceMemory
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,7 @@ from quire.engine.executors.ring import OrderReader
 from quire.engine.startup import find_model
 from quire.kernels.cpu.collectives import SharedMemoryGroup
 from quire.layers.parallel import Parallel
-from quire.protocol.codec import Decoder, encode
-from quire.protocol.control import read_line
+from quire.protocol.codec import Decoder, encode, read_line
 from quire.protocol.messages import ErrorRecord
 from quire.protocol.plan import TokenMasks
 from quire.protocol.ranks import (
@@ -35,9 +34,8 @@ from quire.protocol.ranks import (
     StartRank,
 )
 from quire.worker.device import detect_device
-from quire.worker.pending import PendingStep
-from quire.worker.threads import num_loading_threads, torch_threads
-from quire.worker.worker import Worker
+from quire.worker.model_runner import PendingStep
+from quire.worker.worker import Worker, num_loading_threads, torch_threads
 
 logger = logging.getLogger(__name__)
 

@@ -1,5 +1,5 @@
-"""`OrderWriter`, `OrderReader`: a stream of messages from one process to several others of its host,
-written once into memory that they share."""
+"""`OrderWriter`, `OrderReader`: a stream of messages from one process to several others of its
+host, written once into memory that they share."""
 
 from __future__ import annotations
 
