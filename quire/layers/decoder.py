@@ -117,6 +117,8 @@ def _weights(layer: LayerParts) -> native.LayerWeights | None:
     known = [product for product in products if product is not None]
     if len(known) < len(products) or not layer.activation.is_silu:
         return None
+    if layer.output.parallel.size > 1:
+        return None  # ranks meet within a layer
     qkv, output, gate_up, down = known
     norms = layer.qk_norms
     return native.LayerWeights(

@@ -154,6 +154,41 @@ class WeightedLayer(nn.Module):
             if not _is_indexed(axis, shard_key)
         )
 
+    def rank_shape(self, name: str, shard_key: ShardKey) -> tuple[int, ...]:
+        """Shape of what this rank keeps of such a tensor, with padding."""
+        return tuple(
+            sum(selected.shard.size for selected in _selected(axis, shard_key))
+            for axis in self.axes[name]
+            if not _is_indexed(axis, shard_key)
+        )
+
+    def rank_share(self, name: str, shard_key: ShardKey, weight: Weight) -> Weight:
+        """What this rank keeps of a checkpoint's matrix, with padding; the matrix itself where that
+        is all of it."""
+        shape = self.rank_shape(name, shard_key)
+        if shape == self.checkpoint_shape(name, shard_key):
+            return weight
+        outputs, (inputs,) = (list(_selected(axis, shard_key)) for axis in self.axes[name])
+        if isinstance(weight, BlockRows):
+            weight = weight.columns(inputs.source)
+        else:
+            weight = weight[:, inputs.source]
+        stored = weight.rows if isinstance(weight, BlockRows) else weight
+        width = stored.shape[1]
+        if isinstance(weight, torch.Tensor):
+            width = shape[1]
+        elif weight.num_inputs < shape[1]:
+            width = stored.shape[1] * shape[1] // max(weight.num_inputs, 1)
+        share = stored.new_zeros(shape[0], width)  # blocks of zeros are zeros
+        here = 0
+        for one in outputs:
+            rows = stored[one.source]
+            share[here : here + len(rows), : rows.shape[1]] = rows
+            here += one.shard.size
+        if isinstance(weight, BlockRows):
+            return BlockRows(weight.kind, share, shape[1])
+        return share
+
     def load(self, name: str, shard_key: ShardKey, tensor: Weight) -> None:
         """Copies this rank's share of a checkpoint tensor into place, casting as it goes."""
         assert isinstance(tensor, torch.Tensor), "only packed weights are loaded from blocks"

@@ -64,7 +64,7 @@ class Target:
         layer = self.layer
         if not isinstance(layer, MatrixLayer) or self.parameter not in layer.loaders:
             return 0
-        num_outputs, num_inputs = layer.checkpoint_shape(self.parameter, self.shard_key)
+        num_outputs, num_inputs = layer.rank_shape(self.parameter, self.shard_key)
         return layer.method.extra_bytes(num_outputs, num_inputs, stored)
 
     def load(self, weight: Weight) -> None:

@@ -26,6 +26,15 @@ class BlockRows:
     def shape(self) -> tuple[int, int]:
         return len(self.rows), self.num_inputs
 
+    def columns(self, inputs: slice) -> BlockRows | Tensor:
+        """Some inputs of all outputs: blocks, or numbers where that cuts a block."""
+        elements, size = BLOCK_SIZES[self.kind]
+        if inputs.start % elements or inputs.stop % elements:
+            blocks = self.rows.reshape(-1, size)
+            return dequantize_blocks(blocks, self.kind).view(self.shape)[:, inputs]
+        first, last = inputs.start // elements * size, inputs.stop // elements * size
+        return BlockRows(self.kind, self.rows[:, first:last], inputs.stop - inputs.start)
+
 
 def dequantize_blocks(blocks: Tensor, type_name: str) -> Tensor:
     """Stored blocks [n, bytes] of a type in BLOCK_SIZES -> float32 [n, elements]."""

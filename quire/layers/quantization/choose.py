@@ -33,7 +33,7 @@ def _choose_method(
 ) -> QuantizationMethod:
     if quantization is not None:
         return Packed(PACKERS[quantization]())
-    if device.type != "cpu" or dtype != torch.float32 or parallel.size > 1:
+    if device.type != "cpu" or dtype != torch.float32:
         return Unquantized()
     if not cpu.available()[0]:
         return Unquantized()

@@ -129,7 +129,6 @@ class Packed:
         return self._packer.nbytes(num_outputs, num_inputs, stored)
 
     def create_weights(self, layer: MatrixLayer, outputs: Axis, inputs: Axis, build: Build) -> None:
-        assert build.parallel.size == 1, "packed weights are not divided among ranks yet"
         layer.axes["weight"] = (outputs, inputs)
         waiting: dict[ShardId | None, Weight | None] = {shard.name: None for shard in outputs}
         layer.loaders["weight"] = partial(self._load, layer, waiting)
@@ -143,6 +142,7 @@ class Packed:
         weight: Weight,
     ) -> None:
         """Keep a weight until all shards of the layer are there, then pack them."""
+        weight = layer.rank_share("weight", shard_key, weight)
         if not shard_key:
             arrived = [weight]
         else:
