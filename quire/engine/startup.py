@@ -30,6 +30,10 @@ class Engine:
 def find_model(options: EngineOptions) -> ModelConfig:
     """The model that is asked for; its weights stay untouched."""
     check_options(options)
+    return read_model(options)
+
+
+def read_model(options: EngineOptions) -> ModelConfig:
     return load_model_config(
         options.model.model,
         revision=options.model.revision,

@@ -16,7 +16,7 @@ from typing import Any
 from quire.config.log import configure_logging
 from quire.config.options import EngineOptions
 from quire.engine.executors.ring import OrderReader
-from quire.engine.startup import find_model
+from quire.engine.startup import read_model
 from quire.kernels.cpu.collectives import SharedMemoryGroup
 from quire.layers.parallel import Parallel
 from quire.protocol.codec import Decoder, encode, read_line
@@ -72,7 +72,7 @@ class RankLoop:
             device = replace(device, index=start.rank)
         group = SharedMemoryGroup(start.collectives_fd, start.rank, start.size, start.timeout_s)
         parallel = Parallel(start.rank, start.size, group)
-        self._worker = Worker(options, find_model(options), device, parallel)
+        self._worker = Worker(options, read_model(options), device, parallel)
         self._loading = num_loading_threads(device.type, options.device.num_threads or 1)
 
     def _obey(self, order: Order) -> None:
