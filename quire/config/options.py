@@ -18,6 +18,8 @@ from quire.protocol.request import SchedulingPolicy
 AUTO_LENGTH = -1
 SERVED_MAX_QUEUED_REQS = 2048
 DTYPES = ("auto", *ITEM_BYTES)
+EXECUTOR_BACKENDS = ("uni", "mp", "ray", "external_launcher")
+DEFAULT_TIMEOUT_S = 600
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 
 _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
@@ -261,9 +263,6 @@ class DeviceOptions(CheckedOptions):
         choices=("auto", "cpu", "cuda"),
         convert=_device,
     )
-    tensor_parallel_size: int = option(
-        1, "Devices that share each layer; only 1 is supported yet.", minimum=1
-    )
     attention_backend: str | None = option(
         None,
         "Which attention kernel to use: triton (GPU), cpu (C++) or torch (slow, for comparison).",
@@ -277,6 +276,52 @@ class DeviceOptions(CheckedOptions):
     num_threads: int | None = option(
         None, "CPU threads.", default_text="the physical cores this process may use", minimum=1
     )
+
+
+@dataclass(frozen=True)
+class ParallelOptions(CheckedOptions):
+    """How many devices share the model, and where their processes run."""
+
+    tensor_parallel_size: int = option(1, "Ranks that share each layer, a device each.", minimum=1)
+    pipeline_parallel_size: int = option(
+        1, "Stages that have some of the layers each, on devices of their own.", minimum=1
+    )
+    enable_expert_parallel: bool = option(
+        False,
+        "Whole experts on each tensor-parallel rank, instead of a part of every expert. No effect "
+        "on models without experts.",
+    )
+    distributed_executor_backend: str | None = option(
+        None,
+        "Where the ranks run. uni: one rank, in the engine's process; mp: processes of this host, "
+        "or of nnodes; ray: on the nodes of a Ray cluster; external_launcher: in processes that "
+        "torchrun or the like has started, each with an LLM of its own.",
+        default_text="uni for one rank, else mp",
+        choices=EXECUTOR_BACKENDS,
+    )
+    nnodes: int = option(1, "Hosts of the backend mp: each runs this command.", minimum=1)
+    node_rank: int = option(0, "Which of the nnodes hosts this one is; 0 serves.", minimum=0)
+    master_addr: str = option("127.0.0.1", "Address of host 0 that all hosts reach.")
+    master_port: int = option(
+        29501,
+        "Port of host 0 at which the ranks meet.",
+        accepts=lambda value: 1 <= value <= 65535,
+        rule="a port from 1 to 65535",
+    )
+    distributed_timeout_seconds: int | None = option(
+        None,
+        "How long a rank may take for a start-up phase or a step before the engine stops.",
+        default_text="600",
+        minimum=1,
+    )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def timeout_s(self) -> float:
+        return float(self.distributed_timeout_seconds or DEFAULT_TIMEOUT_S)
 
 
 @dataclass(frozen=True)
@@ -321,6 +366,9 @@ class EngineOptions(OptionGroups):
         default_factory=SchedulerOptions, metadata={"title": "scheduler"}
     )
     device: DeviceOptions = field(default_factory=DeviceOptions, metadata={"title": "device"})
+    parallel: ParallelOptions = field(
+        default_factory=ParallelOptions, metadata={"title": "several devices"}
+    )
     decoding: DecodingOptions = field(
         default_factory=DecodingOptions, metadata={"title": "decoding"}
     )

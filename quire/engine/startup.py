@@ -56,7 +56,7 @@ def start_engine(options: EngineOptions, model: ModelConfig) -> Engine:
     logger.info("model: %s", _description(resolved.options, model, device))
     fits = resolved.fits_max_model_len
     executor: Executor
-    if resolved.options.device.tensor_parallel_size > 1:
+    if resolved.options.parallel.tensor_parallel_size > 1:
         from quire.engine.executors.multiprocess import MultiprocessExecutor
 
         executor = MultiprocessExecutor(resolved.options, model, fits_max_model_len=fits)

@@ -1,4 +1,4 @@
-"""Tensor parallelism: a rank among its peers."""
+"""A rank: its peers, which share each layer with it, and its stage of the layers."""
 
 from __future__ import annotations
 
@@ -44,6 +44,42 @@ class TorchGroup:
         return x
 
 
+class Link(Protocol):
+    """From the stage before to this one, and from this one to the next."""
+
+    def send(self, x: torch.Tensor) -> None:
+        """To the next stage; may return before it is received, after which `x` may change."""
+
+    def receive(self, out: torch.Tensor) -> torch.Tensor:
+        """What the stage before sent, in the order of sending, written into `out`."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One of `count` stages that a step passes in order."""
+
+    index: int = 0
+    count: int = 1
+    link: Link | None = None
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+    def layers(self, num_layers: int) -> range:
+        """Those of this stage. What is left over goes to the stages in the middle, then to the
+        first: the last one has the output head."""
+        few, more = divmod(num_layers, self.count)
+        order = sorted(range(self.count), key=lambda one: (one == self.count - 1, one == 0))
+        sizes = [few + (stage in order[:more]) for stage in range(self.count)]
+        first = sum(sizes[: self.index])
+        return range(first, first + sizes[self.index])
+
+
 @dataclass(frozen=True)
 class HeadShare:
     """Attention heads that a rank keeps; those beyond the model's are padding."""
@@ -56,11 +92,13 @@ class HeadShare:
 
 @dataclass(frozen=True)
 class Parallel:
-    """One rank of the `size` that share a model. Collectives do nothing where there is one rank."""
+    """One rank of the `size` that share each layer of a stage. Collectives do nothing where there
+    is one rank."""
 
     rank: int = 0
     size: int = 1
     group: ProcessGroup | None = None
+    stage: Stage = Stage()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`; may reuse `x`."""

@@ -65,7 +65,7 @@ class MultiprocessExecutor:
     def __init__(
         self, options: EngineOptions, model_config: ModelConfig, *, fits_max_model_len: bool = False
     ) -> None:
-        size = options.device.tensor_parallel_size
+        size = options.parallel.tensor_parallel_size
         self._timeout_s = 600.0
         self._decoder: Decoder[Answer] = Decoder(Answer)
         self._results: deque[StepResult] = deque()
