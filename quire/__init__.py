@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     )
     from quire.protocol.structured import StructuredOutputs, StructuredOutputsParams
 
-__version__ = "0.1.0"
+from quire.protocol import __version__
 
 __all__ = [
     "LLM",

@@ -26,6 +26,7 @@ from quire.config.cli import (
     server_options,
 )
 from quire.config.embedded import CHAT_MAX_TOKENS
+from quire.config.log import configure_logging
 from quire.protocol.errors import ModelError, OptionError, QuireError, RequestError
 from quire.protocol.sampling import RequestOutputKind, SamplingParams
 from quire.terminal import (
@@ -265,7 +266,12 @@ def _serve(arguments: Arguments) -> int:
         if getattr(arguments, "model", word) != word:
             raise OptionError(f"model is given twice: {word!r} and --model {arguments.model!r}.")
         arguments.model = word
-    options = engine_options(arguments).for_server()
+    options = engine_options(arguments)
+    if options.parallel.node_rank > 0:
+        from quire.engine.executors.nodes import run_node
+
+        configure_logging(options.observability.log_level, for_server=True)
+        return run_node(options)
     served = server_options(arguments)
     try:
         from quire.server.launch.supervisor import serve
@@ -274,7 +280,7 @@ def _serve(arguments: Arguments) -> int:
             f"the server needs the package {error.name!r}, which is not installed; in a clone of "
             "Quire `pip install .` installs all that it needs."
         ) from None
-    return serve(options.flat(), served)
+    return serve(options.for_server().flat(), served)
 
 
 def _pull(arguments: Arguments) -> int:

@@ -45,7 +45,7 @@ BELOW = {
     "bench": COMMON
     | {"client", "frontend", "text", "engine.executors", "loading", "models", "quire"},
     "entrypoints": {"server", "config", "quire"},
-    "quire": COMMON | {"frontend", "server", "client", "bench"},
+    "quire": COMMON | {"frontend", "server", "client", "bench", "engine.executors"},
 }
 """What each package may import in addition to itself; "quire" stands for the files in the root."""
 

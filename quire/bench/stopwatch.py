@@ -53,6 +53,9 @@ class HostRun:
 class InstantExecutor:
     """Brings the rows of a worker up to date, as for a real step; the tokens are there at once."""
 
+    failure: str | None = None
+    look_s: float | None = None
+
     def __init__(self, llm: LLM) -> None:
         local: Any = llm._core.executor
         self.num_blocks: int = local.num_blocks

@@ -149,6 +149,22 @@ def _core(root: Path, processor: int) -> str:
     return f"only {processor}"
 
 
+def core_shares(count: int, root: Path = ROOT) -> list[list[int]]:
+    """The processors of this process in `count` equal shares of whole cores, those of one socket
+    together; nothing for all where there are fewer cores."""
+    cores: dict[tuple[int, str], list[int]] = {}
+    for processor in sorted(_affinity()):
+        folder = root / f"sys/devices/system/cpu/cpu{processor}/topology"
+        socket = _read_number(folder / "physical_package_id") or 0
+        cores.setdefault((socket, _core(root, processor)), []).append(processor)
+    in_order = [cores[key] for key in sorted(cores, key=lambda key: (key[0], cores[key][0]))]
+    size = len(in_order) // count
+    return [
+        [one for core in in_order[share * size : (share + 1) * size] for one in core]
+        for share in range(count)
+    ]
+
+
 def _cpu_quota(root: Path) -> float:
     """The smallest number of CPUs that a control group of this process grants."""
     quotas = [math.inf]

@@ -98,6 +98,8 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything. Where it would not, a loop may sleep for `wait_s`."""
+        if self.executor.failure is not None and self.death is None:
+            return True
         return self.scheduler.has_work or bool(self._in_flight) or self.wait_s == 0.0
 
     @property
@@ -108,6 +110,8 @@ class EngineCore:
             waits.append(min(max(next_time - self.clock(), 0.0), LONGEST_SLEEP_S))
         if self.grammars.is_compiling:
             waits.append(POLL_S)
+        if self.executor.look_s is not None:
+            waits.append(self.executor.look_s)
         return min(waits) if waits else None
 
     @property
@@ -179,6 +183,8 @@ class EngineCore:
         self.monitor.step_begins()
         output: StepOutput | None = None
         try:
+            if self.executor.failure is not None:
+                raise EngineDeadError(self.executor.failure)
             plan = self._schedule()
             with suppress(StepFailed):
                 if plan is not None:
@@ -189,6 +195,8 @@ class EngineCore:
                 if output is None and self._is_result_due(plan):
                     output = self._apply(plan)
             output = self._end_step(plan, output or StepOutput())
+        except EngineDeadError as error:
+            self.die(str(error), error)
         except Exception as error:
             # Planning or applying broke off half-way: its state can no longer be trusted.
             self.die(f"a step could not be planned or applied: {error!r}", error)
@@ -271,6 +279,9 @@ class EngineCore:
             return
         if not isinstance(error, Exception):
             return  # an interrupt says nothing about the step
+        if isinstance(error, EngineDeadError):
+            self.die(str(error), error)
+            return
         self._num_failures += 1
         logger.error("step %d failed: %s", plan.step, error, exc_info=error)
         if self._num_failures >= MAX_CONSECUTIVE_FAILURES:
@@ -280,7 +291,8 @@ class EngineCore:
     def die(self, reason: str, error: BaseException) -> None:
         """Stop for good: everything that is open ends with an error."""
         if self.death is None:
-            logger.error("the engine stops: %s", reason, exc_info=error)
+            trace = None if isinstance(error, EngineDeadError) else error
+            logger.error("the engine stops: %s", reason, exc_info=trace)
             self.death = reason
         self._in_flight.clear()
         self.scheduler.fail_all(self.death)

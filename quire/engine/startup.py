@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from quire.config.device import DeviceInfo
 from quire.config.model import ModelConfig, load_model_config
@@ -14,6 +16,9 @@ from quire.config.structured import GrammarSettings
 from quire.engine.core import EngineCore
 from quire.engine.executors.base import Executor
 from quire.scheduler.sequence import SchedulerLimits
+
+if TYPE_CHECKING:
+    from quire.engine.executors.launch import Launcher
 
 logger = logging.getLogger(__name__)
 
@@ -55,13 +60,7 @@ def start_engine(options: EngineOptions, model: ModelConfig) -> Engine:
         logger.debug("%s", note)
     logger.info("model: %s", _description(resolved.options, model, device))
     fits = resolved.fits_max_model_len
-    executor: Executor
-    if resolved.options.parallel.tensor_parallel_size > 1:
-        from quire.engine.executors.multiprocess import MultiprocessExecutor
-
-        executor = MultiprocessExecutor(resolved.options, model, fits_max_model_len=fits)
-    else:
-        executor = LocalExecutor(resolved.options, model, device, fits_max_model_len=fits)
+    executor = _start_executor(resolved.options, model, device, fits)
     final = resolved.options.replace(max_model_len=executor.max_model_len)
     core = EngineCore(
         executor,
@@ -71,6 +70,37 @@ def start_engine(options: EngineOptions, model: ModelConfig) -> Engine:
         num_threads=_mask_threads(final),
     )
     return Engine(core, model, final)
+
+
+def _start_executor(
+    options: EngineOptions, model: ModelConfig, device: DeviceInfo, fits_max_model_len: bool
+) -> Executor:
+    from quire.engine.executors.local import LocalExecutor
+
+    parallel = options.parallel
+    backend = parallel.distributed_executor_backend or ("uni" if parallel.num_ranks == 1 else "mp")
+    if backend in ("uni", "external_launcher"):
+        return LocalExecutor(options, model, device, fits_max_model_len=fits_max_model_len)
+    from quire.engine.executors.distributed import DistributedExecutor
+
+    return DistributedExecutor(
+        options, _launcher(options, backend), fits_max_model_len=fits_max_model_len
+    )
+
+
+def _launcher(options: EngineOptions, backend: str) -> Callable[[], Launcher]:
+    """How the processes of the ranks are started."""
+    if backend == "ray":
+        from quire.engine.executors.ray import RayActors
+
+        return lambda: RayActors(options)
+    if options.parallel.nnodes > 1:
+        from quire.engine.executors.nodes import NodeProcesses
+
+        return lambda: NodeProcesses(options)
+    from quire.engine.executors.launch import LocalProcesses
+
+    return lambda: LocalProcesses(options)
 
 
 def _description(options: EngineOptions, model: ModelConfig, device: DeviceInfo) -> str:

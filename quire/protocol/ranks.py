@@ -1,7 +1,7 @@
-"""Messages between an executor and its rank processes.
+"""Messages between an executor and the processes of its ranks.
 
-Orders go to all ranks at once, through memory that they share (`engine/executors/ring.py`); answers
-come back from each over a socket of its own.
+Orders go to all ranks; answers come back from each over a channel of its own. On one host orders
+are written once, into memory that the ranks share; elsewhere each rank has a TCP connection.
 """
 
 from __future__ import annotations
@@ -14,18 +14,56 @@ from quire.protocol.messages import ErrorRecord
 from quire.protocol.plan import Int32Array, StepPlan, StepResult
 
 
+class Inherited(msgspec.Struct, tag=True):
+    """The files of a rank that its executor has started itself, by number."""
+
+    orders_fd: int
+    """A ring of orders."""
+    answers_fd: int
+    """A socket."""
+    group_fds: list[int]
+    """Of each stage, what its ranks share for collectives on CPUs."""
+    link_fds: list[list[int]]
+    """Of each stage but the last, and each of its ranks: what it sends to the next one, on CPUs."""
+
+
+class Connected(msgspec.Struct, tag=True):
+    """Where a rank that was started elsewhere finds its executor."""
+
+    host: str
+    port: int
+    secret: str
+    """Says that it is one of this executor's."""
+
+
 class StartRank(msgspec.Struct, tag=True):
-    """The first line to a rank process; numbers of files are inherited."""
+    """What a rank's process is told first."""
 
     rank: int
-    size: int
+    """Among all: stages follow each other, each with all of its tensor-parallel ranks."""
     options: dict[str, Any]
     """Resolved, by flat names."""
-    orders_fd: int
-    answers_fd: int
-    collectives_fd: int
-    timeout_s: float
+    channel: Inherited | Connected
+    store: tuple[str, int] | None = None
+    """Host and port of a store of torch.distributed's, where ranks meet that share no memory."""
+    device_index: int = 0
+    processors: list[int] = []
+    """Those that it keeps to; none: all."""
     log_level: str | None = None
+
+
+class Hello(msgspec.Struct, tag=True):
+    """The first message of a rank over TCP; what it says of itself, in any case."""
+
+    rank: int
+    host: str
+    pid: int
+    version: str
+    """Of Quire."""
+    device: str = ""
+    model: str = ""
+    """A digest of the model's configuration as this rank reads it."""
+    secret: str = ""
 
 
 class Call(msgspec.Struct, tag=True):
@@ -42,7 +80,7 @@ class Execute(msgspec.Struct, tag=True):
 
 
 class Sample(msgspec.Struct, tag=True):
-    """Sample for the step that was begun; the first rank answers with `Sampled`."""
+    """Sample for the step that was begun; the last stage's first rank answers with `Sampled`."""
 
     step: int
     mask_lines: Int32Array | None = None
@@ -51,10 +89,15 @@ class Sample(msgspec.Struct, tag=True):
 
 class Returned(msgspec.Struct, tag=True):
     value: Any = None
+    seconds: float = 0.0
 
 
 class Sampled(msgspec.Struct, tag=True):
     result: StepResult
+
+
+class Alive(msgspec.Struct, tag=True):
+    """Sent all the time by a thread of its own: the process is not stopped."""
 
 
 class RankFailed(msgspec.Struct, tag=True):
@@ -64,4 +107,39 @@ class RankFailed(msgspec.Struct, tag=True):
 
 
 Order = Call | Execute | Sample
-Answer = Returned | Sampled | RankFailed
+Answer = Hello | Returned | Sampled | Alive | RankFailed
+
+
+# --- hosts of one engine ------------------------------------------------------------------------
+
+
+class JoinNode(msgspec.Struct, tag=True):
+    """A host says that it is there, with the options that it was started with."""
+
+    node_rank: int
+    host: str
+    version: str
+    options: dict[str, Any]
+
+
+class StartRanks(msgspec.Struct, tag=True):
+    """What host 0 answers: the ranks to start there."""
+
+    ranks: list[StartRank]
+
+
+class Refused(msgspec.Struct, tag=True):
+    """Why a host cannot join, or why all of it ends."""
+
+    reason: str
+
+
+class RankEnded(msgspec.Struct, tag=True):
+    """A process has ended on a host."""
+
+    rank: int
+    cause: str
+
+
+FromNode = JoinNode | RankEnded | Alive
+ToNode = StartRanks | Refused

@@ -29,6 +29,12 @@ class Executor(Protocol):
     graph_tokens: int
     """Most tokens of a step with prompts that runs as one CUDA graph; 0 without graphs."""
 
+    failure: str | None
+    """Why it cannot go on, once it cannot."""
+    look_s: float | None
+    """How often an engine without work should look whether it has failed; None: it cannot fail
+    then."""
+
     def execute(self, plan: StepPlan) -> None:
         """Start the forward pass of a step."""
 

@@ -20,6 +20,9 @@ from quire.worker.worker import Worker, num_loading_threads, torch_threads
 
 
 class LocalExecutor:
+    failure: str | None = None
+    look_s: float | None = None
+
     def __init__(
         self,
         options: EngineOptions,

@@ -1,8 +1,10 @@
-"""One rank of a model in a process of its own: `python -m quire.engine.executors.rank`, started by
-`MultiprocessExecutor`. It ends when its orders do, and so dies with its parent."""
+"""One rank of a model in a process of its own, which a `Launcher` starts. It ends when its orders
+do, and so dies with the engine."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import queue
@@ -10,22 +12,26 @@ import signal
 import socket
 import sys
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
 from quire.config.log import configure_logging
 from quire.config.options import EngineOptions
-from quire.engine.executors.ring import OrderReader
+from quire.engine.executors.channel import CUT_S, Channel, notice_cut
 from quire.engine.startup import read_model
-from quire.kernels.cpu.collectives import SharedMemoryGroup
-from quire.layers.parallel import Parallel
+from quire.protocol import __version__
 from quire.protocol.codec import Decoder, encode, read_line
+from quire.protocol.errors import QuireError
 from quire.protocol.messages import ErrorRecord
 from quire.protocol.plan import TokenMasks
 from quire.protocol.ranks import (
+    Alive,
     Answer,
     Call,
     Execute,
+    Hello,
+    Inherited,
     Order,
     RankFailed,
     Returned,
@@ -33,13 +39,15 @@ from quire.protocol.ranks import (
     Sampled,
     StartRank,
 )
+from quire.protocol.ring import OrderReader
 from quire.worker.device import detect_device
+from quire.worker.groups import join
 from quire.worker.model_runner import PendingStep
 from quire.worker.worker import Worker, num_loading_threads, torch_threads
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_S = 1.0
+HEARTBEAT_S = 0.5
 
 
 class RankLoop:
@@ -47,15 +55,23 @@ class RankLoop:
 
     def __init__(self, start: StartRank) -> None:
         self._start = start
-        self._answers = socket.socket(fileno=start.answers_fd)
-        self._orders = OrderReader(start.orders_fd, start.rank, self._answers)
+        self._orders: OrderReader | Channel
+        if isinstance(start.channel, Inherited):
+            line = socket.socket(fileno=start.channel.answers_fd)
+            self._channel = Channel(line)
+            self._orders = OrderReader(start.channel.orders_fd, start.rank, line)
+        else:
+            line = socket.create_connection((start.channel.host, start.channel.port), CUT_S)
+            line.settimeout(None)
+            notice_cut(line, CUT_S)
+            self._channel = self._orders = Channel(line)
         self._decoder: Decoder[Order] = Decoder(Order)
         self._pending: queue.SimpleQueue[PendingStep] = queue.SimpleQueue()
-        threading.Thread(target=self._say_alive, name="quire-heartbeat", daemon=True).start()
 
     def run(self) -> int:
         try:
-            self._build()
+            self._say_hello()
+            threading.Thread(target=self._say_alive, name="quire-heartbeat", daemon=True).start()
             while (data := self._orders.read()) is not None:
                 self._obey(self._decoder.decode(data))
         except Exception as error:
@@ -64,16 +80,25 @@ class RankLoop:
             return 1
         return 0
 
-    def _build(self) -> None:
-        start = self._start
-        options = EngineOptions().replace(**start.options)
-        device = detect_device(options.device.device)
+    def _say_hello(self) -> None:
+        self._options = EngineOptions().replace(**self._start.options)
+        device = detect_device(self._options.device.device)
         if device.type == "cuda":
-            device = replace(device, index=start.rank)
-        group = SharedMemoryGroup(start.collectives_fd, start.rank, start.size, start.timeout_s)
-        parallel = Parallel(start.rank, start.size, group)
-        self._worker = Worker(options, read_model(options), device, parallel)
-        self._loading = num_loading_threads(device.type, options.device.num_threads or 1)
+            device = replace(device, index=self._start.device_index)
+        self._device, self._config = device, read_model(self._options)
+        digest = hashlib.sha256(json.dumps(self._config.raw, sort_keys=True, default=str).encode())
+        channel = self._start.channel
+        self._answer(
+            Hello(
+                self._start.rank,
+                socket.gethostname(),
+                os.getpid(),
+                __version__,
+                device.name,
+                digest.hexdigest(),
+                "" if isinstance(channel, Inherited) else channel.secret,
+            )
+        )
 
     def _obey(self, order: Order) -> None:
         if isinstance(order, Execute):
@@ -82,29 +107,38 @@ class RankLoop:
         elif isinstance(order, Sample):
             self._sample(order)
         else:
-            with torch_threads(self._loading):
+            with torch_threads(self._num_loading_threads):
                 self._answer(Returned(self._call(order)))
+
+    @property
+    def _num_loading_threads(self) -> int:
+        return num_loading_threads(self._device.type, self._options.device.num_threads or 1)
 
     def _sample(self, order: Sample) -> None:
         runner = self._worker.runner
         masks: TokenMasks | None = None
-        if order.mask_lines is not None and order.mask_bits is not None and self._start.rank == 0:
+        if order.mask_lines is not None and order.mask_bits is not None and self._samples:
             masks = runner.token_masks(order.mask_lines, order.mask_bits.shape[1])
             masks.bits[:] = order.mask_bits
         with self._worker.at_work():
             pending = runner.sample(masks)
-        if self._start.rank == 0:
+        if not self._samples:
+            return
+        if self._device.type == "cuda":
+            self._pending.put(pending)  # the next step can be launched meanwhile
+        else:
             self._answer(Sampled(pending.result()))
 
     def _call(self, order: Call) -> Any:
+        """A phase of the worker's start, or a question."""
+        if order.name == "join":
+            return self._join()
         worker = self._worker
         if order.name == "load":
             worker.load()
-            return None
+            return worker.memory().weights
         if order.name == "profile":
-            return worker.profile()
-        if order.name == "size_cache":
-            return worker.size_cache(**order.arguments)
+            return worker.size_cache(worker.profile(), **order.arguments)
         if order.name == "allocate":
             worker.allocate(**order.arguments)
             return None
@@ -115,24 +149,53 @@ class RankLoop:
         assert order.name == "memory", order.name
         return worker.memory()
 
+    def _join(self) -> None:
+        """Meet the other ranks."""
+        parallel = join(self._start, self._options.parallel, self._device)
+        self._samples = parallel.rank == 0 and parallel.stage.is_last
+        self._worker = Worker(self._options, self._config, self._device, parallel)
+        if self._samples and self._device.type == "cuda":
+            threading.Thread(target=self._send_results, name="quire-results", daemon=True).start()
+
+    def _send_results(self) -> None:
+        try:
+            while True:
+                self._answer(Sampled(self._pending.get().result()))
+        except Exception as error:
+            self._answer(RankFailed(ErrorRecord.of(error)))
+            os._exit(1)
+
     def _answer(self, answer: Answer) -> None:
-        data = encode(answer)
-        self._answers.sendall(len(data).to_bytes(8, "little") + data)
+        try:
+            self._channel.send(encode(answer))
+        except OSError:
+            os._exit(1)  # the engine is gone, and with it the reason to go on
 
     def _say_alive(self) -> None:
-        while True:
-            self._orders.say_alive()
-            threading.Event().wait(HEARTBEAT_S)
+        while not self._channel.is_closed():
+            self._answer(Alive())
+            time.sleep(HEARTBEAT_S)
+        os._exit(1)  # a collective may keep the other thread from noticing
 
 
 def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: None)  # the parent says when to end
+        signal.signal(number, lambda number, frame: None)  # the engine says when to end
     start: StartRank = read_line(sys.stdin.buffer.readline(), StartRank)
     configure_logging(start.log_level, for_server=True)
-    code = RankLoop(start).run()
+    code = serve_rank(start)
     sys.stderr.flush()
     os._exit(code)  # nothing is worth waiting for
+
+
+def serve_rank(start: StartRank) -> int:
+    if start.processors:
+        os.sched_setaffinity(0, start.processors)
+    try:
+        loop = RankLoop(start)
+    except OSError as error:
+        raise QuireError(f"rank {start.rank} cannot reach its engine: {error}") from None
+    return loop.run()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,325 @@
+"""`DistributedExecutor`: ranks in processes of their own, on this host or on several."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import selectors
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import msgspec
+import numpy as np
+
+from quire.config.options import EngineOptions
+from quire.engine.executors.channel import Channel
+from quire.engine.executors.launch import Launcher
+from quire.protocol import __version__
+from quire.protocol.codec import Decoder, encode
+from quire.protocol.errors import EngineDeadError, QuireError
+from quire.protocol.output import DeviceMemory
+from quire.protocol.plan import Int32Array, StepPlan, StepResult, TokenMasks
+from quire.protocol.ranks import (
+    Answer,
+    Call,
+    Execute,
+    Hello,
+    Order,
+    RankFailed,
+    Returned,
+    Sample,
+    Sampled,
+)
+
+logger = logging.getLogger(__name__)
+
+MIB = 1 << 20
+SILENCE_S = 4.0
+"""A rank in service says twice a second that its process runs."""
+LOOK_S = 0.25
+POLL_S = 0.01
+GRACE_S = 0.5
+"""Between the first sign of a failure and the search for its cause: a rank that misses another one
+may say so before that one's end is seen."""
+NETWORK = (
+    "Ranks must reach each other: check the firewall, the interface (GLOO_SOCKET_IFNAME, "
+    "NCCL_SOCKET_IFNAME), the size of /dev/shm, and what NCCL_DEBUG=INFO says."
+)
+REMEDIES = {
+    "start": "",
+    "join": NETWORK,
+    "load": "Weights may lie on slow storage: raise distributed_timeout_seconds.",
+}
+
+
+class DistributedExecutor:
+    look_s: float | None = 1.0
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        launch: Callable[[], Launcher],
+        *,
+        fits_max_model_len: bool = False,
+    ) -> None:
+        parallel = options.parallel
+        self._num_ranks, self._timeout_s = parallel.num_ranks, parallel.timeout_s
+        self.failure: str | None = None
+        self._results: queue.SimpleQueue[StepResult | None] = queue.SimpleQueue()
+        self._returned: queue.SimpleQueue[tuple[int, Returned] | None] = queue.SimpleQueue()
+        self._hellos: dict[int, Hello] = {}
+        self._refusal: QuireError | None = None
+        self._heard: dict[int, float] = {}
+        self._in_service = False
+        self._stopping = threading.Event()
+        self._seconds: dict[str, float] = {}
+        self._launcher = launch()
+        self._watch = threading.Thread(target=self._run_watch, name="quire-ranks", daemon=True)
+        self._watch.start()
+        try:
+            self._start_up(fits_max_model_len)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    # --- start-up ---------------------------------------------------------------------------------
+
+    def _start_up(self, fits_max_model_len: bool) -> None:
+        self._await_hellos()
+        self._phase("join")
+        self._check_models_alike()
+        weights = self._phase("load")
+        sizes = self._phase("profile", fits_max_model_len=fits_max_model_len)
+        self.max_model_len = min(max_model_len for max_model_len, _ in sizes)
+        self.num_blocks = min(num_blocks for _, num_blocks in sizes)
+        self._phase("allocate", num_blocks=self.num_blocks, max_model_len=self.max_model_len)
+        windows, self.groups_prefixes, self.graph_tokens = self._phase("capture")[0]
+        self.kv_windows: tuple[int | None, ...] = tuple(windows)
+        self._in_service = True
+        self._report(weights, sizes)
+
+    def _await_hellos(self) -> None:
+        """Every rank's process runs."""
+        started = time.monotonic()
+        while len(self._hellos) < self._num_ranks:
+            if self.failure is not None:
+                self._raise_failure()
+            if time.monotonic() > started + self._timeout_s:
+                self._fail(self._lateness("start", set(self._hellos)))
+            self._stopping.wait(POLL_S)
+        self._seconds["start"] = time.monotonic() - started
+        for hello in self._hellos.values():
+            if hello.version != __version__:
+                self._fail(
+                    f"{self._name(hello.rank)} runs Quire {hello.version}, this process "
+                    f"{__version__}; install the same version on all hosts."
+                )
+
+    def _phase(self, name: str, **arguments: Any) -> list[Any]:
+        """Have all ranks do something; what each returns, in rank order."""
+        started = time.monotonic()
+        values = self._call(name, **arguments)
+        self._seconds[name] = time.monotonic() - started
+        logger.debug("ranks: %s took %.1f s", name, self._seconds[name])
+        return values
+
+    def _check_models_alike(self) -> None:
+        first = self._hellos[0].model
+        for rank, hello in sorted(self._hellos.items()):
+            if hello.model != first:
+                self._fail(
+                    f"{self._name(rank)} reads another model than {self._name(0)} under the same "
+                    "name; have the same files on all hosts."
+                )
+
+    def _report(self, weights: list[int], sizes: list[tuple[int, int]]) -> None:
+        """What each rank does, and where time went."""
+        for rank, hello in sorted(self._hellos.items()):
+            logger.debug(
+                "%s: %s, %.1f MiB of weights, room for %d blocks",
+                self._name(rank),
+                hello.device,
+                weights[rank] / MIB,
+                sizes[rank][1],
+            )
+        hosts = len({hello.host for hello in self._hellos.values()})
+        where = "this host" if hosts == 1 else f"{hosts} hosts"
+        seconds = ", ".join(f"{name} {value:.1f} s" for name, value in self._seconds.items())
+        logger.info(
+            "ranks: %d on %s, %.1f MiB of weights at most, %d blocks each; %s",
+            self._num_ranks,
+            where,
+            max(weights) / MIB,
+            self.num_blocks,
+            seconds,
+        )
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def execute(self, plan: StepPlan) -> None:
+        self._send(Execute(plan))
+
+    def token_masks(self, lines: Int32Array, num_words: int) -> TokenMasks:
+        return TokenMasks(lines, np.empty((len(lines), num_words), np.int32))
+
+    def sample(self, step: int, masks: TokenMasks | None = None) -> _PendingResult:
+        given = () if masks is None else (masks.lines, masks.bits)
+        self._send(Sample(step, *given))
+        return _PendingResult(self)
+
+    def next_result(self) -> StepResult:
+        """That of the oldest step whose result was not taken yet."""
+        try:
+            result = self._results.get(timeout=self._timeout_s)
+        except queue.Empty:
+            self._fail(
+                f"a step did not end within {self._timeout_s:g} s (distributed_timeout_seconds). "
+                + NETWORK
+            )
+        if result is None:
+            self._raise_failure()
+        return result
+
+    def memory(self) -> DeviceMemory:
+        return msgspec.convert(self._call("memory")[0], DeviceMemory)
+
+    def shutdown(self) -> None:
+        self._stopping.set()
+        self._watch.join()
+        self._launcher.stop()
+
+    def _call(self, name: str, **arguments: Any) -> list[Any]:
+        self._send(Call(name, arguments))
+        deadline = time.monotonic() + self._timeout_s
+        values: dict[int, Any] = {}
+        while len(values) < self._num_ranks:
+            try:
+                answer = self._returned.get(timeout=max(deadline - time.monotonic(), 0.0))
+            except queue.Empty:
+                self._fail(self._lateness(name, set(values)))
+            if answer is None:
+                self._raise_failure()
+            rank, returned = answer
+            values[rank] = returned.value
+        return [values[rank] for rank in range(self._num_ranks)]
+
+    def _send(self, order: Order) -> None:
+        if self.failure is not None:
+            self._raise_failure()
+        try:
+            self._launcher.send(encode(order), time.monotonic() + self._timeout_s)
+        except TimeoutError:
+            self._fail(f"a rank has taken in no orders for {self._timeout_s:g} s. {NETWORK}")
+        except OSError as error:
+            self._stopping.wait(GRACE_S)  # the watch knows which one, or will in a moment
+            self._fail(f"a rank is gone: {error}")
+
+    # --- failures ---------------------------------------------------------------------------------
+
+    def _lateness(self, phase: str, done: set[int]) -> str:
+        late = [self._name(rank) for rank in range(self._num_ranks) if rank not in done]
+        remedy = REMEDIES.get(phase) or self._launcher.missing()
+        return (
+            f"{', '.join(late)} did not finish {phase!r} within {self._timeout_s:g} s "
+            f"(distributed_timeout_seconds). {remedy}"
+        )
+
+    def _name(self, rank: int) -> str:
+        hello = self._hellos.get(rank)
+        return f"rank {rank}" + (f" (host {hello.host}, process {hello.pid})" if hello else "")
+
+    def _fail(self, cause: str) -> NoReturn:
+        self._note_failure(cause)
+        self._raise_failure()
+
+    def _raise_failure(self) -> NoReturn:
+        if self._refusal is not None:
+            raise self._refusal
+        assert self.failure is not None
+        raise EngineDeadError(self.failure)
+
+    def _note_failure(self, cause: str) -> None:
+        """From any thread: nothing goes on, and all that wait are told."""
+        if self.failure is None and not self._stopping.is_set():
+            self.failure = cause
+        self._results.put(None)
+        self._returned.put(None)
+
+    # --- the watch, a thread ----------------------------------------------------------------------
+
+    def _run_watch(self) -> None:
+        try:
+            self._watch_ranks()
+        except Exception as error:
+            logger.debug("the watch over the ranks failed", exc_info=error)
+            self._note_failure(f"an answer of a rank could not be read: {error}")
+        if self.failure is not None:
+            self._launcher.stop()
+
+    def _watch_ranks(self) -> None:
+        decoder: Decoder[Answer] = Decoder(Answer)
+        selector = selectors.DefaultSelector()
+        watched: dict[int, Channel] = {}
+        while not self._stopping.is_set() and self.failure is None:
+            for rank, channel in list(self._launcher.channels.items()):
+                if rank not in watched:
+                    selector.register(channel.line, selectors.EVENT_READ, rank)
+                    watched[rank], self._heard[rank] = channel, time.monotonic()
+                    for data in channel.read_buffered():
+                        self._take(rank, decoder.decode(data))
+            for key, _ in selector.select(LOOK_S):
+                rank = key.data
+                try:
+                    messages = watched[rank].read_ready()
+                except EOFError:
+                    self._search_cause(f"{self._name(rank)} is gone")
+                    return
+                self._heard[rank] = time.monotonic()
+                for data in messages:
+                    self._take(rank, decoder.decode(data))
+            self._look()
+
+    def _take(self, rank: int, answer: Answer) -> None:
+        if isinstance(answer, Sampled):
+            self._results.put(answer.result)
+        elif isinstance(answer, Returned):
+            self._returned.put((rank, answer))
+        elif isinstance(answer, Hello):
+            self._hellos[rank] = answer
+        elif isinstance(answer, RankFailed):
+            error = answer.error.to_error()
+            if not self._in_service and type(error) is not QuireError:
+                self._refusal = error  # such as a model that does not fit: it says what to do
+            self._search_cause(f"{self._name(rank)} failed: {answer.error.message}")
+
+    def _look(self) -> None:
+        """For ranks that have ended or stand still."""
+        if self.failure is None and self._launcher.ended():
+            self._search_cause("a rank has ended")
+        if not self._in_service:
+            return
+        now = time.monotonic()
+        for rank, heard in self._heard.items():
+            if now - heard > SILENCE_S:
+                self._note_failure(
+                    f"{self._name(rank)} has not been heard of for {SILENCE_S:g} s: it is stopped, "
+                    "or its host cannot be reached."
+                )
+
+    def _search_cause(self, sign: str) -> None:
+        """A process that ended says more than those that miss it."""
+        self._stopping.wait(GRACE_S)
+        for rank, cause in sorted(self._launcher.ended().items()):
+            if self._refusal is None:
+                self._note_failure(f"{self._name(rank)}: {cause}")
+        self._note_failure(sign)
+
+
+class _PendingResult:
+    def __init__(self, executor: DistributedExecutor) -> None:
+        self._executor = executor
+
+    def result(self) -> StepResult:
+        return self._executor.next_result()

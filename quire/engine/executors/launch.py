@@ -1,0 +1,163 @@
+"""Starting the processes of ranks: `Launcher`, and `LocalProcesses` on this host."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from quire.config.device import core_shares
+from quire.config.options import EngineOptions
+from quire.engine.executors.channel import Channel
+from quire.protocol.codec import line
+from quire.protocol.ranks import Connected, Inherited, StartRank
+from quire.protocol.ring import OrderWriter, new_ring
+from quire.worker.groups import shared_files
+
+PROGRAM = "import sys; sys.path[:] = {path!r}; from quire.engine.executors.rank import main; main()"
+END_S = 5.0
+"""How long a process may take to end by itself."""
+
+
+class Launcher(Protocol):
+    """Processes of all ranks, which are being started. The first message of each is `Hello`."""
+
+    channels: dict[int, Channel]
+    """By rank; more may come while ranks are being started."""
+
+    def send(self, order: bytes, deadline: float) -> None:
+        """To all ranks; raises `TimeoutError` where one takes nothing in, `OSError` where one is
+        gone."""
+
+    def ended(self) -> dict[int, str]:
+        """Ranks whose process is known to have ended, and how."""
+
+    def missing(self) -> str:
+        """What has not come yet, and what to look at."""
+
+    def stop(self) -> None:
+        """End all processes."""
+
+
+class LocalProcesses:
+    """All ranks on this host. Orders go through memory that they share."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        parallel = options.parallel
+        size, num_ranks = parallel.tensor_parallel_size, parallel.num_ranks
+        orders, lines = new_ring(), [socket.socketpair() for _ in range(num_ranks)]
+        group_fds, link_fds = shared_files(size, parallel.pipeline_parallel_size)
+        shared = [orders, *group_fds, *(fd for fds in link_fds for fd in fds)]
+        self.channels: dict[int, Channel] = {}
+        self._processes = RankProcesses()
+        starts = rank_starts(options, range(num_ranks), num_ranks)
+        for start, (ours, theirs) in zip(starts, lines, strict=True):
+            start.channel = Inherited(orders, theirs.fileno(), group_fds, link_fds)
+            self._processes.start(start, [*shared, theirs.fileno()])
+            theirs.close()
+            self.channels[start.rank] = Channel(ours)
+        self._writer = OrderWriter(orders, [ours for ours, _ in lines])
+        for fd in shared:
+            os.close(fd)
+
+    def send(self, order: bytes, deadline: float) -> None:
+        self._writer.write(order, deadline)
+
+    def ended(self) -> dict[int, str]:
+        return self._processes.ended()
+
+    def missing(self) -> str:
+        return "What their processes wrote may say more."
+
+    def stop(self) -> None:
+        for channel in self.channels.values():
+            channel.close()
+        self._processes.stop()
+
+
+class RankProcesses:
+    """The processes of some ranks on this host."""
+
+    def __init__(self) -> None:
+        self._by_rank: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, start: StartRank, fds: Sequence[int] = ()) -> None:
+        path = [entry for entry in sys.path if isinstance(entry, str)]
+        # Not by `multiprocessing`, which would run the user's own script again.
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM.format(path=path)],
+            stdin=subprocess.PIPE,
+            pass_fds=fds,
+            start_new_session=True,  # so that Ctrl-C reaches the engine alone
+        )
+        assert process.stdin is not None
+        process.stdin.write(line(start))
+        process.stdin.flush()
+        self._by_rank[start.rank] = process
+
+    def ended(self) -> dict[int, str]:
+        return {
+            rank: exit_cause(f"process {process.pid}", process.returncode)
+            for rank, process in self._by_rank.items()
+            if process.poll() is not None
+        }
+
+    def stop(self) -> None:
+        """They end as soon as their orders do; one that does not is killed."""
+        deadline = time.monotonic() + END_S
+        for process in self._by_rank.values():
+            try:
+                process.wait(max(deadline - time.monotonic(), 0.0))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+
+    def kill(self) -> None:
+        for process in self._by_rank.values():
+            process.kill()
+
+
+def rank_starts(options: EngineOptions, ranks: Sequence[int], num_local: int) -> list[StartRank]:
+    """How ranks of one host begin, each with its share of the processors; their channels are still
+    to be set."""
+    level = logging.getLogger("quire").getEffectiveLevel()
+    quiet = logging.getLevelName(max(level, logging.WARNING))
+    shares = [list[int]()] * num_local
+    if options.device.device == "cpu" and num_local > 1:
+        shares = core_shares(num_local)
+        threads = max((options.device.num_threads or 1) // num_local, 1)
+        options = options.replace(num_threads=threads)
+    return [
+        StartRank(
+            rank,
+            options.flat(),
+            Connected("", 0, ""),
+            device_index=place,
+            processors=shares[place],
+            log_level=quiet if rank else None,
+        )
+        for place, rank in enumerate(ranks)
+    ]
+
+
+def exit_cause(name: str, code: int) -> str:
+    """Why a process that said nothing ended, as far as its exit status tells."""
+    if code >= 0:
+        return f"{name} ended with status {code}; what it wrote before says why."
+    number = -code
+    word = signal.Signals(number).name if number in set(signal.Signals) else str(number)
+    remedy = (
+        " The system does this when memory runs out: lower --kv-cache-memory-bytes or "
+        "--max-num-seqs, or use a smaller model."
+        if number == signal.SIGKILL
+        else ""
+    )
+    return f"{name} was killed by {word}.{remedy}"

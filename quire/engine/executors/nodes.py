@@ -1,0 +1,324 @@
+"""Ranks on several hosts, each of which was started by hand with its `node_rank`.
+
+Host 0 has the engine and listens at `master_addr`:`master_port`. The others join there, are told
+which ranks to start, and report when one ends. Each rank has a connection to host 0 of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from quire.config.options import EngineOptions
+from quire.engine.executors.channel import CUT_S, Channel, notice_cut
+from quire.engine.executors.launch import RankProcesses, rank_starts
+from quire.protocol import __version__
+from quire.protocol.codec import Decoder, encode
+from quire.protocol.errors import OptionError, QuireError
+from quire.protocol.ranks import (
+    Alive,
+    Connected,
+    FromNode,
+    Hello,
+    JoinNode,
+    RankEnded,
+    Refused,
+    StartRank,
+    StartRanks,
+    ToNode,
+)
+
+logger = logging.getLogger(__name__)
+
+GREETING_S = 10.0
+RETRY_S = 0.5
+OWN_OPTIONS = {
+    *("node_rank", "num_threads", "hf_token", "download_dir", "log_level", "disable_log_stats"),
+    *("master_addr", "tokenizer", "chat_template", "generation_config"),
+}
+"""Those that hosts may have different values of."""
+
+
+class Reception:
+    """Takes connections in and hands them over by their first message, which stays unread."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        secret: str,
+        welcome: Callable[[Channel, Hello | JoinNode], None],
+    ) -> None:
+        self._secret, self._welcome = secret, welcome
+        self._listener = socket.create_server(address)
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, name="quire-reception", daemon=True).start()
+
+    def close(self) -> None:
+        # `accept` of another thread goes on after a close alone.
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                line, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._greet, args=(line,), daemon=True).start()
+
+    def _greet(self, line: socket.socket) -> None:
+        line.settimeout(GREETING_S)
+        notice_cut(line, CUT_S)
+        channel = Channel(line)
+        decoder: Decoder[Hello | JoinNode] = Decoder(Hello | JoinNode)
+        try:
+            data = channel.peek()
+            message = decoder.decode(data or b"")
+        except (OSError, msgspec.MsgspecError):
+            channel.close()  # a port scan, say
+            return
+        if isinstance(message, Hello) and message.secret != self._secret:
+            channel.close()
+            return
+        self._welcome(channel, message)
+
+
+class ConnectedRanks:
+    """Ranks with a TCP connection each."""
+
+    def __init__(self, options: EngineOptions, host: str, port: int) -> None:
+        self.channels: dict[int, Channel] = {}
+        self._timeout_s, self._host = options.parallel.timeout_s, host
+        self._secret = secrets.token_hex(16)
+        try:
+            self.reception = Reception((host, port), self._secret, self.welcome)
+        except OSError as error:
+            raise OptionError(
+                f"cannot listen at master_addr={host!r}, master_port={port}: {error}. Set "
+                "master_addr to an address of this host that the others reach, and master_port to "
+                "a free port."
+            ) from None
+        self._store = _new_store(host, options.parallel.timeout_s)
+
+    def welcome(self, channel: Channel, message: Hello | JoinNode) -> None:
+        if isinstance(message, Hello):
+            channel.line.settimeout(self._timeout_s)
+            self.channels[message.rank] = channel
+        else:
+            channel.close()
+
+    def connect(self, start: StartRank) -> StartRank:
+        """Tell a rank where to find this process, and the other ranks."""
+        start.channel = Connected(self._host, self.reception.port, self._secret)
+        start.store = (self._host, self._store.port)
+        return start
+
+    def send(self, order: bytes, deadline: float) -> None:
+        for _, channel in sorted(self.channels.items()):
+            channel.send(order)
+
+    def close(self) -> None:
+        self.reception.close()
+        for channel in list(self.channels.values()):
+            channel.close()
+
+
+def _new_store(host: str, timeout_s: float) -> Any:
+    """Where ranks find each other's addresses."""
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore
+
+    wait = timedelta(seconds=timeout_s)
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait)
+
+
+class NodeProcesses(ConnectedRanks):
+    """Processes on `nnodes` hosts, this one included: an equal number on each."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        parallel = options.parallel
+        self._options, self._num_nodes = options, parallel.nnodes
+        self._ranks_per_node = parallel.num_ranks // parallel.nnodes
+        self._processes = RankProcesses()
+        self._nodes: dict[int, Channel] = {}
+        self._names = {0: socket.gethostname()}
+        self._ended: dict[int, str] = {}
+        super().__init__(options, parallel.master_addr, parallel.master_port)
+        for start in self._starts(0):
+            self._processes.start(start)
+
+    def _starts(self, node: int) -> list[StartRank]:
+        count = self._ranks_per_node
+        ranks = range(node * count, (node + 1) * count)
+        return [self.connect(one) for one in rank_starts(self._options, ranks, count)]
+
+    def welcome(self, channel: Channel, message: Hello | JoinNode) -> None:
+        if isinstance(message, Hello):
+            super().welcome(channel, message)
+            return
+        channel.read()
+        node = message.node_rank
+        if not 0 < node < self._num_nodes or node in self._nodes:
+            reason = f"node_rank={node} is taken, or not below nnodes={self._num_nodes}"
+            channel.send(encode(Refused(f"{reason}; give each host a number of its own.")))
+            channel.close()
+            return
+        self._nodes[node], self._names[node] = channel, message.host
+        differs = difference(message, self._options)
+        if differs:
+            channel.send(encode(Refused(differs)))
+            self._lose(node, differs)
+            return
+        channel.send(encode(StartRanks(self._starts(node))))
+        self._follow(node, channel)
+
+    def _follow(self, node: int, channel: Channel) -> None:
+        """Listen to a host until it is gone."""
+        channel.line.settimeout(None)
+        decoder: Decoder[FromNode] = Decoder(FromNode)
+        while (data := channel.read()) is not None:
+            message = decoder.decode(data)
+            if isinstance(message, RankEnded):
+                self._ended[message.rank] = f"{message.cause} (host {self._names[node]})"
+        self._lose(node, f"host {self._names[node]} (node_rank={node}) cannot be reached any more")
+
+    def _lose(self, node: int, cause: str) -> None:
+        for rank in range(node * self._ranks_per_node, (node + 1) * self._ranks_per_node):
+            self._ended.setdefault(rank, cause)
+
+    def ended(self) -> dict[int, str]:
+        return {**self._processes.ended(), **self._ended}
+
+    def missing(self) -> str:
+        absent = [str(node) for node in range(1, self._num_nodes) if node not in self._nodes]
+        if not absent:
+            return "What their processes wrote may say more."
+        parallel = self._options.parallel
+        return (
+            f"No host has joined as node_rank {', '.join(absent)} of nnodes={self._num_nodes}. "
+            f"Start `quire serve` there with the same options, its --node-rank and --master-addr "
+            f"{parallel.master_addr} --master-port {parallel.master_port}, which must be reachable "
+            "(firewall, interface)."
+        )
+
+    def stop(self) -> None:
+        for channel in list(self._nodes.values()):
+            with contextlib.suppress(OSError):  # it is gone already
+                channel.send(encode(Refused("")))
+            channel.close()
+        self.close()
+        self._processes.stop()
+
+
+def difference(node: JoinNode, options: EngineOptions) -> str | None:
+    """What keeps a host from joining: another version, or an option with another value."""
+    if node.version != __version__:
+        return (
+            f"host {node.host} runs Quire {node.version}, host 0 runs {__version__}; install the "
+            "same version on all hosts."
+        )
+    ours, defaults = options.flat(), EngineOptions().flat()
+    for name, value in node.options.items():
+        given = name not in OWN_OPTIONS and value != defaults.get(name)
+        if given and value != ours.get(name):
+            return (
+                f"host {node.host} (node_rank={node.node_rank}) was started with {name}={value!r}, "
+                f"host 0 with {name}={ours.get(name)!r}; give all hosts the same options."
+            )
+    return None
+
+
+# --- the other hosts ----------------------------------------------------------------------------
+
+
+def run_node(options: EngineOptions) -> int:
+    """Run the ranks of this host for the engine of host 0, until that ends. An engine that was
+    lost may come back: then its ranks are started again."""
+    while True:
+        node = _Node(options, _connect(options))
+        if node.run():
+            return 0
+        logger.error("%s is lost; waiting for it", _address(options))
+
+
+class _Node:
+    """One engine's ranks on this host."""
+
+    def __init__(self, options: EngineOptions, channel: Channel) -> None:
+        self._channel, self._processes = channel, RankProcesses()
+        parallel = options.parallel
+        hello = JoinNode(parallel.node_rank, socket.gethostname(), __version__, options.flat())
+        channel.send(encode(hello))
+        reply = self._read()
+        if isinstance(reply, Refused):
+            raise QuireError(reply.reason)
+        if reply is None:
+            raise QuireError(f"{_address(options)} has closed the connection; its log says why.")
+        logger.info("ranks %s run here for %s", _listed(reply.ranks), _address(options))
+        for start in reply.ranks:
+            self._processes.start(start)
+
+    def _read(self) -> StartRanks | Refused | None:
+        decoder: Decoder[ToNode] = Decoder(ToNode)
+        data = self._channel.read()
+        return None if data is None else decoder.decode(data)
+
+    def run(self) -> bool:
+        """Until the engine is gone; says whether it ended as it should."""
+        threading.Thread(target=self._report, name="quire-node", daemon=True).start()
+        reply = self._read()
+        self._channel.close()
+        self._processes.stop()
+        return isinstance(reply, Refused)
+
+    def _report(self) -> None:
+        told: set[int] = set()
+        try:
+            while True:
+                for rank, cause in self._processes.ended().items():
+                    if rank not in told:
+                        self._channel.send(encode(RankEnded(rank, cause)))
+                        told.add(rank)
+                self._channel.send(encode(Alive()))
+                time.sleep(RETRY_S)
+        except OSError:
+            return  # the other thread notices it too
+
+
+def _connect(options: EngineOptions) -> Channel:
+    parallel = options.parallel
+    deadline = time.monotonic() + parallel.timeout_s
+    while True:
+        try:
+            line = socket.create_connection((parallel.master_addr, parallel.master_port), CUT_S)
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise QuireError(
+                    f"{_address(options)} does not answer for {parallel.timeout_s:g} s "
+                    f"(distributed_timeout_seconds): {error}. Start the engine there with "
+                    f"--nnodes {parallel.nnodes} --node-rank 0; check master_addr, master_port and "
+                    "the firewall."
+                ) from None
+            time.sleep(RETRY_S)
+    line.settimeout(None)
+    notice_cut(line, CUT_S)
+    return Channel(line)
+
+
+def _address(options: EngineOptions) -> str:
+    parallel = options.parallel
+    return f"host 0 ({parallel.master_addr}:{parallel.master_port})"
+
+
+def _listed(starts: list[StartRank]) -> str:
+    return ", ".join(str(start.rank) for start in starts)
