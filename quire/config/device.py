@@ -31,6 +31,10 @@ class DeviceInfo:
     """Whether a CPU has the C++ library, without which packed weights are slow."""
     index: int = 0
     """Which of the GPUs."""
+    count: int = 1
+    """How many there are of its type."""
+    num_sharing: int = 1
+    """Ranks of this engine that share its memory."""
     is_num_threads_wanted: bool = False
     """Whether a user asked for that number of threads."""
 
@@ -183,6 +187,11 @@ def _cpu_quota(root: Path) -> float:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def ranks_share_devices() -> bool:
+    """Whether a host may have more ranks than GPUs: for tests."""
+    return os.environ.get("QUIRE_RANKS_SHARE_DEVICES") == "1"
 
 
 def tokenise_on_one_thread() -> None:

@@ -14,9 +14,12 @@ QUIET = "WARNING"
 VARIABLE = "QUIRE_LOG_LEVEL"
 
 
-def configure_logging(level: str | None = None, *, for_server: bool = False) -> None:
+def configure_logging(
+    level: str | None = None, *, for_server: bool = False, part: str = ""
+) -> None:
     """Show Quire's messages where nothing else handles them: at this level, or at QUIRE_LOG_LEVEL,
-    or at INFO. A server's lines have a time and a level, and come from its libraries too."""
+    or at INFO. A server's lines have a time and a level, and come from its libraries too; `part`
+    names the process where there are several of a kind."""
     logger = logging.getLogger("quire")
     is_ours = any(isinstance(handler, _StderrHandler) for handler in logger.handlers)
     if is_ours and level is not None:
@@ -25,11 +28,16 @@ def configure_logging(level: str | None = None, *, for_server: bool = False) -> 
         return
     level = level or _level_of_environment()
     handler = _StderrHandler()
-    handler.setFormatter(_Formatter("%(asctime)s %(levelname)s " if for_server else ""))
+    handler.setFormatter(_Formatter("%(asctime)s %(levelname)s " if for_server else "", part))
     for name in ("quire", "uvicorn", "asyncio") if for_server else ("quire",):
         logging.getLogger(name).addHandler(handler)
         logging.getLogger(name).propagate = False
     logger.setLevel(level)
+
+
+def is_server() -> bool:
+    """Whether this process logs as one of a server's."""
+    return any(isinstance(one, _StderrHandler) for one in logging.getLogger("uvicorn").handlers)
 
 
 def _level_of_environment() -> str:
@@ -54,8 +62,8 @@ class _StderrHandler(logging.Handler):
 class _Formatter(logging.Formatter):
     default_msec_format = "%s.%03d"
 
-    def __init__(self, head: str) -> None:
-        super().__init__(f"{head}%(origin)s: %(message)s")
+    def __init__(self, head: str, part: str) -> None:
+        super().__init__(f"{head}%(origin)s: {part}%(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
         record.origin = record.name.partition(".")[0]

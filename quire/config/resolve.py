@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.config.device import DeviceInfo
+from quire.config.device import DeviceInfo, ranks_share_devices
 from quire.config.model import ModelConfig
 from quire.config.options import AUTO_LENGTH, CacheOptions, EngineOptions
 from quire.protocol.errors import OptionError
@@ -45,6 +45,7 @@ def resolve(options: EngineOptions, model: ModelConfig, device: DeviceInfo) -> R
     notes: list[str] = []
     check_options(options)
     _check_device(options, device)
+    _check_device_count(options, device)
     _check_quantization(options, model, device)
     fits = options.model.max_model_len == AUTO_LENGTH
     options = options.replace(
@@ -91,6 +92,7 @@ def _check_device(options: EngineOptions, device: DeviceInfo) -> None:
 
 def check_options(options: EngineOptions) -> None:
     """Refuse what can be refused before a model is looked for, and maybe downloaded."""
+    _check_parallel(options)
     wanted = options.model.quantization
     if wanted not in QUANTIZATIONS:
         raise OptionError(
@@ -101,6 +103,57 @@ def check_options(options: EngineOptions) -> None:
         raise OptionError(
             f"quantization={wanted!r} computes from packed weights, dtype='float32' from exact "
             "ones. Leave one of them unset."
+        )
+
+
+def _check_parallel(options: EngineOptions) -> None:
+    parallel = options.parallel
+    backend, nnodes = parallel.distributed_executor_backend, parallel.nnodes
+    if backend == "uni" and parallel.num_ranks > 1:
+        raise OptionError(
+            f"distributed_executor_backend='uni' runs one rank, but {_sizes(options)} are "
+            f"{parallel.num_ranks}; leave distributed_executor_backend unset."
+        )
+    if backend == "external_launcher" and parallel.pipeline_parallel_size > 1:
+        raise OptionError(
+            "distributed_executor_backend='external_launcher' has no stages, but "
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size}; set it to 1, or use 'mp' "
+            "or 'ray'."
+        )
+    if nnodes > 1 and backend not in (None, "mp"):
+        raise OptionError(
+            f"nnodes={nnodes} is for distributed_executor_backend='mp', got {backend!r}, which "
+            "finds its hosts by itself; leave nnodes unset."
+        )
+    if parallel.node_rank >= nnodes:
+        raise OptionError(
+            f"node_rank={parallel.node_rank} must be below nnodes={nnodes}; hosts count from 0."
+        )
+    if parallel.num_ranks % nnodes:
+        raise OptionError(
+            f"{_sizes(options)} are {parallel.num_ranks} ranks, which nnodes={nnodes} hosts cannot "
+            "have equally many of; choose sizes whose product is a multiple of nnodes."
+        )
+
+
+def _sizes(options: EngineOptions) -> str:
+    parallel = options.parallel
+    return (
+        f"tensor_parallel_size={parallel.tensor_parallel_size} times "
+        f"pipeline_parallel_size={parallel.pipeline_parallel_size}"
+    )
+
+
+def _check_device_count(options: EngineOptions, device: DeviceInfo) -> None:
+    parallel = options.parallel
+    num_local = parallel.num_ranks // parallel.nnodes
+    if parallel.distributed_executor_backend not in (None, "mp") or device.type != "cuda":
+        return
+    if num_local > device.count and not ranks_share_devices():
+        raise OptionError(
+            f"{_sizes(options)} need {num_local} GPUs on this host, but {device.count} can be "
+            "seen (CUDA_VISIBLE_DEVICES). Choose smaller sizes, or use several hosts (nnodes, or "
+            "distributed_executor_backend='ray')."
         )
 
 

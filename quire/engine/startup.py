@@ -15,6 +15,7 @@ from quire.config.resolve import check_options, resolve
 from quire.config.structured import GrammarSettings
 from quire.engine.core import EngineCore
 from quire.engine.executors.base import Executor
+from quire.protocol.errors import OptionError
 from quire.scheduler.sequence import SchedulerLimits
 
 if TYPE_CHECKING:
@@ -51,6 +52,11 @@ def read_model(options: EngineOptions) -> ModelConfig:
 
 def start_engine(options: EngineOptions, model: ModelConfig) -> Engine:
     """An engine for `model`, which `find_model` has found."""
+    if options.parallel.node_rank > 0:
+        raise OptionError(
+            f"node_rank={options.parallel.node_rank}: the engine runs on host 0. On this host run "
+            "`quire serve` with the same options, which then has ranks alone."
+        )
     # Imported here: the executor brings torch, which `quire --help` must not wait for.
     from quire.engine.executors.local import LocalExecutor
 

@@ -49,7 +49,10 @@ class StartRank(msgspec.Struct, tag=True):
     device_index: int = 0
     processors: list[int] = []
     """Those that it keeps to; none: all."""
+    num_local: int = 1
+    """Ranks of its host."""
     log_level: str | None = None
+    logs_as_server: bool = False
 
 
 class Hello(msgspec.Struct, tag=True):

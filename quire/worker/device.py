@@ -26,13 +26,17 @@ OLDEST_CAPABILITY = (7, 0)
 """Volta: Triton makes no code for older GPUs of NVIDIA."""
 
 
-def detect_device(wanted: str) -> DeviceInfo:
-    """The GPU if there is one and it is not unwanted, else the CPU."""
+def detect_device(wanted: str, place: int | None = None) -> DeviceInfo:
+    """The GPU if there is one and it is not unwanted, else the CPU. Ranks of one host have a
+    `place` each, and the GPU of that number."""
     if wanted == "cpu" or not torch.cuda.is_available():
         is_there, reason = cpu.available()
         if not is_there:
             logger.warning("%s", WITHOUT_LIBRARY.format(reason=reason))
         return replace(cpu_device(), has_native_kernels=is_there)
+    count = torch.cuda.device_count()
+    if place is not None:
+        torch.cuda.set_device(place % count)
     index = torch.cuda.current_device()
     name = torch.cuda.get_device_name(index)
     check_triton(name, has_triton=find_spec("triton") is not None)
@@ -47,6 +51,7 @@ def detect_device(wanted: str) -> DeviceInfo:
         threads.reason,
         torch.cuda.is_bf16_supported(including_emulation=False),
         index=index,
+        count=count,
     )
 
 

@@ -130,7 +130,8 @@ def available_cache_bytes(
         wanted = cache.num_gpu_blocks_override * layout.bytes_per_block
     if profile is None:
         total, available = cpu_memory()
-        return wanted if wanted is not None else cpu_cache_bytes(cache, available, total)
+        default = cpu_cache_bytes(cache, available, total) // device.num_sharing
+        return wanted if wanted is not None else default
     if wanted is not None:
         _check_wanted(wanted, options, profile)
         return wanted

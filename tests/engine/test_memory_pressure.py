@@ -30,6 +30,9 @@ CURSED = 96
 class ShortExecutor:
     """An executor whose memory holds steps of at most `room` tokens."""
 
+    failure: str | None = None
+    look_s: float | None = None
+
     def __init__(self, executor: Executor, room: int) -> None:
         self.executor, self.room = executor, room
         self.num_blocks = executor.num_blocks

@@ -33,6 +33,9 @@ class _FailedResult:
 class FlakyExecutor:
     """Passes plans on, except that some steps fail at a chosen moment."""
 
+    failure: str | None = None
+    look_s: float | None = None
+
     def __init__(self, executor: Executor, steps: Collection[int], moment: str) -> None:
         self.executor = executor
         self.num_blocks = executor.num_blocks

@@ -118,6 +118,9 @@ class ToyFailure:
 
 
 class ToyExecutor:
+    failure: str | None = None
+    look_s: float | None = None
+
     def __init__(
         self,
         num_blocks: int,

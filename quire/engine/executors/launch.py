@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -13,9 +12,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from quire.config.device import core_shares
+from quire.config.log import is_server
 from quire.config.options import EngineOptions
 from quire.engine.executors.channel import Channel
 from quire.protocol.codec import line
+from quire.protocol.processes import exit_cause
 from quire.protocol.ranks import Connected, Inherited, StartRank
 from quire.protocol.ring import OrderWriter, new_ring
 from quire.worker.groups import shared_files
@@ -142,22 +143,9 @@ def rank_starts(options: EngineOptions, ranks: Sequence[int], num_local: int) ->
             Connected("", 0, ""),
             device_index=place,
             processors=shares[place],
+            num_local=num_local,
             log_level=quiet if rank else None,
+            logs_as_server=is_server(),
         )
         for place, rank in enumerate(ranks)
     ]
-
-
-def exit_cause(name: str, code: int) -> str:
-    """Why a process that said nothing ended, as far as its exit status tells."""
-    if code >= 0:
-        return f"{name} ended with status {code}; what it wrote before says why."
-    number = -code
-    word = signal.Signals(number).name if number in set(signal.Signals) else str(number)
-    remedy = (
-        " The system does this when memory runs out: lower --kv-cache-memory-bytes or "
-        "--max-num-seqs, or use a smaller model."
-        if number == signal.SIGKILL
-        else ""
-    )
-    return f"{name} was killed by {word}.{remedy}"

@@ -82,9 +82,9 @@ class RankLoop:
 
     def _say_hello(self) -> None:
         self._options = EngineOptions().replace(**self._start.options)
-        device = detect_device(self._options.device.device)
-        if device.type == "cuda":
-            device = replace(device, index=self._start.device_index)
+        device = detect_device(self._options.device.device, self._start.device_index)
+        if device.type == "cpu":
+            device = replace(device, num_sharing=self._start.num_local)
         self._device, self._config = device, read_model(self._options)
         digest = hashlib.sha256(json.dumps(self._config.raw, sort_keys=True, default=str).encode())
         channel = self._start.channel
@@ -182,7 +182,8 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: None)  # the engine says when to end
     start: StartRank = read_line(sys.stdin.buffer.readline(), StartRank)
-    configure_logging(start.log_level, for_server=True)
+    part = f"rank {start.rank}: " if start.rank else ""
+    configure_logging(start.log_level, for_server=start.logs_as_server, part=part)
     code = serve_rank(start)
     sys.stderr.flush()
     os._exit(code)  # nothing is worth waiting for

@@ -30,7 +30,8 @@ from quire.protocol.messages import (
     StartApi,
     StartEngine,
 )
-from quire.server.launch.child import Child, exit_cause, until_silent
+from quire.protocol.processes import exit_cause
+from quire.server.launch.child import Child, until_silent
 from quire.server.launch.listening import (
     ServerStopped,
     allow_many_connections,
