@@ -50,9 +50,9 @@ def load_model(model: ModelConfig, dtype: str, load_format: str) -> Any:
 
 def _load_weights(built: Any, model: ModelConfig) -> None:
     """From a GGUF file, which Quire's loader gives under the names that transformers uses."""
-    from quire.loading.weights import iter_weights
+    from quire.loading.weights import read_weights
 
-    missing, unexpected = built.load_state_dict(dict(iter_weights(model.source)), strict=False)
+    missing, unexpected = built.load_state_dict(read_weights(model.source), strict=False)
     built.tie_weights()
     absent = [name for name in missing if not (model.tie_word_embeddings and "lm_head" in name)]
     if unexpected or absent:

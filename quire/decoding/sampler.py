@@ -27,7 +27,7 @@ class RowSampling:
         self._vocab_size = vocab_size
         self._columns = columns
         self._num_tokens = num_tokens
-        self._drawing = RowSet(columns.max_rows)
+        self.drawing = RowSet(columns.max_rows)
         self._filtering = RowSet(columns.max_rows)
         self._searching = RowSet(columns.max_rows)
         self._temperature = columns.floats()
@@ -60,20 +60,20 @@ class RowSampling:
         self._top_k.host[row] = top_k
         self._top_p.host[row] = params.top_p
         self._log_min_p.host[row] = math.log(params.min_p) if params.min_p else -math.inf
-        self._drawing.add(row)
+        self.drawing.add(row)
         if top_k or params.top_p < 1.0:
             self._searching.add(row)
         if top_k or params.top_p < 1.0 or params.min_p:
             self._filtering.add(row)
 
     def remove(self, row: int) -> None:
-        for rows in (self._drawing, self._filtering, self._searching):
+        for rows in (self.drawing, self._filtering, self._searching):
             rows.discard(row)
 
     def apply(self, logits: Tensor, batch: Batch) -> Tensor:
         """One token per line of `logits` [S, V], which are left as they are; int32 [S]."""
         kinds = Kinds(
-            batch.has(self._drawing), batch.has(self._filtering), batch.has(self._searching)
+            batch.has(self.drawing), batch.has(self._filtering), batch.has(self._searching)
         )
         if batch.offsets is not None:
             return self._sample_verifying(logits, batch, kinds)
@@ -153,6 +153,8 @@ class Sampler:
             LogitBias(vocab_size, columns),
             self._penalties,
         )
+        self._constrained = RowSet(max_rows)
+        """Rows whose grammars bring masks."""
         self._batch: Batch | None = None
 
     def add(self, added: AddedRow, token_ids: Int32Array) -> None:
@@ -162,6 +164,8 @@ class Sampler:
         for edit in self._edits:
             edit.add(added, token_ids)
         self._logprobs.add(added)
+        if added.params.structured_outputs is not None:
+            self._constrained.add(added.row)
         self._columns.touch(added.row)
 
     def remove(self, row: int) -> None:
@@ -170,6 +174,7 @@ class Sampler:
         for edit in self._edits:
             edit.remove(row)
         self._logprobs.remove(row)
+        self._constrained.discard(row)
         self._columns.touch(row)
         self._batch = None
 
@@ -189,6 +194,13 @@ class Sampler:
         device = self._columns.device
         masks = MaskTensors(np.zeros(1, np.int32), -(-self._vocab_size // 32), device)
         masks.apply(torch.zeros((1, self._vocab_size), dtype=dtype, device=device))
+
+    def takes_argmax(self, host_rows: NDArray[Any]) -> bool:
+        """Whether the highest logit is all that `sample` would look for in the lines of these rows.
+        It follows from what was added, on all ranks alike."""
+        users = (edit.users for edit in self._edits)
+        others = (self._sampling.drawing, self._logprobs.users, self._constrained, *users)
+        return not any(len(rows) and rows.members[host_rows].any() for rows in others)
 
     def sample(
         self,

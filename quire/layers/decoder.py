@@ -7,7 +7,7 @@ layers costs as much as the arithmetic of one request, with all layers in one ca
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,13 +21,35 @@ from quire.layers.linear import Linear, QKVLinear
 from quire.layers.norm import Norm, RMSNorm
 
 
-class DecoderLayers(nn.ModuleList):
-    """Layers that each add to the residual stream, and the norm of what they give."""
+class NumberedLayers(nn.Module):
+    """Layers of one stage under their numbers in the model, as checkpoints name them."""
 
-    def forward(self, x: Tensor, rotation: Rotation, step: StepContext, norm: Norm) -> Tensor:
+    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
+        super().__init__()
+        self.numbers = tuple(layers)
+        for number, layer in layers.items():
+            self.add_module(str(number), layer)
+
+    def __getitem__(self, number: int) -> nn.Module:
+        return self.get_submodule(str(number))
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return self.children()
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
+class DecoderLayers(NumberedLayers):
+    """Layers that each add to the residual stream, and the norm of what they give; the stream
+    itself where there is no norm, before another stage."""
+
+    def forward(
+        self, x: Tensor, rotation: Rotation, step: StepContext, norm: Norm | None
+    ) -> Tensor:
         for layer in self:
             x = layer(x, rotation, step)
-        return norm(x)
+        return x if norm is None else norm(x)
 
 
 @dataclass(frozen=True)
@@ -80,15 +102,19 @@ class LayerRun:
 class FusedLayers(DecoderLayers):
     """The same layers under the same names, carried out by their parts."""
 
-    def __init__(self, layers: Iterable[nn.Module], parts: Sequence[LayerParts]) -> None:
-        super().__init__(layers)
+    def __init__(self, layers: DecoderLayers, parts: Sequence[LayerParts]) -> None:
+        super().__init__({number: layers[number] for number in layers.numbers})
         self.parts = parts
 
-    def forward(self, x: Tensor, rotation: Rotation, step: StepContext, norm: Norm) -> Tensor:
+    def forward(
+        self, x: Tensor, rotation: Rotation, step: StepContext, norm: Norm | None
+    ) -> Tensor:
         residual = None
         for run in self.runs:
             x, residual = run.forward(x, residual, rotation, step)
-        return norm.add_and_normalize(x, residual)[0]
+        if norm is not None:
+            return norm.add_and_normalize(x, residual)[0]
+        return x if residual is None else x + residual
 
     @cached_property
     def runs(self) -> list[LayerRun]:

@@ -42,7 +42,8 @@ class VocabEmbedding(MatrixLayer):
 
 
 class LMHead(MatrixLayer):
-    """Logits over the vocabulary. With `tied`, the weight is that embedding's."""
+    """Logits over a rank's share of the vocabulary, of which the last ranks' may have padding. With
+    `tied`, the weight is that embedding's."""
 
     def __init__(
         self, vocab_size: int, dim: int, build: Build, tied: VocabEmbedding | None = None
@@ -50,19 +51,32 @@ class LMHead(MatrixLayer):
         super().__init__(build)
         self.parallel = build.parallel
         self.vocab_size = vocab_size
+        outputs = divided(vocab_size, build.parallel)
+        self.first, self.width, self.kept = outputs[0].start, outputs[0].size, outputs[0].kept
         # In a tuple: as a submodule its weight would be looked for under two names.
         self._weighted: tuple[MatrixLayer, ...] = (tied if tied is not None else self,)
         if tied is None:
-            outputs = divided(vocab_size, build.parallel)
             self.method.create_weights(self, outputs, whole(dim), build)
         else:
             self.method = tied.method
-        self.dtype, self.device = build.dtype, build.device
 
     def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         (weighted,) = self._weighted
+        return self.method.apply(weighted, hidden, None, out)
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits over the vocabulary of all ranks' `logits`."""
         if self.parallel.size == 1:
-            return self.method.apply(weighted, hidden, None, out)
-        logits = self.parallel.all_gather(self.method.apply(weighted, hidden, None))
-        logits = logits[:, : self.vocab_size]
-        return logits if out is None else out.copy_(logits)
+            return logits
+        return self.parallel.all_gather(logits)[:, : self.vocab_size].contiguous()
+
+    def gather_argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """The id of the highest of all ranks' `logits` in each line, the lowest of several."""
+        # float32 holds every id of a vocabulary, and all values that are narrower, exactly.
+        pairs = torch.zeros(len(logits), 2, dtype=torch.float32, device=logits.device)
+        pairs[:, 0] = -torch.inf
+        if self.kept:
+            values, ids = logits[:, : self.kept].max(-1)
+            pairs = torch.stack((values.float(), (ids + self.first).float()), -1)
+        values, ids = self.parallel.all_gather(pairs).view(len(logits), -1, 2).unbind(-1)
+        return ids.gather(1, values.argmax(-1, keepdim=True))[:, 0].int()

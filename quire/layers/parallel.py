@@ -70,6 +70,24 @@ class Stage:
     def is_last(self) -> bool:
         return self.index == self.count - 1
 
+    def has_embedding(self, is_tied: bool) -> bool:
+        """Whether the stage has token embeddings, which an output head may be tied to."""
+        return self.is_first or (self.is_last and is_tied)
+
+    def receive(self, out: torch.Tensor) -> None:
+        """Fill `out` with what the stage before sent. Nothing is sent of a step without tokens."""
+        if len(out):
+            self._neighbours.receive(out)
+
+    def send(self, x: torch.Tensor) -> None:
+        if len(x):
+            self._neighbours.send(x)
+
+    @property
+    def _neighbours(self) -> Link:
+        assert self.link is not None, "stages of one model need a link"
+        return self.link
+
     def layers(self, num_layers: int) -> range:
         """Those of this stage. What is left over goes to the stages in the middle, then to the
         first: the last one has the output head."""
@@ -78,6 +96,9 @@ class Stage:
         sizes = [few + (stage in order[:more]) for stage in range(self.count)]
         first = sum(sizes[: self.index])
         return range(first, first + sizes[self.index])
+
+
+ONE_STAGE = Stage()
 
 
 @dataclass(frozen=True)
@@ -98,7 +119,7 @@ class Parallel:
     rank: int = 0
     size: int = 1
     group: ProcessGroup | None = None
-    stage: Stage = Stage()
+    stage: Stage = ONE_STAGE
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`; may reuse `x`."""

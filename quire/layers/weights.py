@@ -13,15 +13,30 @@ import torch
 from torch import nn
 
 from quire.kernels.cpu.library import MatrixHandle
-from quire.kernels.torch.gguf_blocks import BlockRows
-from quire.layers.parallel import Parallel
+from quire.kernels.torch.gguf_blocks import BLOCK_SIZES, BlockRows, dequantize_blocks
+from quire.layers.parallel import Parallel, Stage
 
 ShardId = int | str
 ShardKey = tuple[ShardId, ...]
 """Names a checkpoint tensor among those that one of our parameters joins: ("q",), (3, "gate").
 The empty one names all of them at once."""
-Weight = torch.Tensor | BlockRows
+
+
+class StoredMatrix(Protocol):
+    """A matrix in a file, of which only the parts that are asked for are read."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __getitem__(self, part: tuple[slice, ...]) -> torch.Tensor | BlockRows: ...
+
+
+Share = torch.Tensor | BlockRows
+"""What a rank keeps of a weight, in memory or mapped."""
+Weight = Share | StoredMatrix
 """As a file stores it."""
+Bring = Callable[[torch.Tensor], torch.Tensor]
+"""Carries a tensor to the device of a model."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +49,10 @@ class Build:
     method_for: MethodFor
     path: str = ""
     """As modules are named from the model on: "model.layers.3.self_attn.qkv_proj"."""
+
+    @property
+    def stage(self) -> Stage:
+        return self.parallel.stage
 
     def __truediv__(self, name: str) -> Build:
         """The same for what lies below, as with a path of files."""
@@ -162,45 +181,47 @@ class WeightedLayer(nn.Module):
             if not _is_indexed(axis, shard_key)
         )
 
-    def rank_share(self, name: str, shard_key: ShardKey, weight: Weight) -> Weight:
-        """What this rank keeps of a checkpoint's matrix, with padding; the matrix itself where that
-        is all of it."""
+    def rank_share(self, name: str, shard_key: ShardKey, weight: Weight) -> Share:
+        """What this rank keeps of a checkpoint's matrix, with padding; nothing else is read."""
         shape = self.rank_shape(name, shard_key)
-        if shape == self.checkpoint_shape(name, shard_key):
-            return weight
         outputs, (inputs,) = (list(_selected(axis, shard_key)) for axis in self.axes[name])
-        if isinstance(weight, BlockRows):
-            weight = weight.columns(inputs.source)
-        else:
-            weight = weight[:, inputs.source]
-        stored = weight.rows if isinstance(weight, BlockRows) else weight
-        width = stored.shape[1]
-        if isinstance(weight, torch.Tensor):
-            width = shape[1]
-        elif weight.num_inputs < shape[1]:
-            width = stored.shape[1] * shape[1] // max(weight.num_inputs, 1)
-        share = stored.new_zeros(shape[0], width)  # blocks of zeros are zeros
-        here = 0
-        for one in outputs:
-            rows = stored[one.source]
-            share[here : here + len(rows), : rows.shape[1]] = rows
-            here += one.shard.size
-        if isinstance(weight, BlockRows):
-            return BlockRows(weight.kind, share, shape[1])
-        return share
+        parts = [weight[one.source, inputs.source] for one in outputs]
+        if len(parts) == 1 and tuple(parts[0].shape) == shape:
+            return parts[0]
+        sizes = [one.shard.size for one in outputs]
+        if not isinstance(parts[0], BlockRows):
+            numbers = [part for part in parts if isinstance(part, torch.Tensor)]
+            return _padded(numbers, sizes, shape[1])
+        kind = parts[0].kind
+        elements, block_bytes = BLOCK_SIZES[kind]
+        rows = [part.rows for part in parts if isinstance(part, BlockRows)]
+        if shape[1] % elements == 0:  # blocks of zeros are zeros
+            joined = _padded(rows, sizes, shape[1] // elements * block_bytes)
+            return BlockRows(kind, joined, shape[1])
+        numbers = [
+            dequantize_blocks(part.reshape(-1, block_bytes), kind).view(len(part), -1)
+            for part in rows
+        ]
+        return _padded(numbers, sizes, shape[1])
 
-    def load(self, name: str, shard_key: ShardKey, tensor: Weight) -> None:
-        """Copies this rank's share of a checkpoint tensor into place, casting as it goes."""
-        assert isinstance(tensor, torch.Tensor), "only packed weights are loaded from blocks"
+    def load(
+        self, name: str, shard_key: ShardKey, tensor: Weight, bring: Bring | None = None
+    ) -> None:
+        """Copies this rank's share of a checkpoint tensor into place, casting as it goes; no more
+        than that is brought to the device."""
         shape = self.checkpoint_shape(name, shard_key)
-        if tensor.numel() == 1 == prod(shape):
+        if isinstance(tensor, torch.Tensor) and tensor.numel() == 1 == prod(shape):
             tensor = tensor.reshape(shape)  # scales are stored with and without a dimension
         parameter, axes = self.get_parameter(name), self.axes[name]
         indexed = [_is_indexed(axis, shard_key) for axis in axes]
         for selection in product(*(_selected(axis, shard_key) for axis in axes)):
             by_axis = zip(selection, indexed, strict=True)
             source = tuple(one.source for one, is_absent in by_axis if not is_absent)
-            parameter[tuple(one.target for one in selection)].copy_(tensor[source])
+            part = tensor[source]
+            assert isinstance(part, torch.Tensor), "only packed weights are loaded from blocks"
+            if part.numel():
+                place = parameter[tuple(one.target for one in selection)]
+                place.copy_(part if bring is None else bring(part))
 
     def fill_dummy(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
         """Writes plausible values of parameter `name` into `tensor`, shaped as in a checkpoint."""
@@ -213,6 +234,15 @@ class WeightedLayer(nn.Module):
 
     def finish_loading(self) -> None:
         """Called once, when all tensors are in place."""
+
+
+def _padded(parts: list[torch.Tensor], sizes: list[int], width: int) -> torch.Tensor:
+    """The rows of all parts, each with zeros up to its size, and `width` columns."""
+    joined, here = parts[0].new_zeros(sum(sizes), width), 0
+    for part, size in zip(parts, sizes, strict=True):
+        joined[here : here + len(part), : part.shape[1]] = part
+        here += size
+    return joined
 
 
 class NormWeight(Protocol):
@@ -273,11 +303,13 @@ class MatrixLayer(WeightedLayer):
     def weight_dtype(self, name: str) -> torch.dtype | None:
         return None if name in self.loaders else super().weight_dtype(name)
 
-    def load(self, name: str, shard_key: ShardKey, tensor: Weight) -> None:
+    def load(
+        self, name: str, shard_key: ShardKey, tensor: Weight, bring: Bring | None = None
+    ) -> None:
         if name in self.loaders:
             self.loaders[name](shard_key, tensor)
         else:
-            super().load(name, shard_key, tensor)
+            super().load(name, shard_key, tensor, bring)
 
     def finish_loading(self) -> None:
         self.method.finish_loading(self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +59,48 @@ _GPT2_TRANSPOSED = re.compile(r"blk\.\d+\.(attn_qkv|attn_output|ffn_up|ffn_down)
 _LLAMA_PERMUTED = re.compile(r"blk\.\d+\.attn_(q|k)\.(weight|bias)")
 
 
-def keeps_none(name: str) -> bool:
-    """All matrices are dequantised."""
+MIN_ALIGNMENT = 4
+"""Bytes; what begins elsewhere cannot be viewed as numbers."""
+
+
+def none_of_them(name: str) -> bool:
     return False
 
 
+@dataclass(frozen=True)
+class GGUFMatrix:
+    """A matrix in a mapped file. Parts of it are read, put in transformers' order and, unless
+    blocks are kept, dequantised when they are asked for."""
+
+    stored: Tensor
+    """uint8 [outputs, bytes], a view of the file."""
+    kind: str
+    shape: tuple[int, int]
+    keeps_blocks: bool
+    head_rows: int | None
+    """Rows of a head whose two halves llama.cpp has interleaved; None where it has not."""
+
+    def __getitem__(self, part: tuple[slice, ...]) -> Tensor | BlockRows:
+        outputs, inputs = part
+        rows = self.stored[outputs]
+        if self.head_rows is not None:
+            assert not (outputs.start or 0) % self.head_rows and not len(rows) % self.head_rows
+            rows = unpermute(rows, len(rows) // self.head_rows)
+        if self.kind in _FLOAT_TYPES:
+            return rows.view(_FLOAT_TYPES[self.kind])[:, inputs]
+        some = BlockRows(self.kind, rows, self.shape[1])[slice(None), inputs]
+        if self.keeps_blocks or isinstance(some, Tensor):
+            return some
+        return dequantize(some.rows.contiguous().view(-1).numpy(), self.kind, some.shape)
+
+
 def iter_gguf_weights(
-    path: Path, keeps_blocks: Callable[[str], bool] = keeps_none
-) -> Iterator[tuple[str, Tensor | BlockRows]]:
-    """Names and values of all weights, one tensor at a time, in the order of the file.
+    path: Path,
+    keeps_blocks: Callable[[str], bool] = none_of_them,
+    skips: Callable[[str], bool] = none_of_them,
+) -> Iterator[tuple[str, Tensor | GGUFMatrix]]:
+    """Names and values of all weights that it does not skip, one tensor at a time, in the order of
+    the file.
 
     Matrices in formats that kernels compute with stay as they are stored where `keeps_blocks`
     is true of the name.
@@ -74,9 +108,11 @@ def iter_gguf_weights(
     file = GGUFFile(path)
     names = _translated_names(file)
     config = translate_gguf(file)
+    mapped = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     return (
-        (translated, _read_tensor(file, config, file.tensors[name], keeps_blocks(translated)))
+        (translated, _read(file, mapped, config, file.tensors[name], keeps_blocks(translated)))
         for name, translated in names.items()
+        if not skips(translated)
     )
 
 
@@ -137,35 +173,38 @@ def unpermute(tensor: Tensor, num_heads: int) -> Tensor:
     return halves.transpose(1, 2).reshape(tensor.shape)
 
 
-def _read_tensor(
-    file: GGUFFile, config: dict[str, Any], info: GGUFTensor, keeps_blocks: bool
-) -> Tensor | BlockRows:
-    architecture = gguf_architecture(file)
-    if keeps_blocks and _has_blocks(file, info):
-        rows = torch.from_numpy(file.data(info.name).copy()).view(info.shape[0], -1)
-        rows = _in_order(file, config, info, rows)
-        return BlockRows(info.type, rows, info.shape[1])
+def _read(
+    file: GGUFFile, mapped: Tensor, config: dict[str, Any], info: GGUFTensor, keeps_blocks: bool
+) -> Tensor | GGUFMatrix:
+    is_gpt2, head_rows = gguf_architecture(file) == "gpt2", _head_rows(file, config, info)
+    if len(info.shape) == 2 and info.type in LOADABLE_TYPES and not is_gpt2:
+        stored = mapped[info.offset : info.offset + info.nbytes].view(info.shape[0], -1)
+        if info.offset % MIN_ALIGNMENT:
+            stored = stored.clone()
+        shape = (info.shape[0], info.shape[1])
+        kept = keeps_blocks and _has_blocks(file, info)
+        return GGUFMatrix(stored, info.type, shape, kept, head_rows)
     try:
         tensor = dequantize(file.data(info.name), info.type, info.shape)
     except ModelError as error:
         raise ModelError(f"{file.path}: tensor {info.name}: {error}") from error
-    if architecture == "gpt2" and _GPT2_TRANSPOSED.fullmatch(info.name):
+    if is_gpt2 and _GPT2_TRANSPOSED.fullmatch(info.name):
         return tensor.t()
-    return _in_order(file, config, info, tensor)
+    return tensor if head_rows is None else unpermute(tensor, info.shape[0] // head_rows)
 
 
-def _in_order(file: GGUFFile, config: dict[str, Any], info: GGUFTensor, tensor: Tensor) -> Tensor:
-    """The rows of a tensor, or of its stored blocks, as transformers orders them."""
-    architecture = gguf_architecture(file)
-    if architecture == "llama" and (match := _LLAMA_PERMUTED.fullmatch(info.name)):
-        heads = config["num_attention_heads" if match[1] == "q" else "num_key_value_heads"]
-        if heads < 1 or info.shape[0] % (2 * heads):
-            raise ModelError(
-                f"{file.path}: tensor {info.name} has {info.shape[0]} rows, which {heads} heads do "
-                "not divide; download or convert the file again."
-            )
-        return unpermute(tensor, heads)
-    return tensor
+def _head_rows(file: GGUFFile, config: dict[str, Any], info: GGUFTensor) -> int | None:
+    """See `GGUFMatrix`."""
+    match = _LLAMA_PERMUTED.fullmatch(info.name)
+    if match is None or gguf_architecture(file) != "llama":
+        return None
+    heads: int = config["num_attention_heads" if match[1] == "q" else "num_key_value_heads"]
+    if heads < 1 or info.shape[0] % (2 * heads):
+        raise ModelError(
+            f"{file.path}: tensor {info.name} has {info.shape[0]} rows, which {heads} heads do "
+            "not divide; download or convert the file again."
+        )
+    return info.shape[0] // heads
 
 
 def dequantize(data: NDArray[np.uint8], type_name: str, shape: tuple[int, ...]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from safetensors import safe_open
@@ -13,10 +13,13 @@ from quire.files.shards import Shards, choose_tensors
 from quire.protocol.errors import ModelError
 
 
-def iter_safetensors(shards: Shards) -> Iterator[tuple[str, Tensor]]:
-    """All headers are checked before the first pair is given."""
+def iter_safetensors(shards: Shards, skips: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+    """All headers are checked before the first pair is given. Tensors are views of mapped files: of
+    each, what is never looked at is never read."""
     tensors = choose_tensors(shards, {file: tensor_names(file) for file in shards})
-    return (pair for file, names in tensors.items() for pair in _read(file, names))
+    for file, names in tensors.items():
+        tensors[file] = [name for name in names if not skips(name)]
+    return (pair for file, names in tensors.items() if names for pair in _read(file, names))
 
 
 def _read(file: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:

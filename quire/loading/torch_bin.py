@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -15,13 +15,13 @@ from quire.files.shards import DOWNLOAD_AGAIN, Shards, choose_tensors
 from quire.protocol.errors import ModelError
 
 
-def iter_torch_bin(shards: Shards) -> Iterator[tuple[str, Tensor]]:
+def iter_torch_bin(shards: Shards, skips: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
     for file, wanted in shards.items():
         tensors = _load_pickle(file)
         choose_tensors({file: wanted}, {file: list(tensors)})
         for name in list(tensors):
             tensor = tensors.pop(name)
-            if wanted is None or name in wanted:
+            if (wanted is None or name in wanted) and not skips(name):
                 yield name, tensor
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from torch import Tensor
+
 from quire.config.locate import ModelSource
 from quire.files.shards import DOWNLOAD_AGAIN, find_shards
 from quire.layers.weights import Weight
-from quire.loading.gguf import iter_gguf_weights, keeps_none
+from quire.loading.gguf import iter_gguf_weights, none_of_them
 from quire.loading.safetensors import iter_safetensors
 from quire.loading.torch_bin import iter_torch_bin
 from quire.protocol.errors import ModelError
@@ -20,9 +22,11 @@ from quire.protocol.errors import ModelError
 def iter_weights(
     source: ModelSource,
     load_format: str = "auto",
-    keeps_blocks: Callable[[str], bool] = keeps_none,
+    keeps_blocks: Callable[[str], bool] = none_of_them,
+    skips: Callable[[str], bool] = none_of_them,
 ) -> Iterator[tuple[str, Weight]]:
-    """All weights of a model under the names its files use; none for the format "dummy".
+    """All weights of a model under the names its files use, but for those that it `skips`; none for
+    the format "dummy".
 
     Quantised matrices that `keeps_blocks` names stay as they are stored, where kernels compute with
     such.
@@ -30,17 +34,27 @@ def iter_weights(
     if load_format == "dummy":
         return iter(())
     if source.kind == "gguf":
-        return iter_gguf_weights(source.path, keeps_blocks)
+        return iter_gguf_weights(source.path, keeps_blocks, skips)
     folder = source.path
     if load_format in ("auto", "safetensors"):
         shards = find_shards(folder, "model.safetensors", (".safetensors",))
         if shards:
-            return iter_safetensors(shards)
+            return iter_safetensors(shards, skips)
     if load_format in ("auto", "pt"):
         shards = find_shards(folder, "pytorch_model.bin", (".bin", ".pt"))
         if shards:
-            return iter_torch_bin(shards)
+            return iter_torch_bin(shards, skips)
     raise _no_weights(folder, load_format)
+
+
+def read_weights(source: ModelSource) -> dict[str, Tensor]:
+    """All weights of a model at once, as numbers."""
+    weights: dict[str, Tensor] = {}
+    for name, weight in iter_weights(source):
+        whole = weight if isinstance(weight, Tensor) else weight[:, :]
+        assert isinstance(whole, Tensor), "no blocks are kept"
+        weights[name] = whole
+    return weights
 
 
 def _no_weights(folder: Path, load_format: str) -> ModelError:

@@ -8,6 +8,7 @@ from torch import nn
 from quire.config.model import ModelConfig
 from quire.layers.activation import activation
 from quire.layers.attention.layer import QKV, Attention, StepContext
+from quire.layers.decoder import NumberedLayers
 from quire.layers.embedding import Embedding, LMHead, VocabEmbedding
 from quire.layers.linear import ColumnLinear, OutputLinear, QKVLinear, RowLinear
 from quire.layers.norm import LayerNorm
@@ -67,18 +68,27 @@ class GPT2Block(nn.Module):
 class GPT2Model(nn.Module):
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
-        self.wte = VocabEmbedding(config.vocab_size, config.hidden_size, build / "wte")
-        self.wpe = Embedding(config.max_position_tokens, config.hidden_size, build / "wpe")
-        self.h = nn.ModuleList(
-            GPT2Block(config, index, build / f"h.{index}") for index in range(config.num_layers)
+        hidden, stage = config.hidden_size, build.stage
+        self.wte: VocabEmbedding | None = None
+        if stage.has_embedding(config.tie_word_embeddings):
+            self.wte = VocabEmbedding(config.vocab_size, hidden, build / "wte")
+        if stage.is_first:
+            self.wpe = Embedding(config.max_position_tokens, hidden, build / "wpe")
+        self.h = NumberedLayers(
+            {
+                index: GPT2Block(config, index, build / f"h.{index}")
+                for index in stage.layers(config.num_layers)
+            }
         )
-        self.ln_f = LayerNorm(config.hidden_size, config.norm_eps, build / "ln_f")
+        self.ln_f = LayerNorm(hidden, config.norm_eps, build / "ln_f") if stage.is_last else None
 
     def forward(self, step: StepContext) -> torch.Tensor:
-        x = step.embed(self.wte) + self.wpe(step.positions)
+        x = step.hidden
+        if x is None:
+            x = step.embed(self.wte) + self.wpe(step.positions)
         for block in self.h:
             x = block(x, step)
-        return self.ln_f(x)
+        return x if self.ln_f is None else self.ln_f(x)
 
 
 def _rename(name: str) -> str:
@@ -98,7 +108,8 @@ class GPT2LMHeadModel(CausalLM):
         super().__init__(config, build)
         self.transformer = GPT2Model(config, build / "transformer")
         tied = self.transformer.wte if config.tie_word_embeddings else None
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, build / "lm_head", tied)
+        if build.stage.is_last:
+            self.lm_head = LMHead(config.vocab_size, config.hidden_size, build / "lm_head", tied)
 
     def forward(self, step: StepContext) -> torch.Tensor:
         return self.transformer(step)

@@ -96,8 +96,10 @@ class LlamaLayer(nn.Module):
 class LlamaModel(nn.Module):
     def __init__(self, config: ModelConfig, traits: list[AttentionTraits], build: Build) -> None:
         super().__init__()
-        hidden = config.hidden_size
-        self.embed_tokens = VocabEmbedding(config.vocab_size, hidden, build / "embed_tokens")
+        hidden, stage = config.hidden_size, build.stage
+        self.embed_tokens: VocabEmbedding | None = None
+        if stage.has_embedding(config.tie_word_embeddings):
+            self.embed_tokens = VocabEmbedding(config.vocab_size, hidden, build / "embed_tokens")
         scaling = config.rope_scaling
         if scaling is not None:
             trained = config.raw.get("max_position_embeddings")
@@ -106,14 +108,16 @@ class LlamaModel(nn.Module):
             config.head_dim, config.max_position_tokens, config.rope_theta, scaling, build.device
         )
         self.layers = DecoderLayers(
-            LlamaLayer(config, index, layer_traits, build / f"layers.{index}")
-            for index, layer_traits in enumerate(traits)
+            {
+                index: LlamaLayer(config, index, traits[index], build / f"layers.{index}")
+                for index in stage.layers(config.num_layers)
+            }
         )
-        self.norm = RMSNorm(hidden, config.norm_eps, build / "norm")
+        self.norm = RMSNorm(hidden, config.norm_eps, build / "norm") if stage.is_last else None
 
     def forward(self, step: StepContext) -> torch.Tensor:
-        x, rotation = step.embed(self.embed_tokens), self.rotary(step.positions)
-        return self.layers(x, rotation, step, self.norm)
+        x = step.embed(self.embed_tokens) if step.hidden is None else step.hidden
+        return self.layers(x, self.rotary(step.positions), step, self.norm)
 
 
 class LlamaForCausalLM(CausalLM):
@@ -130,7 +134,8 @@ class LlamaForCausalLM(CausalLM):
         traits = [self.attention_traits(config, index) for index in range(config.num_layers)]
         self.model = LlamaModel(config, traits, build / "model")
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, build / "lm_head", tied)
+        if build.stage.is_last:
+            self.lm_head = LMHead(config.vocab_size, config.hidden_size, build / "lm_head", tied)
 
     @staticmethod
     def attention_traits(config: ModelConfig, layer_index: int) -> AttentionTraits:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from math import prod
+from zlib import crc32
 
 import torch
 
@@ -12,7 +13,15 @@ from quire.config.model import ModelConfig
 from quire.files.gguf import GGUFTensor
 from quire.layers.parallel import Parallel
 from quire.layers.quantization.choose import choose_methods
-from quire.layers.weights import Build, MatrixLayer, MethodFor, ShardKey, Weight, WeightedLayer
+from quire.layers.weights import (
+    Bring,
+    Build,
+    MatrixLayer,
+    MethodFor,
+    ShardKey,
+    Weight,
+    WeightedLayer,
+)
 from quire.loading.gguf import stored_blocks
 from quire.loading.upload import Upload, stays_here
 from quire.loading.weights import iter_weights
@@ -67,11 +76,15 @@ class Target:
         num_outputs, num_inputs = layer.rank_shape(self.parameter, self.shard_key)
         return layer.method.extra_bytes(num_outputs, num_inputs, stored)
 
-    def load(self, weight: Weight) -> None:
+    def load(self, weight: Weight, bring: Bring = stays_here) -> None:
         if self.transposed:
             assert isinstance(weight, torch.Tensor), "blocks cannot be transposed"
-            weight = weight.t()
-        self.layer.load(self.parameter, self.shard_key, weight)
+            weight, bring_stored = weight.t(), bring
+
+            def bring(part: torch.Tensor) -> torch.Tensor:
+                return bring_stored(part.t()).t()  # in the order of the file, which is quickest
+
+        self.layer.load(self.parameter, self.shard_key, weight, bring)
 
 
 def load_model(
@@ -105,13 +118,16 @@ def load_model(
     if load_format == "dummy":
         load_dummy_weights(model, build, seed)
     else:
-        targets = weight_targets(model)
+        targets, others = weight_targets(model), _other_stages(config, build)
 
         def keeps_blocks(name: str) -> bool:
             target = targets.get(model.weight_map.rename(name))
             return target is not None and target.reads_blocks
 
-        weights = iter_weights(config.source, load_format, keeps_blocks)
+        def skips(name: str) -> bool:
+            return model.weight_map.rename(name) in others
+
+        weights = iter_weights(config.source, load_format, keeps_blocks, skips)
         bring = Upload(build.device) if build.device.type == "cuda" else stays_here
         load_weights(model, config, weights, bring)
     for layer in model.modules():
@@ -120,6 +136,21 @@ def load_model(
     if fused:
         fuse(model)
     return model.eval()
+
+
+def _other_stages(config: ModelConfig, build: Build) -> set[str]:
+    """Names of the tensors that only other stages have."""
+    if build.stage.count == 1:
+        return set()
+    everywhere = replace(build, device=torch.device("meta"), parallel=ONE_RANK)
+    here = replace(build, device=torch.device("meta"))
+    make = model_class(config.architecture)
+    whole, own = (make(config, build) for build in (everywhere, here))
+    names = set(weight_targets(whole)) - set(weight_targets(own))
+    weight_map = whole.weight_map
+    if config.tie_word_embeddings and weight_map.embedding in names:
+        names.add(weight_map.head)  # a copy that a checkpoint may have, to be compared elsewhere
+    return names
 
 
 def count_weight_bytes(
@@ -182,11 +213,12 @@ def load_weights(
     model: CausalLM,
     config: ModelConfig,
     weights: Iterable[tuple[str, Weight]],
-    bring: Callable[[torch.Tensor], torch.Tensor] = stays_here,
+    bring: Bring = stays_here,
 ) -> None:
     """Streams (checkpoint name, tensor) pairs into `model`, holding on to none of the tensors.
 
-    `bring` carries a tensor to the model's device; there it is cast, cut and put into place.
+    `bring` carries what this rank keeps of a tensor to the model's device; there it is cast and
+    put into place.
     """
     weight_map = model.weight_map
     missing = weight_targets(model)
@@ -209,7 +241,7 @@ def load_weights(
             found = list(tensor.shape)
             misshapen.append(f"{original_name} (expected {list(target.shape)}, found {found})")
         else:
-            target.load(bring(tensor) if isinstance(tensor, torch.Tensor) else tensor)
+            target.load(tensor, bring)
     problems = [
         _listed("missing", list(missing)),
         _listed("not part of the model", extra),
@@ -231,8 +263,8 @@ def load_weights(
 
 def _some_rows(weight: Weight) -> torch.Tensor:
     """Enough of a matrix to tell it from another one, in memory of its own."""
-    tensor = weight if isinstance(weight, torch.Tensor) else weight.rows
-    return tensor[:: max(1, len(tensor) // 64)].clone()
+    some = weight[:: max(1, weight.shape[0] // 64), :]
+    return (some if isinstance(some, torch.Tensor) else some.rows).clone()
 
 
 def _listed(what: str, names: list[str]) -> str:
@@ -245,9 +277,11 @@ def _listed(what: str, names: list[str]) -> str:
 
 
 def load_dummy_weights(model: CausalLM, build: Build, seed: int) -> None:
-    """Random weights, made on the device one whole tensor at a time, so that all ranks agree."""
-    generator = torch.Generator(build.device).manual_seed(seed)
-    for target in weight_targets(model).values():
+    """Random weights, made on the device one whole tensor at a time. They follow from the seed and
+    the tensor's name, so that all ranks agree."""
+    generator = torch.Generator(build.device)
+    for name, target in weight_targets(model).items():
+        generator.manual_seed(crc32(f"{seed} {name}".encode()))
         tensor = torch.empty(target.shape, dtype=target.dtype or build.dtype, device=build.device)
         target.layer.fill_dummy(target.parameter, tensor, generator)
         target.load(tensor)

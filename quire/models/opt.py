@@ -8,6 +8,7 @@ from torch import nn
 from quire.config.model import ModelConfig
 from quire.layers.activation import activation
 from quire.layers.attention.layer import QKV, Attention, StepContext
+from quire.layers.decoder import NumberedLayers
 from quire.layers.embedding import Embedding, LMHead, VocabEmbedding
 from quire.layers.linear import ColumnLinear, Linear, OutputLinear, QKVLinear, RowLinear
 from quire.layers.norm import LayerNorm
@@ -66,33 +67,43 @@ class OPTLayer(nn.Module):
 class OPTDecoder(nn.Module):
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
-        hidden = config.hidden_size
+        hidden, stage = config.hidden_size, build.stage
         self.embed_dim = config.raw.get("word_embed_proj_dim") or hidden
-        self.embed_tokens = VocabEmbedding(
-            config.vocab_size, self.embed_dim, build / "embed_tokens"
-        )
-        num_positions = config.max_position_tokens + POSITION_OFFSET
-        self.embed_positions = Embedding(num_positions, hidden, build / "embed_positions")
+        self.embed_tokens: VocabEmbedding | None = None
+        if stage.has_embedding(config.tie_word_embeddings):
+            self.embed_tokens = VocabEmbedding(
+                config.vocab_size, self.embed_dim, build / "embed_tokens"
+            )
+        if stage.is_first:
+            num_positions = config.max_position_tokens + POSITION_OFFSET
+            self.embed_positions = Embedding(num_positions, hidden, build / "embed_positions")
         self.project_in: nn.Module = nn.Identity()
         self.project_out: nn.Module = nn.Identity()
-        if self.embed_dim != hidden:
+        if self.embed_dim != hidden and stage.is_first:
             self.project_in = Linear(
                 whole(self.embed_dim), whole(hidden), False, build / "project_in"
             )
+        if self.embed_dim != hidden and stage.is_last:
             self.project_out = Linear(
                 whole(hidden), whole(self.embed_dim), False, build / "project_out"
             )
-        self.layers = nn.ModuleList(
-            OPTLayer(config, index, build / f"layers.{index}") for index in range(config.num_layers)
+        self.layers = NumberedLayers(
+            {
+                index: OPTLayer(config, index, build / f"layers.{index}")
+                for index in stage.layers(config.num_layers)
+            }
         )
         self.final_layer_norm: nn.Module = nn.Identity()
         norm_first = config.raw.get("do_layer_norm_before", True)
-        if norm_first and not config.raw.get("_remove_final_layer_norm", False):
+        is_left_out = config.raw.get("_remove_final_layer_norm", False)
+        if norm_first and not is_left_out and stage.is_last:
             self.final_layer_norm = _norm(config, build / "final_layer_norm")
 
     def forward(self, step: StepContext) -> torch.Tensor:
-        x = self.project_in(step.embed(self.embed_tokens))
-        x = x + self.embed_positions(step.positions + POSITION_OFFSET)
+        x = step.hidden
+        if x is None:
+            x = self.project_in(step.embed(self.embed_tokens))
+            x = x + self.embed_positions(step.positions + POSITION_OFFSET)
         for layer in self.layers:
             x = layer(x, step)
         return self.project_out(self.final_layer_norm(x))
@@ -123,7 +134,8 @@ class OPTForCausalLM(CausalLM):
         self.model = OPTModel(config, build / "model")
         decoder = self.model.decoder
         tied = decoder.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = LMHead(config.vocab_size, decoder.embed_dim, build / "lm_head", tied)
+        if build.stage.is_last:
+            self.lm_head = LMHead(config.vocab_size, decoder.embed_dim, build / "lm_head", tied)
 
     def forward(self, step: StepContext) -> torch.Tensor:
         return self.model.decoder(step)

@@ -48,23 +48,33 @@ class CausalLM(nn.Module, ABC):
 
     weight_map: ClassVar[WeightMap]
     lm_head: LMHead
+    """Of the last stage."""
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
-        """Makes all layers as `build` says; their weights are left uninitialised."""
+        """Makes the layers of a rank's stage as `build` says; their weights are left
+        uninitialised."""
         super().__init__()
+        self._hidden_size, self._dtype, self._device = config.hidden_size, build.dtype, build.device
 
     @abstractmethod
     def forward(self, step: StepContext) -> torch.Tensor:
-        """Hidden states [T, H] of the step's tokens, after the final norm."""
+        """Hidden states [T, H] of the step's tokens: after the final norm, or for the next stage's
+        `step.hidden`."""
+
+    def new_hidden(self, num_tokens: int) -> torch.Tensor:
+        """Room for the hidden states of that many tokens between two stages."""
+        shape = num_tokens, self._hidden_size
+        return torch.zeros(shape, dtype=self._dtype, device=self._device)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[S, vocab] for hidden states [S, H]; into `out`, such as `new_logits` makes, if given."""
+        """[S, share of the vocabulary] for hidden states [S, H] of the last stage; into `out`, such
+        as `new_logits` makes, if given."""
         return self.lm_head(hidden, out)
 
     def new_logits(self, num_lines: int) -> torch.Tensor:
         """Room for that many lines of logits."""
-        head = self.lm_head
-        return torch.empty(num_lines, head.vocab_size, dtype=head.dtype, device=head.device)
+        shape = num_lines, self.lm_head.width
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
 
 
 def model_class(architecture: str) -> type[CausalLM]:

@@ -55,6 +55,23 @@ def kv_groups(specs: Sequence[KVSpec]) -> tuple[KVGroup, ...]:
     return tuple(groups)
 
 
+def stage_groups(
+    groups: Sequence[KVGroup], specs: Sequence[KVSpec], layers: range
+) -> tuple[KVGroup, ...]:
+    """The same groups with the layers that a stage of the model has, which need not be those of
+    the whole model's groups: each group of one window takes its share, so that a block has few
+    slots. All stages have the same tables; a group may have no layer on some of them.
+    """
+    own: list[KVGroup] = []
+    for group in groups:
+        siblings = [other for other in groups if other.window == group.window]
+        mine = [layer for layer in layers if specs[layer].window == group.window]
+        length = -(-len(mine) // len(siblings))
+        start = siblings.index(group) * length
+        own.append(KVGroup(group.window, tuple(mine[start : start + length])))
+    return tuple(own)
+
+
 def most_blocks(
     windows: Sequence[int | None], num_tokens: int, block_size: int, max_step_tokens: int
 ) -> int:
@@ -83,8 +100,12 @@ class KVLayout:
     block_size: int
 
     @classmethod
-    def of(cls, specs: Sequence[KVSpec], block_size: int) -> KVLayout:
-        return cls(tuple(specs), kv_groups(specs), block_size)
+    def of(cls, specs: Sequence[KVSpec], block_size: int, layers: range | None = None) -> KVLayout:
+        """That of a stage which has `layers`, or of all."""
+        groups = kv_groups(specs)
+        if layers is not None and len(layers) < len(specs):
+            groups = stage_groups(groups, specs, layers)
+        return cls(tuple(specs), groups, block_size)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -8,22 +8,26 @@ for the launches otherwise.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.layers.attention.backend import AttentionInputs, DividedRows, GroupedAttention
-from quire.layers.attention.layer import StepContext
+from quire.layers.attention.layer import AttentionStep, StepContext
 from quire.layers.attention.shared_prefix import HostPrefixTiles, PrefixTiles, max_tiles
 from quire.layers.attention.triton import query_tiles
+from quire.layers.parallel import ONE_STAGE, Stage
 from quire.models.registry import CausalLM
 from quire.protocol.plan import Int32Array, StepPlan
 from quire.worker.batch import slots_of
 from quire.worker.memory import used_bytes
 from quire.worker.rows import RowTable, StagedRows, aligned
 from quire.worker.warm_up import drafted_counts
+
+if TYPE_CHECKING:
+    from quire.kernels.triton.rows import TokenTensors
 
 PREFIX_SIZES = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 """Batch sizes of graphs that read a shared prefix once."""
@@ -120,11 +124,13 @@ class StepGraphs:
         max_tokens: int,
         shares_prefixes: bool = False,
         max_queries: int = 1,
+        stage: Stage = ONE_STAGE,
     ) -> None:
         """`max_queries` is one more than the most drafts of a row."""
         from quire.kernels.triton.rows import RowTensors, TokenTensors
 
         self._model, self._attention, self._table = model, attention, table
+        self._stage = stage
         decode = decode_keys(max_rows, shares_prefixes)
         most = attention.max_decode_queries
         mixed = mixed_keys(max_rows, max_tokens, min(max_queries, most), most)
@@ -155,7 +161,13 @@ class StepGraphs:
         self._mixed_tokens = TokenTensors.zeros(most_tokens, table.device)
         self._mixed_lens, self._single_tokens, self._single_lens = ints(3, aligned(most_rows + 1))
         # One for all graphs: each would keep logits of its own alive, gigabytes in all.
-        self._logits = model.new_logits(max([max_rows, *(key.num_lines for key in mixed)]))
+        self._logits: Tensor | None = None
+        if stage.is_last:
+            self._logits = model.new_logits(max([max_rows, *(key.num_lines for key in mixed)]))
+        # What stages send to each other does so outside of graphs, which read and leave it here.
+        most = self.keys[0].num_tokens
+        self._received = None if stage.is_first else model.new_hidden(most)
+        self._sent = None if stage.is_last else model.new_hidden(most)
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
 
@@ -295,8 +307,9 @@ class StepGraphs:
                 for blocks, own in zip((self._leading, *self._others), slots, strict=True)
             ]
         )
-        hidden = self._model(StepContext(tokens.positions, attention, tokens.ids))
-        self._model.logits(hidden, out=self._logits[:size])
+        hidden = self._run_model(tokens, attention, size)
+        if self._logits is not None:
+            self._model.logits(hidden, out=self._logits[:size])
 
     def _forward_mixed(self, key: MixedKey) -> None:
         from quire.kernels.triton.rows import gather_mixed
@@ -322,8 +335,19 @@ class StepGraphs:
                 slots = torch.where(tokens.slots < 0, tokens.slots, found)
                 inputs.append(self._attention_inputs(key, blocks, slots, rows, starts, tiles))
         attention = self._attention.plan(inputs)
-        hidden = self._model(StepContext(tokens.positions, attention, tokens.ids))
-        self._model.logits(hidden.index_select(0, lines), out=self._logits[: len(lines)])
+        hidden = self._run_model(tokens, attention, key.num_tokens)
+        if self._logits is not None:
+            self._model.logits(hidden.index_select(0, lines), out=self._logits[: len(lines)])
+
+    def _run_model(
+        self, tokens: TokenTensors, attention: tuple[AttentionStep, ...], num_tokens: int
+    ) -> Tensor:
+        given = None if self._received is None else self._received[:num_tokens]
+        step = StepContext(tokens.positions, attention, tokens.ids, hidden=given)
+        hidden: Tensor = self._model(step)
+        if self._sent is not None:
+            self._sent[:num_tokens] = hidden
+        return hidden
 
     def _attention_inputs(
         self,
@@ -358,12 +382,20 @@ class StepGraphs:
     def replay(
         self, plan: StepPlan, staged: StagedRows, prefixes: HostPrefixTiles | None
     ) -> Tensor | None:
-        """The step's lines of logits, or None where no graph fits."""
+        """The step's lines of logits, or before the last stage the hidden states that were sent;
+        None where no graph fits."""
         key = self.find(plan, prefixes)
         if key is None:
             return None
         self._pad(key, plan, prefixes)
+        if self._received is not None:
+            self._stage.receive(self._received[: plan.num_tokens])
         self._graphs[key].replay()
+        if self._sent is not None:
+            sent = self._sent[: plan.num_tokens]
+            self._stage.send(sent)
+            return sent
+        assert self._logits is not None
         if isinstance(key, MixedKey):
             return self._logits[: int(plan.num_samples.sum())]
         logits = self._logits[: len(plan.rows)]

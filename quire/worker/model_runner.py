@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.decoding.logprobs import MAX_LINES, LogprobTensors
@@ -51,7 +52,8 @@ class _Executed:
 
     plan: StepPlan
     staged: StagedRows
-    logits: Tensor
+    logits: Tensor | None
+    """This rank's share; None before the last stage."""
     hidden: Tensor | None
 
 
@@ -76,7 +78,7 @@ class ModelRunner:
         self.table = table
         self.sampler = sampler
         self._shares_prefixes, self._max_queries = shares_prefixes, max_queries
-        self.parallel = parallel
+        self._parallel, self._stage = parallel, parallel.stage
         self.graphs: StepGraphs | None = None
         self.drafter: Drafter | None = None
         self.pooler = Pooler()
@@ -94,13 +96,22 @@ class ModelRunner:
         if self.graphs is not None and not self._prompt_logprob_rows and not self.pooler:
             replayed = self.graphs.replay(plan, staged, prefixes)
             if replayed is not None:
-                self._executed = _Executed(plan, staged, replayed, None)
+                logits = replayed if self._stage.is_last else None
+                self._executed = _Executed(plan, staged, logits, None)
                 return
         batch = gather_batch(self.table, plan, staged, prefixes)
         attention = self.attention.plan(batch.attention)
-        hidden = self.model(StepContext(batch.positions, attention, batch.token_ids))
-        logits = self.model.logits(hidden[batch.sample_indices])
-        self._executed = _Executed(plan, staged, logits, hidden)
+        given: Tensor | None = None
+        if not self._stage.is_first:
+            given = self.model.new_hidden(plan.num_tokens)
+            self._stage.receive(given)
+        hidden = self.model(StepContext(batch.positions, attention, batch.token_ids, hidden=given))
+        if self._stage.is_last:
+            logits = self.model.logits(hidden[batch.sample_indices])
+            self._executed = _Executed(plan, staged, logits, hidden)
+        else:
+            self._stage.send(hidden)
+            self._executed = _Executed(plan, staged, None, None)
 
     def _shared_prefixes(self, plan: StepPlan) -> HostPrefixTiles | None:
         """What the rows with one new token share, where no others decode."""
@@ -115,6 +126,8 @@ class ModelRunner:
 
     def update_rows(self, plan: StepPlan) -> StagedRows:
         """Bring the rows up to the plan: all that a step sends to the device."""
+        if not self._stage.is_last:
+            return self.table.update(plan)
         for row in plan.freed_rows.tolist():
             self.sampler.remove(row)
             self._prompt_logprob_rows.pop(row, None)
@@ -148,11 +161,14 @@ class ModelRunner:
     @torch.inference_mode()
     def sample(self, masks: TokenMasks | None = None) -> PendingStep:
         """Sample the next tokens of the executed step, among those that `masks` (made by
-        `token_masks`) allow; they also stay in the rows."""
+        `token_masks`; the first rank's count) allow; they also stay in the rows. Only the last
+        stage samples, and where there are several, rows are told by a later plan."""
         assert self._executed is not None
         assert masks is None or isinstance(masks, MaskTensors)
         executed, self._executed = self._executed, None
         plan, rows = executed.plan, executed.staged.sample_rows
+        if executed.logits is None:
+            return PendingStep(plan.step, rows[:0], None, [])
         prompt_logprobs = self._prompt_logprobs(plan, executed.hidden)
         pooled = self.pooler.pool(plan, executed.hidden)
         host_rows = plan.rows[plan.samples]
@@ -161,8 +177,9 @@ class ModelRunner:
         verified: Verified | None = None
         if executed.staged.lines is None:
             sampled = self._sample(executed.logits, rows, host_rows, masks)
-            self.table.append_sampled(rows, sampled.tokens)
-            self.sampler.appended(rows, sampled.tokens)
+            if self._stage.count == 1:
+                self.table.append_sampled(rows, sampled.tokens)
+                self.sampler.appended(rows, sampled.tokens)
         else:
             sampled, verified = self._verify(executed, executed.staged.lines, masks)
         if self.drafter is not None:
@@ -173,13 +190,28 @@ class ModelRunner:
             plan.step, sampled.tokens, sampled.logprobs, prompt_logprobs, pooled, verified
         )
 
-    def _sample(self, logits: Tensor, rows: Tensor, *others: Any) -> Sampled:
-        """The first rank samples and tells the others."""
-        if self.parallel.rank == 0:
-            sampled = self.sampler.sample(logits, rows, *others)
+    def _sample(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        host_rows: NDArray[Any],
+        masks: MaskTensors | None,
+        offsets: Tensor | None = None,
+    ) -> Sampled:
+        """Ranks that share the vocabulary find its highest logit together; where more than that is
+        asked for, the first samples and tells the others."""
+        if self._parallel.size == 1:
+            return self.sampler.sample(logits, rows, host_rows, masks, offsets)
+        if self.sampler.takes_argmax(host_rows):
+            assert masks is None, "rows without a grammar have no masks"
+            return Sampled(self.model.lm_head.gather_argmax(logits), None)
+        logits = self.model.lm_head.gather(logits)
+        if self._parallel.rank == 0:
+            sampled = self.sampler.sample(logits, rows, host_rows, masks, offsets)
         else:
-            sampled = Sampled(torch.empty_like(rows), None)
-        self.parallel.broadcast(sampled.tokens)
+            tokens = torch.empty(len(host_rows), dtype=torch.int32, device=rows.device)
+            sampled = Sampled(tokens, None)
+        self._parallel.broadcast(sampled.tokens)
         return sampled
 
     def _verify(
@@ -187,6 +219,7 @@ class ModelRunner:
     ) -> tuple[Sampled, Verified]:
         """Sample in every line as if the drafts before it were known; accept while they agree."""
         plan, rows = executed.plan, executed.staged.sample_rows
+        assert executed.logits is not None
         line_rows = rows.index_select(0, lines.index)
         host_rows = np.repeat(plan.rows, plan.num_samples)
         sampled = self._sample(executed.logits, line_rows, host_rows, masks, lines.offsets)
@@ -198,7 +231,8 @@ class ModelRunner:
     def _prompt_logprobs(
         self, plan: StepPlan, hidden: Tensor | None
     ) -> list[tuple[int, LogprobTensors]]:
-        """Rows and logprobs of their prompt tokens: the hidden state at p - 1 gives those of p."""
+        """Rows and logprobs of their prompt tokens: the hidden state at p - 1 gives those of p. The
+        first rank has them; the others do the same but for measuring."""
         found: list[tuple[int, LogprobTensors]] = []
         if not self._prompt_logprob_rows or hidden is None:
             return found
@@ -213,23 +247,27 @@ class ModelRunner:
             entry.num_computed += count
             if first < num_before:
                 some = hidden[start : start + min(count, num_before - first)]
-                found.append((row, self._logprobs_behind(row, first, some)))
+                logprobs = self._logprobs_behind(row, first, some)
+                if logprobs is not None:
+                    found.append((row, logprobs))
             if entry.num_computed >= num_before:
                 del self._prompt_logprob_rows[row]
         return found
 
-    def _logprobs_behind(self, row: int, first: int, hidden: Tensor) -> LogprobTensors:
+    def _logprobs_behind(self, row: int, first: int, hidden: Tensor) -> LogprobTensors | None:
         """Logprobs of the tokens after positions `first` and on; `hidden` are the states there."""
         positions = np.arange(first + 1, first + 1 + len(hidden), dtype=np.int32)
         targets = self.table.token_ids[row, first + 1 : first + 1 + len(hidden)].long()
         # In pieces: all logits of a long prompt would take gigabytes.
         cuts = [slice(start, start + MAX_LINES) for start in range(0, len(hidden), MAX_LINES)]
-        parts = [
-            self.sampler.prompt_logprobs(
-                row, self.model.logits(hidden[cut]), targets[cut], positions[cut]
-            ).tensors
-            for cut in cuts
-        ]
+        parts = []
+        for cut in cuts:
+            logits = self.model.lm_head.gather(self.model.logits(hidden[cut]))
+            if self._parallel.rank == 0:
+                measured = self.sampler.prompt_logprobs(row, logits, targets[cut], positions[cut])
+                parts.append(measured.tensors)
+        if not parts:
+            return None
         return LogprobTensors(positions, *map(torch.cat, zip(*parts, strict=True)))
 
     # --- before the engine is ready ---------------------------------------------------------------
@@ -244,6 +282,7 @@ class ModelRunner:
             max_tokens,
             self._shares_prefixes,
             self._max_queries,
+            self._stage,
         )
 
     def compile_kernels(self, graphs: StepGraphs | None, num_threads: int) -> None:
@@ -257,7 +296,8 @@ class ModelRunner:
         max_rows = len(self.table.num_tokens)
         sizes = sorted({min(size, max_rows) for size in COMPILE_SIZES})
         with CompilingTogether(num_threads):
-            self.sampler.warm_up(self.kv.data.dtype)
+            if self._stage.is_last:
+                self.sampler.warm_up(self.kv.data.dtype)
             for plan in self._warm_up_plans(sizes):
                 self.execute(plan)
                 self.update_rows(StepPlan(step=0, freed_rows=plan.rows))
@@ -267,7 +307,8 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Run steps of each kind. Their rows have no blocks of their own: all write to the first
         block of the cache, which holds nothing yet."""
-        self.sampler.warm_up(self.kv.data.dtype)
+        if self._stage.is_last:
+            self.sampler.warm_up(self.kv.data.dtype)
         sizes = batch_sizes(len(self.table.num_tokens), self.graphs is not None)
         for plan in self._warm_up_plans(sizes):
             self.execute(plan)

@@ -24,7 +24,7 @@ from quire.models.loader import (
     load_model,
 )
 from quire.protocol.errors import ModelError, OptionError
-from quire.protocol.kv_spec import PAD_LAYER, KVGroup, KVLayout, KVSpec
+from quire.protocol.kv_spec import KVGroup, KVLayout, KVSpec
 from quire.protocol.output import DeviceMemory
 from quire.worker.kv_tensors import KVTensors
 from quire.worker.memory import (
@@ -51,8 +51,9 @@ LOWER_CACHE = "gpu_memory_utilization, kv_cache_memory_bytes or num_gpu_blocks_o
 
 
 class Worker:
-    """Starts in phases, which an executor calls one after the other: `load`, `profile`, `allocate`
-    and `capture`. After that it runs steps."""
+    """Starts in phases, which an executor calls one after the other: `load`, `profile`,
+    `size_cache`, `allocate` with the least that any rank can have, and `capture`. After that it
+    runs steps. All ranks do the phases in this order: they meet in them."""
 
     runner: ModelRunner
 
@@ -73,7 +74,9 @@ class Worker:
         heads = parallel.heads(model_config.num_heads, model_config.num_kv_heads)
         self._num_heads = heads.count
         self.layout = KVLayout.of(
-            kv_specs(options, model_config, parallel), options.cache.block_size
+            kv_specs(options, model_config, parallel),
+            options.cache.block_size,
+            parallel.stage.layers(model_config.num_layers),
         )
         self._check_layout()
         self._backends = [self._select_backend(group) for group in self.layout.groups]
@@ -112,7 +115,7 @@ class Worker:
             )
 
     def _select_backend(self, group: KVGroup) -> type[AttentionBackend]:
-        spec = next(self.layout.specs[layer] for layer in group.layers if layer != PAD_LAYER)
+        spec = self.layout.specs[0]  # all have the same shape
         backend, skipped = select_backend(
             self.device.type,
             getattr(torch, self._options.model.dtype),
@@ -143,7 +146,7 @@ class Worker:
             quantization=options.model.quantization,
             parallel=self._parallel,
         )
-        check_weights_fit(weight_bytes, options, config, device)
+        check_weights_fit(weight_bytes * device.num_sharing, options, config, device)
         remedy = "Use a smaller model, or free the memory that other programs hold."
         with explaining("loading the weights", remedy, device):
             self._model = load_model(
@@ -165,7 +168,9 @@ class Worker:
         return available_cache_bytes(self._options, self.layout, self._device_info, profile)
 
     def size_cache(self, cache_bytes: int, fits_max_model_len: bool) -> tuple[int, int]:
-        """The longest request and the number of blocks."""
+        """The longest request and the number of blocks that this rank has room for. Blocks of
+        different stages have different bytes; the least of each number over all ranks is what all
+        of them can have."""
         max_len = self._max_len
         if fits_max_model_len:
             num_blocks = cache_bytes // self.layout.bytes_per_block

@@ -9,10 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quire.layers.linear import ColumnLinear, Linear, MergedLinear, QKVLinear, RowLinear
+from quire.layers.linear import (
+    ColumnLinear,
+    Linear,
+    MergedLinear,
+    OutputLinear,
+    QKVLinear,
+    RowLinear,
+)
 from quire.layers.parallel import Parallel
 from quire.layers.weights import whole
-from quire.protocol.errors import ModelError
 from tests.layers.ranks import build_for, on_ranks
 
 HIDDEN, HEAD_DIM, TOKENS = 12, 8, 5
@@ -131,10 +137,51 @@ def test_loading_casts_to_the_models_dtype() -> None:
     assert torch.equal(layer.weight, weight.float())
 
 
-def test_indivisible_sizes_are_refused_by_name() -> None:
-    with pytest.raises(ModelError, match=r"tensor_parallel_size=3 .*num_attention_heads \(4\)"):
-        QKVLinear(HIDDEN, HEAD_DIM, 4, 2, False, build_for(Parallel(0, 3)))
-    with pytest.raises(ModelError, match=r"tensor_parallel_size=3 .*layer width \(16\)"):
-        ColumnLinear(HIDDEN, 16, False, build_for(Parallel(0, 3)))
-    with pytest.raises(ModelError, match=r"tensor_parallel_size=6 .*num_key_value_heads \(4\)"):
-        Parallel(0, 6).kv_heads(4)
+@pytest.mark.parametrize("size", [3, 5])
+def test_widths_that_ranks_do_not_divide_are_padded(size: int) -> None:
+    """A network of 16 on 3 or 5 ranks, through a squashing that is 0.5 of the padding's zeros: what
+    padding gives must meet zeros behind it."""
+    x, up, up_bias, down = randoms((TOKENS, HIDDEN), (16, HIDDEN), (16,), (HIDDEN, 16))
+
+    def work(parallel: Parallel) -> torch.Tensor:
+        first = ColumnLinear(HIDDEN, 16, True, build_for(parallel))
+        second = RowLinear(16, HIDDEN, False, build_for(parallel))
+        first.load("weight", (), up)
+        first.load("bias", (), up_bias)
+        second.load("weight", (), down)
+        return second(first(x).sigmoid())
+
+    expected = F.linear(F.linear(x, up, up_bias).sigmoid(), down)
+    for result in on_ranks(size, work):
+        close(result, expected)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (4, 4), (9, 3), (6, 1), (5, 5)])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_heads_that_ranks_do_not_divide_are_padded(
+    size: int, num_heads: int, num_kv_heads: int
+) -> None:
+    """All heads are somewhere, each with the KV head of its group, and the ranks' outputs add up to
+    those of the whole layer."""
+    width, kv_width = num_heads * HEAD_DIM, num_kv_heads * HEAD_DIM
+    shapes = [(width, HIDDEN), (kv_width, HIDDEN), (kv_width, HIDDEN)]
+    x, *weights, output = randoms((TOKENS, HIDDEN), *shapes, (HIDDEN, width))
+
+    def mixed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Something of each head and of the KV head of its group, which is not 0 of padding."""
+        k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], 1) for one in (k, v))
+        return (q * k + v).flatten(1).sigmoid()
+
+    def work(parallel: Parallel) -> torch.Tensor:
+        heads = HEAD_DIM, num_heads, num_kv_heads
+        qkv = QKVLinear(HIDDEN, *heads, False, build_for(parallel))
+        projection = OutputLinear(*heads, HIDDEN, False, build_for(parallel))
+        for shard_key, weight in zip("qkv", weights, strict=True):
+            qkv.load("weight", (shard_key,), weight)
+        projection.load("weight", (), output)
+        return projection(mixed(*qkv(x)))
+
+    by_head = (F.linear(x, weight).view(TOKENS, -1, HEAD_DIM) for weight in weights)
+    expected = F.linear(mixed(*by_head), output)
+    for result in on_ranks(size, work):
+        close(result, expected)

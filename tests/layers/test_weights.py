@@ -67,7 +67,7 @@ def test_dummy_values_of_any_type(dtype: torch.dtype) -> None:
 def test_words_and_groups_of_inputs_are_divided_with_them(parallel: Parallel) -> None:
     """64 inputs are 8 words of 8 weights and 4 groups of 16."""
     build, outputs = build_for(parallel), whole(6)
-    words_axis, groups = (divided(64 // unit, parallel, "layer width") for unit in (8, 16))
+    words_axis, groups = (divided(64 // unit, parallel) for unit in (8, 16))
     layer = WeightedLayer(build)
     layer.add_weight("qweight", (outputs, words_axis), build, torch.int32)
     layer.add_weight("scales", (outputs, groups), build, torch.float16)
@@ -85,7 +85,7 @@ def test_words_of_joined_outputs(parallel: Parallel) -> None:
     """As where 8 outputs of gate and of up are packed into a word each."""
     build, outputs = build_for(parallel), ()
     for name, size in (("gate", 32), ("up", 64)):
-        outputs += divided(size // 8, parallel, "layer width", name)
+        outputs += divided(size // 8, parallel, name)
     layer = WeightedLayer(build)
     layer.add_weight("qweight", (outputs, whole(3)), build, torch.int32)
     gate, up = numbers(4, 3), -numbers(8, 3)
@@ -100,7 +100,7 @@ def test_experts_are_stacked_by_number_and_shard(parallel: Parallel) -> None:
     """A checkpoint has a matrix for each expert and shard; all of them are one parameter."""
     build, outputs = build_for(parallel), ()
     for name in ("gate", "up"):
-        outputs += divided(4, parallel, "layer width", name)
+        outputs += divided(4, parallel, name)
     layer = WeightedLayer(build)
     layer.add_weight("weight", (stacked(3), outputs, whole(5)), build)
     tensors = {(e, p): torch.randn(4, 5) for e in (2, 0, 1) for p in ("up", "gate")}

@@ -23,7 +23,7 @@ from quire.config.model import load_model_config
 from quire.files.gguf import LOADABLE_TYPES
 from quire.kernels.cpu.dequantize import DEQUANTIZED
 from quire.loading.gguf import dequantize, transformers_name, unpermute
-from quire.loading.weights import iter_weights
+from quire.loading.weights import iter_weights, read_weights
 from quire.protocol.errors import ModelError
 
 # Where the float16 scales of a block lie; all other bytes may have any value.
@@ -200,7 +200,7 @@ def test_converted_models_come_back(
     expected = dict(model.state_dict())
     if reference_config.tie_word_embeddings:
         del expected["lm_head.weight"]
-    found = dict(iter_weights(ModelSource("m", "gguf", path)))
+    found = read_weights(ModelSource("m", "gguf", path))
     assert set(found) == set(expected)
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
@@ -239,7 +239,7 @@ def test_a_tensor_without_a_place_is_an_error(tmp_path: Path) -> None:
 def test_embedded_model_samples() -> None:
     """Some tensors of the embedded model: values by the gguf package, rows by transformers."""
     path = embedded_model_path()
-    found = dict(iter_weights(ModelSource("m", "gguf", path)))
+    found = read_weights(ModelSource("m", "gguf", path))
     assert len(found) == 272
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     heads = {"num_attention_heads": 9, "num_key_value_heads": 3}
@@ -268,7 +268,7 @@ def test_embedded_model_against_transformers() -> None:
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     expected = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
-    found = dict(iter_weights(ModelSource("m", "gguf", path)))
+    found = read_weights(ModelSource("m", "gguf", path))
     assert set(found) == set(expected)
     for name, tensor in found.items():
         assert tensor.dtype == torch.float32

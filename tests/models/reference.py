@@ -160,7 +160,7 @@ class PagedRun:
                     torch.tensor(token_ids, device=device),
                 )
             )
-            logits = self.model.logits(hidden)
+            logits = self.model.lm_head.gather(self.model.logits(hidden))
         for index, piece in zip(work, logits.split(list(work.values())), strict=True):
             self.logits[index].append(piece)
 

@@ -213,7 +213,7 @@ class Experts(WeightedLayer):
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
-        shards = (divided(8, build.parallel, "layer width", name) for name in ("gate", "up"))
+        shards = (divided(8, build.parallel, name) for name in ("gate", "up"))
         self.add_weight("weight", (stacked(3), sum(shards, ()), whole(4)), build)
         self.add_weight("scale", (stacked(3), by_shard("gate", "up")), build)
 

@@ -26,14 +26,17 @@ class BlockRows:
     def shape(self) -> tuple[int, int]:
         return len(self.rows), self.num_inputs
 
-    def columns(self, inputs: slice) -> BlockRows | Tensor:
-        """Some inputs of all outputs: blocks, or numbers where that cuts a block."""
+    def __getitem__(self, part: tuple[slice, ...]) -> BlockRows | Tensor:
+        """Some inputs of some outputs: blocks, or numbers where that cuts a block."""
+        outputs, inputs = part
         elements, size = BLOCK_SIZES[self.kind]
-        if inputs.start % elements or inputs.stop % elements:
-            blocks = self.rows.reshape(-1, size)
-            return dequantize_blocks(blocks, self.kind).view(self.shape)[:, inputs]
-        first, last = inputs.start // elements * size, inputs.stop // elements * size
-        return BlockRows(self.kind, self.rows[:, first:last], inputs.stop - inputs.start)
+        first, last, _ = inputs.indices(self.num_inputs)
+        start, stop = first // elements, -(-last // elements)
+        rows = self.rows[outputs, start * size : stop * size]
+        if first % elements == 0 and last % elements == 0:
+            return BlockRows(self.kind, rows, last - first)
+        numbers = dequantize_blocks(rows.reshape(-1, size), self.kind).view(len(rows), -1)
+        return numbers[:, first - start * elements : last - start * elements]
 
 
 def dequantize_blocks(blocks: Tensor, type_name: str) -> Tensor:

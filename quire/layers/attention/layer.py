@@ -81,13 +81,16 @@ class StepContext:
     """int64 [T]; None where there are `embeddings`."""
     embeddings: Tensor | None = None
     """[T, H], in place of what the model's own table has for the token ids; may be overwritten."""
+    hidden: Tensor | None = None
+    """[T, H], on a stage behind the first: what the layers before gave; may be overwritten."""
     adapter_slots: Tensor | None = None
     """int32 [T]: which loaded adapter each token uses, -1 for none; None: no token uses one."""
 
-    def embed(self, table: Callable[[Tensor], Tensor]) -> Tensor:
+    def embed(self, table: Callable[[Tensor], Tensor] | None) -> Tensor:
         """Input embeddings [T, H]: those given, or the rows of `table` that the token ids name."""
         if self.embeddings is not None:
             return self.embeddings
+        assert table is not None, "a stage behind the first is given hidden states"
         assert self.token_ids is not None, "a step has token ids or embeddings"
         return table(self.token_ids)
 

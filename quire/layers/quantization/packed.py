@@ -22,6 +22,7 @@ from quire.layers.weights import (
     NormWeight,
     ShardId,
     ShardKey,
+    Share,
     Weight,
 )
 
@@ -42,7 +43,7 @@ class Packer(Protocol):
     reads_blocks: bool
     """Whether blocks of a GGUF file are taken as they are stored."""
 
-    def pack(self, weights: Sequence[Weight]) -> list[Matrix]:
+    def pack(self, weights: Sequence[Share]) -> list[Matrix]:
         """Makes matrices of the weights that a layer joins."""
         ...
 
@@ -59,7 +60,7 @@ class PackFloats:
     def __init__(self, empty: Empty = torch.empty) -> None:
         self._empty = empty
 
-    def pack(self, weights: Sequence[Weight]) -> list[Matrix]:
+    def pack(self, weights: Sequence[Share]) -> list[Matrix]:
         assert all(isinstance(weight, Tensor) for weight in weights), "blocks are for `PackBlocks`"
         return [kernels().pack_floats(weights, self._empty)]
 
@@ -73,7 +74,7 @@ class PackInt8:
 
     reads_blocks = False
 
-    def pack(self, weights: Sequence[Weight]) -> list[Matrix]:
+    def pack(self, weights: Sequence[Share]) -> list[Matrix]:
         if weights[0].shape[1] % INT8_BLOCK:
             return PackFloats().pack(weights)
         tensors = [weight for weight in weights if isinstance(weight, Tensor)]
@@ -94,7 +95,7 @@ class PackBlocks:
     def __init__(self, input_planes: int = 1) -> None:
         self._input_planes = input_planes
 
-    def pack(self, weights: Sequence[Weight]) -> list[Matrix]:
+    def pack(self, weights: Sequence[Share]) -> list[Matrix]:
         matrices: list[Matrix] = []
         for kind, group in groupby(weights, lambda weight: getattr(weight, "kind", None)):
             shards = list(group)
@@ -130,25 +131,25 @@ class Packed:
 
     def create_weights(self, layer: MatrixLayer, outputs: Axis, inputs: Axis, build: Build) -> None:
         layer.axes["weight"] = (outputs, inputs)
-        waiting: dict[ShardId | None, Weight | None] = {shard.name: None for shard in outputs}
+        waiting: dict[ShardId | None, Share | None] = {shard.name: None for shard in outputs}
         layer.loaders["weight"] = partial(self._load, layer, waiting)
         layer.matrices = []
 
     def _load(
         self,
         layer: MatrixLayer,
-        waiting: dict[ShardId | None, Weight | None],
+        waiting: dict[ShardId | None, Share | None],
         shard_key: ShardKey,
         weight: Weight,
     ) -> None:
         """Keep a weight until all shards of the layer are there, then pack them."""
-        weight = layer.rank_share("weight", shard_key, weight)
+        share = layer.rank_share("weight", shard_key, weight)
         if not shard_key:
-            arrived = [weight]
+            arrived = [share]
         else:
             (name,) = shard_key
-            waiting[name] = weight
-            arrived = [weight for weight in waiting.values() if weight is not None]
+            waiting[name] = share
+            arrived = [one for one in waiting.values() if one is not None]
             if len(arrived) < len(waiting):
                 return
         layer.matrices = self._packer.pack(arrived)

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from torch import Tensor
+
 from quire.config.locate import ModelSource
 from quire.config.model import load_model_config
 from quire.files.gguf import LOADABLE_TYPES, TENSOR_TYPES, GGUFFile
@@ -101,8 +103,11 @@ class GGUF(FileTarget):
             load_tokenizer(source).encode(SAMPLE)
         for keeps_blocks in (False, True):
             with contextlib.suppress(ModelError):
-                for _ in iter_weights(source, keeps_blocks=lambda name, keeps=keeps_blocks: keeps):
-                    pass
+                for _, weight in iter_weights(
+                    source, keeps_blocks=lambda name, keeps=keeps_blocks: keeps
+                ):
+                    if not isinstance(weight, Tensor):
+                        weight[:, :]
 
 
 class Safetensors(FileTarget):
