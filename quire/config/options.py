@@ -220,7 +220,7 @@ class SchedulerOptions(CheckedOptions):
     max_steps_in_flight: int | None = option(
         None,
         "Steps launched before the first one's result is read.",
-        default_text="1 on a CPU, 2 on a GPU",
+        default_text="1 on a CPU, 2 on a GPU; the stages of a pipeline",
         minimum=1,
     )
     long_prefill_token_threshold: int = option(

@@ -54,8 +54,7 @@ def resolve(options: EngineOptions, model: ModelConfig, device: DeviceInfo) -> R
         dtype=_dtype(options, model, device, notes),
         max_model_len=_max_model_len(options, model, notes),
         num_threads=_num_threads(options, model, device, notes),
-        max_steps_in_flight=options.scheduler.max_steps_in_flight
-        or (1 if device.type == "cpu" else 2),
+        max_steps_in_flight=_max_steps_in_flight(options, device),
     )
     if device.type != "cpu" and options.cache.gpu_memory_utilization is None:
         options = options.replace(gpu_memory_utilization=DEFAULT_MEMORY_UTILIZATION)
@@ -104,6 +103,18 @@ def check_options(options: EngineOptions) -> None:
             f"quantization={wanted!r} computes from packed weights, dtype='float32' from exact "
             "ones. Leave one of them unset."
         )
+    steps, stages = options.scheduler.max_steps_in_flight, options.parallel.pipeline_parallel_size
+    if stages > 1 and steps not in (None, stages):
+        raise OptionError(
+            f"max_steps_in_flight={steps}, but pipeline_parallel_size={stages}: each stage of a "
+            "pipeline works on a step of its own. Leave max_steps_in_flight unset."
+        )
+
+
+def _max_steps_in_flight(options: EngineOptions, device: DeviceInfo) -> int:
+    if options.parallel.pipeline_parallel_size > 1:
+        return options.parallel.pipeline_parallel_size
+    return options.scheduler.max_steps_in_flight or (1 if device.type == "cpu" else 2)
 
 
 def _check_parallel(options: EngineOptions) -> None:

@@ -642,9 +642,10 @@ class KVCache:
     def num_promised(self, running: Int32Array) -> int:
         """Blocks that running sequences still need for the tokens they have."""
         c = self.columns
-        growth = np.maximum(
-            self.limits.blocks_for(c.num_tokens[running]) - c.num_blocks[running], 0
-        )
+        num_tokens = c.num_tokens[running]
+        if c.has_stages:  # which counts no token that is sampled in a step in flight
+            num_tokens = np.maximum(num_tokens, c.num_computed[running] + 1)
+        growth = np.maximum(self.limits.blocks_for(num_tokens) - c.num_blocks[running], 0)
         total = int(growth.sum()) * (self._num_groups - len(self._windowed))
         for group, _ in self._windowed:
             held = c.num_blocks[running] - c.first_blocks[group, running]

@@ -32,9 +32,11 @@ class PrefillBudget:
     size the slope stays what it was, and the line moves up and down as a whole.
     """
 
-    def __init__(self, target_s: float | None, graph_tokens: int = 0) -> None:
-        """No target stands for the automatic one. Steps of up to `graph_tokens` run as graphs."""
-        self._target_s = target_s
+    def __init__(self, target_s: float | None, graph_tokens: int = 0, num_stages: int = 1) -> None:
+        """No target stands for the automatic one. Steps of up to `graph_tokens` run as graphs. In a
+        pipeline of several stages as many steps end between two tokens of a stream."""
+        self._target_s = None if target_s is None else target_s / num_stages
+        self._automatic_target_s = AUTOMATIC_TARGET_S / num_stages
         self._graph_tokens = graph_tokens
         self._planned: deque[tuple[int, float, int]] = deque()
         self._last_applied = float("-inf")
@@ -82,7 +84,7 @@ class PrefillBudget:
             return UNMEASURED_TOKENS
         target = self._target_s
         if target is None:
-            target = max(AUTOMATIC_TARGET_S, AUTOMATIC_RATIO * self._base)
+            target = max(self._automatic_target_s, AUTOMATIC_RATIO * self._base)
         seconds = max(target - self._base, MIN_SHARE * self._base)
         most = max(MAX_GROWTH * self._largest, MIN_TOKENS)
         tokens = int(min(seconds / self._slope if self._slope else most, most))

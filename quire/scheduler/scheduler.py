@@ -86,7 +86,9 @@ class Scheduler:
             full = limits.windows.index(None)
             self.prefix_groups = PrefixGroups(self.columns, limits.block_size, full)
         self.speculation = Speculation(self.columns)
-        self.prefill_budget = PrefillBudget(limits.target_itl_s, limits.graph_tokens)
+        self.prefill_budget = PrefillBudget(
+            limits.target_itl_s, limits.graph_tokens, limits.num_stages
+        )
         self.waiting = WaitingQueue(limits)
         self.tenants = self.waiting.tenants
         self.pace = self.waiting.pace
@@ -239,6 +241,8 @@ class Scheduler:
         plan.epochs = self.columns.epoch[plan.rows]
         if self.prefix_groups is not None:
             self.prefix_groups.mark(plan, self.ranked_rows())
+        if self.columns.has_stages:
+            plan.append_rows, plan.append_tokens = self.columns.take_unsent(plan.rows)
         self._freed_rows, self._cuts, self._appends = [], {}, []
         self.kv.pool.free(builder.held_blocks)
         self._release_followers(plan.rows)
@@ -269,7 +273,10 @@ class Scheduler:
             if not len(rows):
                 return
             want = np.minimum(c.num_tokens[rows], c.max_total[rows] - 1) - c.num_computed[rows]
-            want[c.awaits_tokens(rows, self.num_steps_in_flight)] = 0
+            if c.has_stages:
+                self._divide_among_stages(rows, want)
+            else:
+                want[c.awaits_tokens(rows, self.num_steps_in_flight)] = 0
             if self.limits.long_prefill_token_threshold:
                 np.minimum(want, self.limits.long_prefill_token_threshold, out=want)
             self._limit_prompts(plan, rows, want)
@@ -290,6 +297,7 @@ class Scheduler:
     ) -> tuple[Int32Array, Int32Array]:
         """Drafts take what the tokens of all rows and the next prompt in the queue leave of the
         budget, and of the free blocks."""
+        assert not self.columns.has_stages, "drafts wait in the row of one device alone"
         c, left = self.columns, plan.budget - int(grant.sum())
         if self.waiting and self.free_rows:
             left = max(left - len(self.waiting.first().held_token_ids), 0)
@@ -298,6 +306,16 @@ class Scheduler:
         with_drafts = grant + _share(left, want)
         more = self.kv.shortfall(rows, c.num_computed[rows] + with_drafts)
         return (with_drafts, more) if self.kv.can_grow(more) else (grant, need)
+
+    def _divide_among_stages(self, rows: Int32Array, want: Int32Array) -> None:
+        """A row that decodes is in one of the steps in flight at most, so a step gets its share of
+        these rows and leaves the others to the steps that keep the other stages busy. Those come
+        first that have waited longest."""
+        most = -(-np.count_nonzero(want <= 1) // self.limits.num_stages)
+        ready = np.flatnonzero(want == 1)
+        if len(ready) > most:
+            by_turn = np.argsort(self.columns.last_step[rows[ready]], kind="stable")
+            want[ready[by_turn[most:]]] = 0
 
     def _limit_prompts(self, plan: PlanBuilder, rows: Int32Array, want: Int32Array) -> None:
         """While clients read streams as they are made, bound the prompt tokens of a step: the gap
@@ -330,8 +348,9 @@ class Scheduler:
         c.num_computed[rows] += counts
         ahead = c.num_computed[rows] - c.num_tokens[rows]  # drafts, if not below 0
         samples = np.maximum(ahead + 1, 0)
-        by_sampler = rows[(ahead >= 0) & ~c.host_chooses[rows]]
-        c.num_tokens[by_sampler] = c.num_computed[by_sampler] + 1
+        if not c.has_stages:
+            by_sampler = rows[(ahead >= 0) & ~c.host_chooses[rows]]
+            c.num_tokens[by_sampler] = c.num_computed[by_sampler] + 1
         if c.has_windows:
             c.num_certain[rows] += counts - np.maximum(ahead, 0)
         if self.speculation.num_drafts:
@@ -534,6 +553,8 @@ class Scheduler:
             places = first + np.arange(len(accepted.tokens))
             c.token_ids[np.repeat(rows, counts), places] = accepted.tokens
         c.num_known[rows] = at + counts
+        if c.has_stages:
+            c.num_tokens[rows] = c.num_known[rows]
         is_first = at == c.num_prompt[rows]
         gaps = now - c.last_token_time[rows[~is_first]]
         self.metrics.generated(len(accepted.tokens), gaps, now)
@@ -569,6 +590,9 @@ class Scheduler:
         c.has_sampled[row] = False
         self.kv.shrink(np.array([row], np.int32))
         self._appends = [append for append in self._appends if append[0] != row]
+        if c.has_stages and num_tokens > c.num_sent[row]:
+            return  # the devices have no token too many
+        c.num_sent[row] = num_tokens
         self._cuts[row] = num_tokens
 
     def _append_known(self, sequence: Sequence, tokens: list[int]) -> None:
@@ -577,7 +601,8 @@ class Scheduler:
         c.token_ids[row, at : at + len(tokens)] = tokens
         c.num_known[row] += len(tokens)
         c.num_tokens[row] += len(tokens)
-        self._appends += [(row, token) for token in tokens]
+        if not c.has_stages:  # else they are sent when the row computes them
+            self._appends += [(row, token) for token in tokens]
 
     # --- structured output ----------------------------------------------------------------------
 
@@ -593,6 +618,8 @@ class Scheduler:
         """Whether a row with a grammar that a plan samples for has a token of a step before it in
         flight."""
         c, rows = self.columns, plan.rows[plan.samples]
+        if c.has_stages:  # what is in flight of such a row is the prompt before its last chunk
+            return False
         return bool((c.constrained[rows] & (c.in_flight[rows] > 1)).any())
 
     def epochs(self, rows: Int32Array) -> Int32Array:

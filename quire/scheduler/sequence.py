@@ -57,6 +57,8 @@ class SchedulerLimits:
     """Most prompt tokens of these; 0 for no limit."""
     groups_prefixes: bool = False
     """Tell the workers which running requests share leading blocks."""
+    num_stages: int = 1
+    """Stages of a pipeline. Of several, all learn of sampled tokens through plans alone."""
     seed: int = 0
     cache_identity: tuple[str, ...] = ()
     """Model, dtype and layout: what the KV of equal tokens depends on."""
@@ -119,13 +121,15 @@ class Columns:
     """The numbers of all running sequences, one row each.
 
     `num_tokens` and `num_computed` are upper bounds that include steps in flight; `num_known`
-    counts the tokens whose ids the host has.
+    counts the tokens whose ids the host has. With several stages `num_tokens` is `num_known`: a row
+    that has computed all of them waits for the token that it samples.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
         num_groups, max_rows = len(limits.windows), limits.max_num_seqs
         self.has_windows = limits.windows != (None,) * num_groups
         self.block_size = limits.block_size
+        self.has_stages = limits.num_stages > 1
 
         def ints() -> Int32Array:
             return np.zeros(max_rows, np.int32)
@@ -143,6 +147,8 @@ class Columns:
         self.num_prompt = ints()
         self.num_known = ints()
         self.num_tokens = ints()
+        self.num_sent = ints()
+        """Known tokens that plans have told the devices of; kept with several stages."""
         self.num_computed = ints()
         self.computed_before = ints()
         """`num_computed` before the step `last_step` was planned."""
@@ -186,7 +192,8 @@ class Columns:
         self, sequence: Sequence, step: int, num_cached: int, num_new: int, tenant: int
     ) -> int:
         """Write a sequence that `step` admits to its row, where it computes `num_new` tokens after
-        those whose KV is there already; its blocks come after. Returns its `num_tokens`."""
+        those whose KV is there already; its blocks come after. Returns how many tokens it will have
+        after the step."""
         row, known, by_host = sequence.row, sequence.held_token_ids, sequence.is_beam
         num_known = len(known)
         samples = num_cached + num_new == num_known
@@ -197,6 +204,8 @@ class Columns:
         self.num_prompt[row] = sequence.num_prompt
         self.num_known[row] = num_known
         self.num_tokens[row] = num_tokens
+        if self.has_stages:
+            self.num_tokens[row] = self.num_sent[row] = num_known
         self.num_computed[row] = self.num_certain[row] = num_cached + num_new
         self.computed_before[row] = num_cached
         self.last_step[row] = self.first_step[row] = step
@@ -243,6 +252,16 @@ class Columns:
         if num_steps_in_flight > 1:
             awaits = awaits | self.constrained[rows]
         return awaits & (self.in_flight[rows] > 0)
+
+    def take_unsent(self, rows: Int32Array) -> tuple[Int32Array, Int32Array]:
+        """Known tokens that the devices do not have yet, row after row, and the row of each. From
+        now on they count as sent."""
+        sent = self.num_sent[rows]
+        counts = self.num_known[rows] - sent
+        self.num_sent[rows] += counts
+        rows_of = np.repeat(rows, counts)
+        places = np.repeat(sent - (np.cumsum(counts) - counts), counts) + np.arange(len(rows_of))
+        return rows_of, self.token_ids[rows_of, places]
 
     def _set_stop_ids(self, row: int, ids: tuple[int, ...]) -> None:
         width = self.stop_ids.shape[1]
@@ -418,8 +437,13 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         """Tokens beyond the prompt, those in flight included."""
-        num_tokens = self.columns.num_tokens[self.row] if self.row >= 0 else self.num_known
-        return int(num_tokens) - self.num_prompt
+        if self.row < 0:
+            return self.num_known - self.num_prompt
+        c, row = self.columns, self.row
+        num_tokens = int(c.num_tokens[row])
+        if c.has_stages and not self.is_beam and c.num_computed[row] == num_tokens:
+            num_tokens += 1
+        return num_tokens - self.num_prompt
 
     @property
     def tables(self) -> list[Int32Array]:
@@ -449,7 +473,7 @@ class Sequence:
             num_logprobs=CANDIDATES_PER_BEAM * self.new.beam_width or num_logprobs,
             num_prompt_logprobs=self._num_prompt_logprobs,
             pooling=self.new.pooling,
-            appends_sampled=not self.is_beam,
+            appends_sampled=not (self.is_beam or self.columns.has_stages),
         )
 
     @property

@@ -187,7 +187,6 @@ def test_harmless_arguments_warn_once(name: str, value: object) -> None:
         ("speculative_config", {"method": "ngram"}, None),
         ("spec_method", "eagle", None),
         ("cpu_offload_gb", 4, 0.0),
-        ("pipeline_parallel_size", 2, 1),
         ("data_parallel_size", 2, 1),
         ("runner", "pooling", "auto"),
         ("task", "embed", "generate"),
@@ -238,6 +237,16 @@ def test_resolution_fills_what_depends_on_the_device() -> None:
     assert gpu["max_steps_in_flight"] == 2
     small = resolved(replace(GPU, total_memory_bytes=24 * GIB))
     assert (small["max_num_batched_tokens"], small["max_num_seqs"]) == (8192, 256)
+
+
+def test_a_pipeline_has_as_many_steps_in_flight_as_stages() -> None:
+    """With fewer a stage would be idle, and there are no rows for more."""
+    given = resolve(options(pipeline_parallel_size=3), MODEL, CPU).options
+    assert given.scheduler.max_steps_in_flight == 3
+    assert resolve(given, MODEL, CPU).options == given
+    for steps in (1, 4):
+        with pytest.raises(OptionError, match=f"max_steps_in_flight={steps}.*Leave"):
+            resolved(CPU, pipeline_parallel_size=3, max_steps_in_flight=steps)
 
 
 def test_toy_models_get_one_thread_unless_more_are_asked_for() -> None:

@@ -26,7 +26,13 @@ class Engine:
         block_size = limits.pop("block_size", 4)
         wanted = {"max_model_len": MAX_LEN, "max_num_seqs": 16, "max_num_batched_tokens": 256}
         self.limits = SchedulerLimits(num_blocks, block_size, **{**wanted, **limits})
-        self.toy = ToyExecutor(num_blocks, block_size, VOCAB, windows=self.limits.windows)
+        self.toy = ToyExecutor(
+            num_blocks,
+            block_size,
+            VOCAB,
+            windows=self.limits.windows,
+            num_stages=self.limits.num_stages,
+        )
         self.core = EngineCore(self.toy, self.limits, steps_in_flight, clock=lambda: self.now)
         self.now = 0.0
         self.plans: list[StepPlan] = []

@@ -64,13 +64,18 @@ def short_engine(room: int, **options: Any) -> tuple[Engine, ShortExecutor, list
     return engine, short, pauses
 
 
-@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize(("steps_in_flight", "num_stages"), [(1, 1), (2, 1), (3, 3)])
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
 @pytest.mark.parametrize("room", [1, 7, 40])
-def test_steps_shrink_until_they_fit(room: int, chunked: bool, steps_in_flight: int) -> None:
+def test_steps_shrink_until_they_fit(
+    room: int, chunked: bool, steps_in_flight: int, num_stages: int
+) -> None:
     """Every request gets the tokens it would have got, also where prompts should stay whole."""
     engine, short, pauses = short_engine(
-        room, steps_in_flight=steps_in_flight, enable_chunked_prefill=chunked
+        room,
+        steps_in_flight=steps_in_flight,
+        enable_chunked_prefill=chunked,
+        num_stages=num_stages,
     )
     keys = [engine.add(numbers(60, start=i), max_tokens=5) for i in range(4)]
     keys.append(engine.add(numbers(30, start=9), max_tokens=6, n=3))

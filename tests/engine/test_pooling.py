@@ -28,9 +28,13 @@ def expected(prompt: list[int], pooling: str) -> float:
     return float(np.float32(states[-1] if pooling == "last" else np.mean(states)))
 
 
-@pytest.mark.parametrize("steps_in_flight", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("steps_in_flight", "num_stages"), [(1, 1), (2, 1), (4, 1), (2, 2), (3, 3)]
+)
 @pytest.mark.parametrize("seed", range(6))
-def test_vectors_do_not_depend_on_scheduling(seed: int, steps_in_flight: int) -> None:
+def test_vectors_do_not_depend_on_scheduling(
+    seed: int, steps_in_flight: int, num_stages: int
+) -> None:
     """In chunks, with shared prefixes, preempted, aborted next door, after a failed step."""
     random = Random(seed)
     engine = Engine(
@@ -38,6 +42,7 @@ def test_vectors_do_not_depend_on_scheduling(seed: int, steps_in_flight: int) ->
         steps_in_flight,
         max_num_batched_tokens=random.choice([7, 23, 256]),
         max_num_seqs=6,
+        num_stages=num_stages,
     )
     engine.toy.failing_steps = frozenset({random.randint(2, 9)})
     prompts: dict[int, tuple[list[int], str]] = {}

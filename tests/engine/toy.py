@@ -4,10 +4,15 @@ The entry of a position is a hash of its token, of the entry before it and of th
 sees, read through the block table, as the KV of a real model depends on the whole prefix. The next
 token hashes all entries of the context, in a KV group with a window those of the last window. So
 any wrong, stale, doubly used or uncomputed block changes the output.
+
+With several stages each has a row table and a KV cache of its own, which only plans change, and is
+a step behind the stage before it. They all compute the same, and compare: what one hands to the
+next must be what the next one finds by itself.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -98,60 +103,25 @@ class ToyRow:
     """What was computed since the row was added: a hidden state is its entry's last digits."""
 
 
-class ToyPending:
-    def __init__(self, result: StepResult) -> None:
-        self._result = result
-
-    def result(self) -> StepResult:
-        return self._result
+HiddenStates = list[tuple[int, int, list[int]]]
+"""What a stage hands to the next: of each row that computed, its number, how many tokens it has and
+the entries of the new ones."""
 
 
-class ToyFailure:
-    """What a failed step leaves; the device works again once the failure was seen."""
+class ToyStage:
+    """One stage: its rows and its KV cache."""
 
-    def __init__(self, device: ToyExecutor, step: int) -> None:
-        self._device, self._step = device, step
-
-    def result(self) -> StepResult:
-        self._device.is_down = False
-        raise InjectedError(f"injected failure of step {self._step}")
-
-
-class ToyExecutor:
-    failure: str | None = None
-    look_s: float | None = None
-
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        vocab: int,
-        failing_steps: frozenset[int] = frozenset(),
-        num_drafts: int = 0,
-        windows: Windows = (None,),
-    ) -> None:
-        """After each sample `num_drafts` tokens are proposed, some of them wrong."""
-        self.num_blocks = num_blocks
+    def __init__(self, num_blocks: int, block_size: int, vocab: int, windows: Windows) -> None:
         self.block_size = block_size
         self.vocab = vocab
+        self.windows = windows
         self.kv = np.full((num_blocks, block_size), UNWRITTEN, np.int64)
         self.rows: dict[int, ToyRow] = {}
-        self.failing_steps = failing_steps
-        self.num_drafts = num_drafts
+        self.num_drafts = 0
         self.drafts_are_right = False
-        self.windows = windows
         self.num_tokens_computed = 0
-        self._plan: StepPlan | None = None
-        self.is_down = False
-        """A step failed and that was not seen yet: until then all further ones fail too."""
 
-    def execute(self, plan: StepPlan) -> None:
-        self._plan = plan
-        self.is_down |= plan.step in self.failing_steps
-        if not self.is_down:  # else nothing of the step reaches the device
-            self._carry_out(plan)
-
-    def _carry_out(self, plan: StepPlan) -> None:
+    def carry_out(self, plan: StepPlan) -> HiddenStates:
         for row in plan.freed_rows.tolist():
             self.rows.pop(row, None)
         for added in plan.added_rows:
@@ -171,8 +141,10 @@ class ToyExecutor:
         sources, targets = plan.copy_sources.tolist(), plan.copy_targets.tolist()
         require(not set(sources) & set(targets), "no block is both source and target of copies")
         self.kv[plan.copy_targets] = self.kv[plan.copy_sources]
-        for row, count in zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), strict=True):
-            self._compute(self.rows[row], count)
+        return [
+            (number, len(self.rows[number].tokens), self._compute(self.rows[number], count))
+            for number, count in zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), strict=True)
+        ]
 
     def _add(self, added: AddedRow) -> None:
         tokens = added.token_ids.tolist()
@@ -202,8 +174,9 @@ class ToyExecutor:
             for position in range(first_seen(num_tokens - 1, window), num_tokens)
         ]
 
-    def _compute(self, row: ToyRow, count: int) -> None:
-        known = row.tokens + row.drafts
+    def _compute(self, row: ToyRow, count: int) -> list[int]:
+        """Returns the new entries."""
+        known, entries = row.tokens + row.drafts, list[int]()
         for position in range(row.num_computed, row.num_computed + count):
             token = known[position] if position < len(known) else NO_DRAFT
             for group, window in enumerate(self.windows):
@@ -214,18 +187,13 @@ class ToyExecutor:
                 block = row.tables[group][position // self.block_size]
                 entry = mix(before, oldest, token)
                 self.kv[block, position % self.block_size] = entry
+                entries.append(entry)
             row.states.append(entry % 1000)
         row.num_computed += count
         self.num_tokens_computed += count
+        return entries
 
-    def token_masks(self, lines: Int32Array, num_words: int) -> TokenMasks:
-        return TokenMasks(lines, np.zeros((len(lines), num_words), np.int32))
-
-    def sample(self, step: int, masks: TokenMasks | None = None) -> PendingResult:
-        plan = self._plan
-        assert plan is not None and plan.step == step
-        if self.is_down:
-            return ToyFailure(self, step)
+    def sample(self, plan: StepPlan) -> StepResult:
         tokens, counts, lines = [], [], []
         for row_id, num_samples in zip(
             plan.rows[plan.samples].tolist(), plan.num_samples[plan.samples].tolist(), strict=True
@@ -245,10 +213,10 @@ class ToyExecutor:
                 row.num_computed = len(row.tokens) - 1
                 self._propose(row)
         result = StepResult(
-            step, np.array(tokens, np.int32), np.array(counts, np.int32), _logprobs(lines)
+            plan.step, np.array(tokens, np.int32), np.array(counts, np.int32), _logprobs(lines)
         )
         result.pooled = self._pool(plan)
-        return ToyPending(result)
+        return result
 
     def _verify(self, row: ToyRow, num_samples: int) -> list[int]:
         """Tokens sampled after the known ones and after each draft, while drafts agree."""
@@ -299,13 +267,96 @@ class ToyExecutor:
         ]
         return PooledRows(np.array(rows, np.int32), np.array(vectors, np.float32))
 
+
+class ToyPending:
+    def __init__(self, device: ToyExecutor, step: int) -> None:
+        self._device, self._step = device, step
+
+    def result(self) -> StepResult:
+        return self._device.result(self._step)
+
+
+class ToyExecutor:
+    failure: str | None = None
+    look_s: float | None = None
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        vocab: int,
+        failing_steps: frozenset[int] = frozenset(),
+        num_drafts: int = 0,
+        windows: Windows = (None,),
+        num_stages: int = 1,
+    ) -> None:
+        """After each sample `num_drafts` tokens are proposed, some of them wrong."""
+        self.num_blocks = num_blocks
+        self.failing_steps = failing_steps
+        self.stages = [ToyStage(num_blocks, block_size, vocab, windows) for _ in range(num_stages)]
+        self.last = self.stages[-1]
+        self.last.num_drafts = num_drafts
+        self.plan: StepPlan | None = None
+        """The last one, which is to be sampled from."""
+        self.down: set[int] = set()
+        """Stages in which a step failed that was not seen to fail yet: until then no later one gets
+        through either. The stages before them know nothing of it."""
+        self._waiting = [deque[tuple[StepPlan, HiddenStates]]() for _ in self.stages]
+        """What each stage has still to do."""
+        self._results: dict[int, StepResult] = {}
+
+    @property
+    def num_tokens_computed(self) -> int:
+        return self.last.num_tokens_computed
+
+    def execute(self, plan: StepPlan) -> None:
+        self.plan = plan
+        for stage in reversed(range(1, len(self.stages))):
+            if self._waiting[stage]:
+                self._carry_out(stage)
+        self._waiting[0].append((plan, []))
+        self._carry_out(0)
+
+    def _carry_out(self, stage: int) -> None:
+        plan, received = self._waiting[stage].popleft()
+        if plan.step in self.failing_steps and stage == plan.step % len(self.stages):
+            self.down.add(stage)
+        if stage in self.down:  # nothing of the step reaches it
+            return
+        states = self.stages[stage].carry_out(plan)
+        require(not stage or states == received, "all stages have the same rows")
+        if stage + 1 < len(self.stages):
+            self._waiting[stage + 1].append((plan, states))
+        else:
+            self._results[plan.step] = self.last.sample(plan)
+
+    def token_masks(self, lines: Int32Array, num_words: int) -> TokenMasks:
+        return TokenMasks(lines, np.zeros((len(lines), num_words), np.int32))
+
+    def sample(self, step: int, masks: TokenMasks | None = None) -> PendingResult:
+        assert self.plan is not None and self.plan.step == step
+        return ToyPending(self, step)
+
+    def result(self, step: int) -> StepResult:
+        """Let the step through the stages that it still has before it."""
+        for stage in range(1, len(self.stages)):
+            while self._waiting[stage] and self._waiting[stage][0][0].step <= step:
+                self._carry_out(stage)
+        if step in self._results:
+            return self._results.pop(step)
+        self.down.clear()  # it works again once the failure was seen
+        for waiting in self._waiting:
+            waiting.clear()
+        raise InjectedError(f"injected failure of step {step}")
+
     def memory(self) -> DeviceMemory:
         """A device of 1000 bytes per block, a quarter of it taken by this and that."""
         kv = 1000 * self.num_blocks
         return DeviceMemory(total=4 * kv, used=3 * kv, weights=kv, kv_block=1000)
 
     def shutdown(self) -> None:
-        self.rows.clear()
+        for stage in self.stages:
+            stage.rows.clear()
 
 
 def _logprobs(lines: list[tuple[int, int, list[int], list[float]]]) -> LogprobArrays | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -103,6 +105,25 @@ def test_no_limit(limits) -> None:
     engine.add(numbers(800, 1))
     engine.step()
     assert prompt_tokens(engine.plans[-1]) == 800
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_the_steps_of_a_pipeline_share_a_gap(num_stages: int) -> None:
+    """Between two tokens of a stream as many steps end as there are stages, all with prompts."""
+    limits = {"num_stages": num_stages, "target_itl_s": 0.1}
+    engine = Clocked(0.004, 0.001, num_stages, max_num_batched_tokens=1_000, **limits)
+    (sequence,) = engine.core.scheduler.requests[f"r{streaming(engine)}"]
+    for i in range(4):
+        engine.add(numbers(800, i + 1), max_tokens=1)
+    times = [engine.now]
+    while engine.core.scheduler.num_running > 1 or engine.core.scheduler.waiting:
+        num_known = sequence.num_known
+        engine.step()
+        if sequence.num_known > num_known:
+            times.append(engine.now)
+    gaps = [after - before for before, after in pairwise(times)]
+    assert max(gaps) <= 0.13
+    assert sum(gaps) / len(gaps) >= 0.06
 
 
 def test_a_prompt_first_in_rank_leaves_no_stream_out() -> None:

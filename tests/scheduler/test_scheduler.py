@@ -263,8 +263,8 @@ def test_stop_tokens_count_only_after_min_tokens(num_drafts: int) -> None:
     assert made.count(stop) == 1
     for min_tokens, expected in ((0, made[:4]), (4, made[:4]), (5, made)):
         engine = Engine()
-        engine.toy.num_drafts = engine.core.scheduler.speculation.num_drafts = num_drafts
-        engine.toy.drafts_are_right = True
+        engine.toy.last.num_drafts = engine.core.scheduler.speculation.num_drafts = num_drafts
+        engine.toy.last.drafts_are_right = True
         params = SamplingParams(
             seed=0, max_tokens=8, min_tokens=min_tokens, stop_token_ids=[stop], ignore_eos=True
         )
@@ -389,7 +389,7 @@ def test_drafts_take_what_tokens_leave() -> None:
     steps = {}
     for num_drafts in (0, 5):
         engine = Engine(max_num_batched_tokens=8)
-        engine.toy.num_drafts = engine.core.scheduler.speculation.num_drafts = num_drafts
+        engine.toy.last.num_drafts = engine.core.scheduler.speculation.num_drafts = num_drafts
         for i in range(8):
             engine.add(numbers(4, start=i), max_tokens=12)
         engine.finish()
@@ -401,8 +401,8 @@ def test_drafts_that_are_right_save_steps() -> None:
     """The first token comes alone, after a prompt in two parts; those after it come by four, up to
     the last that the row may have."""
     engine = Engine(long_prefill_token_threshold=3)
-    engine.toy.num_drafts = engine.core.scheduler.speculation.num_drafts = 3
-    engine.toy.drafts_are_right = True
+    engine.toy.last.num_drafts = engine.core.scheduler.speculation.num_drafts = 3
+    engine.toy.last.drafts_are_right = True
     engine.add(numbers(5), max_tokens=9)
     engine.finish()
     assert [plan.num_samples.tolist() for plan in engine.plans] == [[0], [1], [4], [4]]
@@ -410,7 +410,7 @@ def test_drafts_that_are_right_save_steps() -> None:
 
 def test_a_cut_row_has_no_drafts_until_it_samples_again() -> None:
     engine = Engine()
-    engine.toy.num_drafts = engine.core.scheduler.speculation.num_drafts = 3
+    engine.toy.last.num_drafts = engine.core.scheduler.speculation.num_drafts = 3
     key = engine.add(numbers(5), max_tokens=20)
     engine.step(3)
     (sequence,) = engine.core.scheduler.requests[f"r{key}"]
