@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from quire.protocol.errors import RequestError
+from quire.protocol.errors import EngineDeadError, RequestError
 from quire.server.http.errors import ANTHROPIC
 from quire.server.state import state_of
 
@@ -26,6 +26,7 @@ async def models(
     before_id: str | None = None,
 ) -> dict[str, Any]:
     """In the format of the client's protocol; the parameters are those of Anthropic's."""
+    _check_serving(request)
     records = [_record(request, name) for name in state_of(request).model_names]
     if request.state.dialect is ANTHROPIC:
         return _anthropic_page(records, limit, after_id, before_id)
@@ -34,7 +35,15 @@ async def models(
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, request: Request) -> dict[str, Any]:
+    _check_serving(request)
     return _record(request, state_of(request).preparation.check_model(name))
+
+
+def _check_serving(request: Request) -> None:
+    """Clients take a list of models for a sign that these are served."""
+    death = state_of(request).llm.client.death
+    if death is not None:
+        raise EngineDeadError(f"the engine serves nothing now: {death}")
 
 
 def _record(request: Request, name: str) -> dict[str, Any]:

@@ -1,0 +1,217 @@
+"""Ranks in processes of their own: the same tokens as one process, and what happens when one of
+them dies, stands still or never gets to the end of a step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, BeamSearchParams, SamplingParams
+from quire.protocol.errors import EngineDeadError, OptionError
+from tests.models.reference import random_tokens
+from tests.tiny import save_tiny
+
+pytestmark = pytest.mark.slow
+
+SMALL: Any = {
+    "device": "cpu",
+    "dtype": "float32",
+    "num_threads": 1,
+    "max_model_len": 128,
+    "block_size": 4,
+    "skip_tokenizer_init": True,
+}
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt", "gpt2")
+
+
+def prompts(count: int, length: int = 24) -> list[dict[str, list[int]]]:
+    """Half of each is the same in all."""
+    shared = random_tokens(length // 2, seed=0)
+    return [
+        {"prompt_token_ids": shared + random_tokens(length // 2 + i, seed=i + 1)}
+        for i in range(count)
+    ]
+
+
+def rank_pids() -> list[int]:
+    """Processes of ranks that this one has started."""
+    found = subprocess.run(
+        ["pgrep", "-f", "-P", str(os.getpid()), "quire.engine.executors.rank"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return [int(pid) for pid in found.stdout.split()]
+
+
+def gone(pids: list[int]) -> bool:
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def everything(llm: LLM) -> list[Any]:
+    """Tokens and logprobs of requests of many kinds, some of which are preempted."""
+    greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    kinds = [
+        greedy,
+        SamplingParams(temperature=0, max_tokens=12, logprobs=3, prompt_logprobs=2, seed=1),
+        SamplingParams(temperature=1.2, top_k=20, top_p=0.9, max_tokens=16, seed=7, n=2),
+        SamplingParams(
+            temperature=0.7,
+            repetition_penalty=1.3,
+            presence_penalty=0.5,
+            max_tokens=10,
+            seed=3,
+            min_tokens=4,
+        ),
+    ]
+    found: list[Any] = []
+    for output in llm.generate(prompts(12), [kinds[i % 4] for i in range(12)], use_tqdm=False):
+        for one in output.outputs:
+            found.append(list(one.token_ids))
+            found += [sorted(step) for step in one.logprobs or []]
+        found += [sorted(step) for step in output.prompt_logprobs or [] if step]
+    again = llm.generate(prompts(12), greedy, use_tqdm=False)
+    found += [list(output.outputs[0].token_ids) for output in again]
+    beams = llm.beam_search(prompts(2), BeamSearchParams(beam_width=3, max_tokens=6))
+    found += [list(sequence.tokens) for output in beams for sequence in output.sequences]
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str, tmp_path: Path) -> None:
+    """Each with two ranks of two stages: a rank's layers, heads and vocabulary are a part."""
+    save_tiny(tmp_path, family)
+    options: Any = {"model": str(tmp_path), **SMALL, "num_gpu_blocks_override": 200}
+    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    with LLM(**options) as one:
+        expected = [list(o.outputs[0].token_ids) for o in one.generate(prompts(4), greedy)]
+    with LLM(**options, tensor_parallel_size=2, pipeline_parallel_size=2) as four:
+        found = [list(o.outputs[0].token_ids) for o in four.generate(prompts(4), greedy)]
+    assert found == expected
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (1, 2), (2, 2)])
+def test_everything_under_pressure(tp: int, pp: int, tmp_path: Path) -> None:
+    """With so few blocks that sequences are preempted; three ranks leave one with padding."""
+    save_tiny(tmp_path, "llama", num_attention_heads=4, num_key_value_heads=2)
+    options: Any = {"model": str(tmp_path), **SMALL, "num_gpu_blocks_override": 70}
+    options["max_num_seqs"] = 8
+    with LLM(**options) as one:
+        expected = everything(one)
+    with LLM(**options, tensor_parallel_size=tp, pipeline_parallel_size=pp) as several:
+        found = everything(several)
+        assert several._core.check_integrity() == 0
+    assert found == expected
+
+
+# --- failures -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[LLM]:
+    save_tiny(tmp_path, "llama", max_position_embeddings=100_000)
+    options = {**SMALL, "max_model_len": 50_000, "num_gpu_blocks_override": 13_000}
+    llm = LLM(model=str(tmp_path), **options, tensor_parallel_size=2)
+    yield llm
+    llm.shutdown()
+    assert rank_pids() == []
+
+
+def endless(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=45_000, ignore_eos=True)
+    llm.generate(prompts(1), params, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("number", "says"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "not been heard of for")]
+)
+def test_rank_that_dies_or_stands_still(two: LLM, number: signal.Signals, says: str) -> None:
+    """In the middle of a request: an error that names the rank, and no process is left."""
+    pids = rank_pids()
+    assert len(pids) == 2
+    threading.Timer(1.0, lambda: os.kill(pids[1], number)).start()
+    with pytest.raises(EngineDeadError, match=rf"rank 1 \(host \S+, process {pids[1]}\).*{says}"):
+        endless(two)
+    wait_for(lambda: gone(pids), "the end of all ranks")
+    with pytest.raises(EngineDeadError, match=says):
+        endless(two)
+
+
+def test_rank_that_dies_between_requests(two: LLM) -> None:
+    pids = rank_pids()
+    os.kill(pids[0], signal.SIGKILL)
+    wait_for(lambda: two._core.death is not None or two._core.has_work, "the news")
+    with pytest.raises(EngineDeadError, match=r"rank 0 .*SIGKILL"):
+        endless(two)
+    wait_for(lambda: gone(pids), "the end of all ranks")
+
+
+def test_step_that_does_not_end(tmp_path: Path) -> None:
+    """A prompt whose step takes longer than a step may."""
+    save_tiny(tmp_path, "llama", max_position_embeddings=100_000)
+    options = {**SMALL, "max_model_len": 60_000, "num_gpu_blocks_override": 15_000}
+    options |= {"max_num_batched_tokens": 60_000, "distributed_timeout_seconds": 20}
+    with LLM(model=str(tmp_path), **options, tensor_parallel_size=2) as llm:
+        executor: Any = llm._core.executor
+        executor._timeout_s = 0.5  # a start-up takes longer
+        prompt = {"prompt_token_ids": random_tokens(50_000, seed=1)}
+        with pytest.raises(EngineDeadError, match=r"0\.5 s \(distributed_timeout_seconds\)"):
+            llm.generate([prompt], SamplingParams(max_tokens=1), use_tqdm=False)
+
+
+def test_ranks_die_with_the_engine(tmp_path: Path) -> None:
+    """Even where that is killed. The script has no `if __name__` guard."""
+    save_tiny(tmp_path, "llama")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from quire import LLM, SamplingParams\n"
+        f"llm = LLM(model={str(tmp_path)!r}, tensor_parallel_size=2, **{SMALL!r})\n"
+        "prompt = {'prompt_token_ids': [1, 2, 3]}\n"
+        "llm.generate([prompt], SamplingParams(max_tokens=3), use_tqdm=False)\n"
+        "print('ready', flush=True)\n"
+        "input()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    found = subprocess.run(
+        ["pgrep", "-f", "-P", str(process.pid), "quire.engine.executors.rank"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    pids = [int(pid) for pid in found.stdout.split()]
+    assert len(pids) == 2
+    process.kill()
+    process.wait()
+    wait_for(lambda: gone(pids), "the end of the ranks")
+
+
+def test_refusals_of_a_rank_reach_the_user(tmp_path: Path) -> None:
+    """What one process would refuse, several refuse in the same words."""
+    save_tiny(tmp_path, "llama")
+    options: Any = {"model": str(tmp_path), **SMALL, "num_gpu_blocks_override": 3}
+    with pytest.raises(OptionError) as alone:
+        LLM(**options)
+    with pytest.raises(OptionError) as together:
+        LLM(**options, tensor_parallel_size=2)
+    assert str(alone.value).split(".")[0] == str(together.value).split(".")[0]
+    assert rank_pids() == []
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come"
+        time.sleep(0.05)
