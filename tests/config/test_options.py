@@ -299,7 +299,6 @@ def test_context_length() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported yet"),
         ({"quantization": "awq"}, "quantization='awq' is not supported yet"),
         ({"quantization": "gguf"}, "quantization='gguf' needs a .gguf file.*'some/model'"),
         ({"quantization": "gguf-a16"}, "quantization='gguf-a16' needs a .gguf file"),

@@ -37,7 +37,26 @@ def start(tiny: Tiny, **options: Any) -> Callable[[], Any]:
         ({"dtype": "int4"}, ("dtype", "int4", "float32")),
         ({"scheduling_policy": "lifo"}, ("scheduling_policy", "lifo", "priority")),
         ({"attention_backend": "flash"}, ("attention_backend", "flash")),
-        ({"tensor_parallel_size": 2}, ("tensor_parallel_size=2", "not supported yet", "1")),
+        (
+            {"tensor_parallel_size": 2, "distributed_executor_backend": "uni"},
+            ("distributed_executor_backend='uni'", "tensor_parallel_size=2", "unset"),
+        ),
+        (
+            {"pipeline_parallel_size": 2, "distributed_executor_backend": "external_launcher"},
+            ("external_launcher", "pipeline_parallel_size=2", "'mp'"),
+        ),
+        (
+            {"tensor_parallel_size": 2, "nnodes": 2, "distributed_executor_backend": "ray"},
+            ("nnodes=2", "'ray'", "unset"),
+        ),
+        ({"nnodes": 2, "tensor_parallel_size": 2, "node_rank": 2}, ("node_rank=2", "nnodes=2")),
+        (
+            {"nnodes": 2, "tensor_parallel_size": 2, "node_rank": 1},
+            ("node_rank=1", "host 0", "quire serve"),
+        ),
+        ({"nnodes": 2, "tensor_parallel_size": 3}, ("nnodes=2", "3 ranks", "multiple")),
+        ({"data_parallel_size": 2}, ("data_parallel_size=2", "several servers behind a proxy")),
+        ({"distributed_executor_backend": "x"}, ("distributed_executor_backend", "'x'", "'ray'")),
         ({"enable_lora": True}, ("enable_lora=True", "not supported yet")),
         ({"speculative_config": {"model": "x"}}, ("speculative_config", "not supported yet")),
         ({"cpu_offload_gb": 4}, ("cpu_offload_gb=4", "not supported yet")),

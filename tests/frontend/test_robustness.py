@@ -136,9 +136,9 @@ def test_prompt_logprobs_are_complete_whatever_the_cache_holds(llm: LLM) -> None
 
 
 def test_options_are_checked_before_a_model_is_looked_for() -> None:
-    """A 140 GB download must not precede the news that two GPUs are not supported."""
-    with pytest.raises(OptionError, match="tensor_parallel_size=2 is not supported yet"):
-        LLM(model="meta-llama/Llama-2-70b-hf", tensor_parallel_size=2)
+    """A 140 GB download must not precede the news that the ranks cannot be placed."""
+    with pytest.raises(OptionError, match=r"tensor_parallel_size=3 .*nnodes=2 hosts"):
+        LLM(model="meta-llama/Llama-2-70b-hf", tensor_parallel_size=3, nnodes=2)
     with pytest.raises(OptionError, match="quantization='awq' is not supported yet"):
         LLM(model="meta-llama/Llama-2-70b-hf", quantization="awq")
 

@@ -63,7 +63,10 @@ def test_killed_engine(own_server: RunningServer) -> None:
     failed_line = '"finish_reasons":["error"]'
     eventually(lambda: "".join(own_server.lines).count(failed_line) == 4, "a line for each")
     health = own_server.request("GET", "/health")
-    if health.status == 503:  # unless the new engine is up already
+    models = own_server.request("GET", "/v1/models")
+    if models.status == 503:  # unless the new engine is up already
+        assert "SIGKILL" in models.error["message"] and "retry-after" in models.headers
+        assert health.status == 503
         assert "SIGKILL" in health.error["message"] and "retry-after" in health.headers
     eventually(lambda: own_server.request("GET", "/health").status == 200, "the restart")
     again = client.completions.create(model=model, prompt="Hi", max_tokens=3)
