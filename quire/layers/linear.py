@@ -49,11 +49,16 @@ class Linear(MatrixLayer):
         return activation(out) if activation is not None else out, total
 
 
+def width(size: int, build: Build, name: str | None = None) -> Axis:
+    """A rank's share of the width of a network: outputs of one layer and inputs of the next."""
+    return divided(size, build.parallel, name, build.block)
+
+
 class ColumnLinear(Linear):
     """Each rank computes its share of the outputs."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, build: Build) -> None:
-        outputs = divided(out_features, build.parallel)
+        outputs = width(out_features, build)
         super().__init__(whole(in_features), outputs, bias, build)
 
 
@@ -65,7 +70,7 @@ class MergedLinear(Linear):
     ) -> None:
         outputs: Axis = ()
         for name, size in out_features.items():
-            outputs += divided(size, build.parallel, name)
+            outputs += width(size, build, name)
         super().__init__(whole(in_features), outputs, bias, build)
 
 
@@ -99,7 +104,7 @@ class QKVLinear(Linear):
         return self.split(super().forward(x))
 
     def split(self, joined: torch.Tensor) -> ThreeTensors:
-        by_head = joined.view(joined.shape[0], -1, self.head_dim)
+        by_head = joined.view(joined.shape[0], sum(self.heads), self.head_dim)
         q, k, v = by_head.split_with_sizes(self.heads, dim=1)
         return q, k, v
 
@@ -109,7 +114,7 @@ class RowLinear(Linear):
 
     def __init__(self, inputs: int | Axis, out_features: int, bias: bool, build: Build) -> None:
         if isinstance(inputs, int):
-            inputs = divided(inputs, build.parallel)
+            inputs = width(inputs, build)
         super().__init__(inputs, whole(out_features), bias, build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -138,9 +138,17 @@ class Parallel:
         assert self.group is not None, "ranks of one model need a process group"
         return self.group
 
-    def share(self, total: int) -> int:
-        """A rank's share of `total` things. All have the same; what is too much is padding."""
-        return -(-total // self.size)
+    def share(self, total: int, block: int = 1) -> int:
+        """A rank's share of `total` things. All have the same; what is too much is padding. Shares
+        do not cut blocks of `block` things, or of half as many and so on, where that leaves none of
+        them more than an eighth larger."""
+        least = -(-total // self.size)
+        while block > 1:
+            share = -(-least // block) * block
+            if total % block == 0 and share <= least + least // 8:
+                return share
+            block //= 2
+        return least
 
     def heads(self, num_heads: int, num_kv_heads: int) -> HeadShare:
         """The heads of this rank. Each KV head is with all of its query heads, or is kept by

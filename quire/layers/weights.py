@@ -47,6 +47,9 @@ class Build:
     device: torch.device
     parallel: Parallel
     method_for: MethodFor
+    block: int = 1
+    """Inputs of the largest blocks in which weights are stored: ranks do not cut them, if
+    possible."""
     path: str = ""
     """As modules are named from the model on: "model.layers.3.self_attn.qkv_proj"."""
 
@@ -92,9 +95,10 @@ def whole(size: int) -> Axis:
     return (Shard(size, 0, size),)
 
 
-def divided(size: int, parallel: Parallel, name: str | None = None) -> Axis:
-    """A dimension of which each rank keeps an equal share; the last ones may have padding."""
-    share = parallel.share(size)
+def divided(size: int, parallel: Parallel, name: str | None = None, block: int = 1) -> Axis:
+    """A dimension of which each rank keeps an equal share, if possible of whole blocks; the last
+    ones may have padding."""
+    share = parallel.share(size, block)
     return (Shard(size, parallel.rank * share, share, name),)
 
 

@@ -83,7 +83,7 @@ class GGUFMatrix:
     def __getitem__(self, part: tuple[slice, ...]) -> Tensor | BlockRows:
         outputs, inputs = part
         rows = self.stored[outputs]
-        if self.head_rows is not None:
+        if self.head_rows is not None and len(rows):
             assert not (outputs.start or 0) % self.head_rows and not len(rows) % self.head_rows
             rows = unpermute(rows, len(rows) // self.head_rows)
         if self.kind in _FLOAT_TYPES:

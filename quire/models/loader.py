@@ -12,7 +12,7 @@ import torch
 from quire.config.model import ModelConfig
 from quire.files.gguf import GGUFTensor
 from quire.layers.parallel import Parallel
-from quire.layers.quantization.choose import choose_methods
+from quire.layers.quantization.choose import choose_methods, largest_block
 from quire.layers.weights import (
     Bring,
     Build,
@@ -113,7 +113,8 @@ def load_model(
         )
     if method_for is None:
         method_for = choose_methods(quantization, dtype, device, parallel)
-    build = Build(dtype, torch.device(device), parallel, method_for)
+    block = largest_block(quantization)
+    build = Build(dtype, torch.device(device), parallel, method_for, block)
     model = model_class(config.architecture)(config, build)
     if load_format == "dummy":
         load_dummy_weights(model, build, seed)
@@ -167,7 +168,7 @@ def count_weight_bytes(
     file, the kinds of its tensors."""
     if method_for is None:
         method_for = choose_methods(quantization, dtype, device, parallel)
-    build = Build(dtype, torch.device("meta"), parallel, method_for)
+    build = Build(dtype, torch.device("meta"), parallel, method_for, largest_block(quantization))
     model = model_class(config.architecture)(config, build)
     blocks: dict[str, GGUFTensor] = {}
     if config.source.kind == "gguf" and load_format != "dummy":

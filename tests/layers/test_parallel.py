@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -40,3 +41,23 @@ def test_one_rank_returns_its_own_tensor() -> None:
     x = torch.randn(2, 3)
     assert Parallel().all_reduce(x) is x
     assert Parallel().all_gather(x) is x
+
+
+@pytest.mark.parametrize(
+    ("total", "size", "block", "share"),
+    [
+        (11008, 2, 1, 5504),
+        (11008, 3, 1, 3670),
+        (11008, 2, 256, 5632),  # 22 and 21 blocks
+        (11008, 3, 256, 3840),
+        (1536, 3, 256, 512),
+        (1536, 4, 256, 384),  # whole blocks of 128: of 256, one rank would have none
+        (96, 2, 256, 48),
+        (100, 3, 32, 36),
+        (101, 3, 32, 34),
+    ],
+)
+def test_shares_cut_no_blocks_where_that_costs_little(
+    total: int, size: int, block: int, share: int
+) -> None:
+    assert Parallel(0, size).share(total, block) == share

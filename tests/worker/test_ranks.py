@@ -1,78 +1,265 @@
-"""Workers that share a model: each keeps the keys and values of its heads, and tokens are equal.
+"""Ranks that share the layers of a model, and stages that have some of them each: the same tokens,
+logprobs and embeddings as transformers, for each family of models.
 
-Turns red if the KV layout, a backend or the cache counts the heads of the whole model on a rank.
+Turns red if a rank loads, computes or keeps the KV of anything but its share, if ranks decide
+differently what to gather, or if a stage takes in what belongs to another step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import PreTrainedModel
 
-from quire.config.model import load_model_config
-from quire.config.options import EngineOptions
-from quire.config.resolve import resolve
-from quire.layers.parallel import Parallel
-from quire.protocol.plan import AddedRow, StepPlan
+from quire.kernels import cpu
+from quire.layers.decoder import FusedLayers
+from quire.layers.parallel import Stage
 from quire.protocol.sampling import SamplingParams
-from quire.worker.device import detect_device
-from quire.worker.worker import Worker
-from tests.layers.ranks import on_ranks
-from tests.models.reference import random_tokens
-from tests.tiny import greedy, save_tiny
+from tests.loading.converted import convert
+from tests.models.reference import VOCAB, random_tokens
+from tests.tiny import greedy, logprobs, save_tiny
+from tests.worker.rank_driver import BLOCK_SIZE, Asked, Made, Ran, run
 
-STEPS = 8
-WINDOWS = {
-    "use_sliding_window": True,
-    "sliding_window": 20,
-    "max_window_layers": 1,
-    "num_hidden_layers": 3,
+NUM_TOKENS = 6
+WINDOWS = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
+"""One layer sees everything, two see a window: three KV groups, of which no stage has all."""
+# 3 ranks divide neither the width of the network nor the heads nor the vocabulary.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"intermediate_size": 100}),
+    "llama-tied": ("llama", {"intermediate_size": 100, "tie_word_embeddings": True}),
+    "mistral": ("mistral", {"intermediate_size": 100, "sliding_window": 20}),
+    "qwen2": ("qwen2", {"intermediate_size": 100, **WINDOWS}),
+    "qwen3": ("qwen3", {"intermediate_size": 100}),
+    "opt": ("opt", {"ffn_dim": 100, "word_embed_proj_dim": 32}),
+    "gpt2": ("gpt2", {"n_inner": 100}),
 }
+PROMPTS = [random_tokens(length, seed=length) for length in (30, 11, 21, 14, 25, 12)]
+REQUESTS = [
+    Asked(PROMPTS[0]),
+    Asked(PROMPTS[1], SamplingParams(temperature=0.0, logprobs=3)),
+    Asked(PROMPTS[2], SamplingParams(temperature=0.0, prompt_logprobs=2)),
+    Asked(PROMPTS[3], SamplingParams(seed=1, repetition_penalty=1.5, frequency_penalty=0.5)),
+    Asked(PROMPTS[4], pooling="last"),
+    Asked(PROMPTS[5], pooling="mean"),
+]
 
 
-def plan_of(step: int, num_new_tokens: int) -> StepPlan:
-    """Row 0 computes so many tokens and samples."""
-    one = np.ones(1, np.int32)
-    return StepPlan(step, rows=one - 1, num_new_tokens=one * num_new_tokens, num_samples=one)
+@dataclass(frozen=True)
+class Saved:
+    folder: Path
+    model: PreTrainedModel
+    alone: list[Made]
+    """What one rank makes."""
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_ranks_divide_the_heads_of_all_groups(size: int, tmp_path: Path) -> None:
-    """Three KV groups; with four ranks a KV head is kept by two."""
-    model = save_tiny(tmp_path, "qwen2", **WINDOWS, num_attention_heads=4, num_key_value_heads=2)
-    config, device = load_model_config(str(tmp_path)), detect_device("cpu")
-    wanted = EngineOptions().replace(
-        model=str(tmp_path),
-        device="cpu",
-        dtype="float32",
-        max_model_len=64,
-        block_size=8,
-        num_gpu_blocks_override=30,
-    )
-    options = resolve(wanted, config, device).options
-    prompt = random_tokens(30, seed=1)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
+    @cache
+    def save(name: str) -> Saved:
+        family, changes = FAMILIES[name]
+        folder = tmp_path_factory.mktemp(name)
+        model = save_tiny(folder, family, **changes)
+        return Saved(folder, model, run(folder, REQUESTS, NUM_TOKENS).made)
 
-    def run(parallel: Parallel) -> list[int]:
-        worker = Worker(options, config, device, parallel)
-        worker.load()
-        max_len, num_blocks = worker.size_cache(worker.profile(), False)
-        worker.allocate(num_blocks, max_len)
-        worker.capture()
-        assert worker.layout.windows == (None, 20, 20)
-        kv_heads = max(2 // size, 1)
-        assert worker.runner.kv.data.shape == (1, 2, 30, kv_heads, 8, config.head_dim)
-        plan = plan_of(0, len(prompt))
-        params = SamplingParams(temperature=0.0)
-        plan.added_rows = [AddedRow(0, np.array(prompt, np.int32), len(prompt), 0, params, seed=1)]
-        plan.block_ids = np.arange(24, dtype=np.int32)
-        plan.block_rows = np.zeros(24, np.int32)
-        plan.block_groups, plan.block_indices = plan.block_ids // 8, plan.block_ids % 8
-        tokens = []
-        for step in range(STEPS):
-            worker.runner.execute(plan if step == 0 else plan_of(step, 1))
-            tokens += worker.runner.sample().result().tokens.tolist()
-        return tokens
+    return save
 
-    (expected,) = greedy(model, [prompt], STEPS)
-    assert on_ranks(size, run) == [expected] * size
+
+@pytest.mark.parametrize(("size", "num_stages"), [(2, 1), (3, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_ranks_and_stages_compute_the_same(
+    name: str, size: int, num_stages: int, saved: Callable[[str], Saved]
+) -> None:
+    """Prompts in chunks, several steps in flight, and all that a request can ask for."""
+    one = saved(name)
+    made = run(one.folder, REQUESTS, NUM_TOKENS, size, num_stages).made
+    for index, expected in enumerate(greedy(one.model, PROMPTS[:3], NUM_TOKENS)):
+        assert made[index].tokens[:NUM_TOKENS] == expected, index
+    check_logprobs(one.model, made[1])
+    check_prompt_logprobs(one.model, made[2])
+    # Random numbers and penalties: of the same logits the same tokens.
+    count = len(made[3].tokens)
+    assert count >= NUM_TOKENS and made[3].tokens == one.alone[3].tokens[:count]
+    check_pooled(one.model, made)
+
+
+def check_logprobs(model: PreTrainedModel, made: Made) -> None:
+    lines = logprobs(model, [*PROMPTS[1], *made.tokens])[len(PROMPTS[1]) - 1 : -1]
+    assert len(made.logprobs) == len(made.tokens)
+    for token, found, line in zip(made.tokens, made.logprobs, lines, strict=True):
+        assert found.token_ids[0, 0] == token and found.ranks.tolist() == [1]
+        expected = line[torch.from_numpy(found.token_ids[0]).long()]
+        np.testing.assert_allclose(found.logprobs[0], expected, atol=2e-3)
+
+
+def check_prompt_logprobs(model: PreTrainedModel, made: Made) -> None:
+    prompt = PROMPTS[2]
+    lines = logprobs(model, prompt)
+    positions = np.concatenate([arrays.index for arrays in made.prompt_logprobs])
+    assert positions.tolist() == list(range(1, len(prompt)))
+    for arrays in made.prompt_logprobs:
+        for position, ids, found in zip(
+            arrays.index, arrays.token_ids, arrays.logprobs, strict=True
+        ):
+            assert ids[0] == prompt[position]
+            expected = lines[position - 1][torch.from_numpy(ids).long()]
+            np.testing.assert_allclose(found, expected, atol=2e-3)
+
+
+@torch.no_grad()
+def check_pooled(model: PreTrainedModel, made: list[Made]) -> None:
+    for index, kind in ((4, "last"), (5, "mean")):
+        hidden = model.base_model(torch.tensor([PROMPTS[index]])).last_hidden_state[0]
+        expected = hidden[-1] if kind == "last" else hidden.mean(0)
+        (vector,) = made[index].pooled
+        np.testing.assert_allclose(vector, expected, atol=1e-3)
+
+
+@pytest.mark.parametrize(("size", "num_stages"), [(1, 1), (2, 1), (4, 1), (1, 2), (1, 3), (2, 2)])
+def test_a_rank_keeps_the_keys_and_values_of_its_layers_and_heads(
+    size: int, num_stages: int, saved: Callable[[str], Saved]
+) -> None:
+    """Tables are those of the whole model on every stage; with four ranks a KV head is kept by
+    two."""
+    ran = run(saved("qwen2").folder, [Asked(PROMPTS[0])], 1, size, num_stages)
+    for rank, worker in enumerate(ran.workers):
+        stage = Stage(rank // size, num_stages)
+        layout = worker.layout
+        assert layout.windows == (None, 20, 20)
+        layers = [layer for group in layout.groups for layer in group.layers]
+        assert layers == list(stage.layers(3))
+        slots, both, _, kv_heads, *shape = worker.runner.kv.data.shape
+        assert (slots, both, kv_heads) == (1, 2, max(2 // size, 1))
+        assert shape == [BLOCK_SIZE, 16]
+        assert layout.bytes_per_block == worker.runner.kv.data[:, :, 0].nbytes
+
+
+def test_stages_spread_their_layers_over_the_groups(tmp_path: Path) -> None:
+    """2 layers that see everything and 10 with a window are 6 groups of 2 layers; half of the
+    layers need half of a block, and each stage says for itself how many blocks it can have."""
+    changes = {**WINDOWS, "num_hidden_layers": 12, "layer_types": layer_types(12, (0, 6))}
+    save_tiny(tmp_path, "qwen2", **changes)
+    asked, options = [Asked(PROMPTS[0])], {"kv_cache_memory_bytes": 1 << 20}
+    options["num_gpu_blocks_override"] = None
+    (whole,) = run(tmp_path, asked, 1, **options).workers
+    first, last = run(tmp_path, asked, 1, 1, 2, **options).workers
+    assert whole.layout.num_slots == 2 and len(whole.layout.groups) == 6
+    for half in (first, last):
+        assert half.layout.windows == whole.layout.windows
+        assert half.layout.num_slots == 1
+        assert half.runner.kv.num_blocks == 2 * whole.runner.kv.num_blocks
+
+
+def layer_types(count: int, full: tuple[int, ...]) -> list[str]:
+    kinds = ("sliding_attention", "full_attention")
+    return [kinds[layer in full] for layer in range(count)]
+
+
+def gathered(ran: Ran) -> list[int]:
+    """Numbers that each rank has given to others."""
+    return [worker._parallel.group.num_gathered for worker in ran.workers]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_what_ranks_of_a_vocabulary_tell_each_other(
+    num_stages: int, saved: Callable[[str], Saved]
+) -> None:
+    """Greedy requests: a value and an id of each line. Where one of a step asks for more, all
+    logits of the step; with two stages the two requests are in different steps. Only the last stage
+    has any."""
+    folder, share = saved("llama").folder, VOCAB // 2
+    before = [0, 0] * (num_stages - 1)
+    plain = run(folder, [Asked(PROMPTS[1])] * num_stages, 4, 2, num_stages)
+    lines = sum(len(made.tokens) for made in plain.made)
+    assert gathered(plain) == [*before, 2 * lines, 2 * lines]
+    params = SamplingParams(temperature=0.0, logit_bias={3: 100.0})
+    both = run(folder, [Asked(PROMPTS[1]), Asked(PROMPTS[1], params)], 4, 2, num_stages)
+    assert both.made[0].tokens == plain.made[0].tokens
+    assert set(both.made[1].tokens) == {3}
+    counts = [len(made.tokens) for made in both.made]
+    told = share * sum(counts) if num_stages == 1 else 2 * counts[0] + share * counts[1]
+    assert gathered(both) == [*before, told, told]
+
+
+def test_a_model_of_more_stages_than_two(saved: Callable[[str], Saved]) -> None:
+    """A stage in the middle has neither embeddings nor head, and names its layer as the file."""
+    one = saved("llama")
+    ran = run(one.folder, REQUESTS, NUM_TOKENS, 1, 3)
+    for index, expected in enumerate(greedy(one.model, PROMPTS[:3], NUM_TOKENS)):
+        assert ran.made[index].tokens[:NUM_TOKENS] == expected
+    names = [
+        {name for name, _ in worker._model.named_modules() if name.count(".") <= 2}
+        for worker in ran.workers
+    ]
+    assert names[1] == {"", "model", "model.rotary", "model.layers", "model.layers.1"}
+    for worker in ran.workers:
+        layers = worker._model.get_submodule("model.layers")
+        assert isinstance(layers, FusedLayers)
+        if cpu.available()[0]:
+            assert [one.decoder is not None for one in layers.runs] == [True]  # in one call
+    assert "model.embed_tokens" in names[0] and "lm_head" in names[2]
+    assert "model.embed_tokens" not in names[2] and "model.norm" in names[2]
+
+
+def test_weights_and_their_count_are_those_of_the_rank(saved: Callable[[str], Saved]) -> None:
+    """What is foretold is what is held; ranks together hold the model, tied embeddings twice."""
+    for name in ("llama", "llama-tied"):
+        folder = saved(name).folder
+        (whole,) = run(folder, REQUESTS[:1], 1).workers
+        parts = run(folder, REQUESTS[:1], 1, 1, 2).workers
+        embedding = VOCAB * 64 * 4
+        rotary = whole._model.get_buffer("model.rotary.cos").nbytes * 2
+        total = sum(part.memory().weights for part in parts)
+        expected = whole.memory().weights + rotary + embedding * (name == "llama-tied")
+        assert total == expected
+
+
+@pytest.mark.parametrize(("size", "num_stages"), [(2, 1), (3, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("quantization", "kind", "width", "bound"),
+    [
+        ("int8", None, 192, 1e-2),
+        ("int8", None, 96, 0.1),  # two ranks compute from numbers what one has in blocks
+        ("gguf", "Q8_0", 192, 1e-2),
+        ("gguf-a16", "Q8_0", 96, 1e-3),
+        ("gguf-a16", "Q4_0", 448, 1e-3),  # two and three ranks have different numbers of blocks
+        (None, "Q8_0", 96, 1e-3),
+    ],
+)
+def test_packed_weights_are_divided(
+    quantization: str | None,
+    kind: str | None,
+    width: int,
+    bound: float,
+    size: int,
+    num_stages: int,
+    tmp_path: Path,
+) -> None:
+    """The logprobs of one rank with the same weights, but for the order of sums and the rounding of
+    activations. Heads have 32 numbers, as blocks do; three ranks have two KV heads."""
+    model = save_tiny(tmp_path, intermediate_size=width, hidden_size=128)
+    path = tmp_path
+    if kind is not None:
+        path = convert(model, "llama", tmp_path / "model.gguf", kind)
+    params = SamplingParams(temperature=0.0, prompt_logprobs=VOCAB)
+    settings = {"quantization": quantization, "dtype": "auto" if quantization else "float32"}
+
+    def found(*ranks: int) -> np.ndarray:
+        (made,) = run(path, [Asked(PROMPTS[0], params)], 1, *ranks, **settings).made
+        lines = np.zeros((len(PROMPTS[0]) - 1, VOCAB))
+        for arrays in made.prompt_logprobs:
+            for position, ids, values in zip(
+                arrays.index, arrays.token_ids, arrays.logprobs, strict=True
+            ):
+                lines[position - 1, ids] = values
+        return lines
+
+    alone = found()
+    difference = found(size, num_stages) - alone
+    assert np.linalg.norm(difference) < bound * np.linalg.norm(alone - alone.mean(-1)[:, None])

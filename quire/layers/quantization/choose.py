@@ -8,8 +8,16 @@ import torch
 
 from quire.kernels import cpu
 from quire.kernels.cpu.memory import Arena
+from quire.kernels.torch.gguf_blocks import BLOCK_SIZES
 from quire.layers.parallel import Parallel
-from quire.layers.quantization.packed import PackBlocks, Packed, Packer, PackFloats, PackInt8
+from quire.layers.quantization.packed import (
+    INT8_BLOCK,
+    PackBlocks,
+    Packed,
+    Packer,
+    PackFloats,
+    PackInt8,
+)
 from quire.layers.quantization.unquantized import Unquantized
 from quire.layers.weights import MethodFor, QuantizationMethod
 
@@ -26,6 +34,15 @@ def choose_methods(
     """The format of weights that is asked for, or the quickest that keeps every number."""
     method = _choose_method(quantization, dtype, torch.device(device), parallel)
     return lambda path: method
+
+
+def largest_block(quantization: str | None) -> int:
+    """Inputs of the largest blocks in which a format has weights."""
+    if quantization is None:
+        return 1
+    if quantization == "int8":
+        return INT8_BLOCK
+    return max(elements for elements, _ in BLOCK_SIZES.values())
 
 
 def _choose_method(

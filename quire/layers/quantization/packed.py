@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.kernels import cpu, dispatch
 from quire.kernels.cpu.memory import Arena, Empty
-from quire.kernels.torch.gguf_blocks import BlockRows
+from quire.kernels.torch.gguf_blocks import BLOCK_SIZES, BlockRows
 from quire.layers.weights import (
     Axis,
     Build,
@@ -108,7 +108,8 @@ class PackBlocks:
         return matrices
 
     def nbytes(self, num_outputs: int, num_inputs: int, stored: str | None) -> int:
-        if stored is None:
+        # Where a rank's share cuts blocks, they become numbers.
+        if stored is None or num_inputs % BLOCK_SIZES[stored][0]:
             return PackFloats().nbytes(num_outputs, num_inputs, stored)
         count: int = kernels().packed_bytes(stored, num_outputs, num_inputs)
         return count
