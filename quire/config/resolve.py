@@ -46,6 +46,7 @@ def resolve(options: EngineOptions, model: ModelConfig, device: DeviceInfo) -> R
     check_options(options)
     _check_device(options, device)
     _check_device_count(options, device)
+    _check_sizes(options, model, notes)
     _check_quantization(options, model, device)
     fits = options.model.max_model_len == AUTO_LENGTH
     options = options.replace(
@@ -153,6 +154,37 @@ def _sizes(options: EngineOptions) -> str:
         f"tensor_parallel_size={parallel.tensor_parallel_size} times "
         f"pipeline_parallel_size={parallel.pipeline_parallel_size}"
     )
+
+
+def _check_sizes(options: EngineOptions, model: ModelConfig, notes: list[str]) -> None:
+    """Ranks and stages that would have nothing of the model."""
+    size, num_stages = (
+        options.parallel.tensor_parallel_size,
+        options.parallel.pipeline_parallel_size,
+    )
+    if num_stages > model.num_layers:
+        raise OptionError(
+            f"pipeline_parallel_size={num_stages} is more than the {model.num_layers} layers of "
+            f"{model.source.name!r}, and a stage has at least one. Use at most {model.num_layers}."
+        )
+    heads, kv_heads = model.num_heads, model.num_kv_heads
+    even = [
+        count
+        for count in range(1, heads + 1)
+        if heads % count == 0 and (kv_heads % count == 0 or count % kv_heads == 0)
+    ]
+    listed = ", ".join(map(str, even))
+    if size > heads:
+        raise OptionError(
+            f"tensor_parallel_size={size} is more than the {heads} attention heads of "
+            f"{model.source.name!r}, so that ranks would have none. Use at most {heads}; without "
+            f"padding: {listed}. More devices serve as stages (pipeline_parallel_size)."
+        )
+    if size not in even:
+        notes.append(
+            f"tensor_parallel_size={size} does not divide {heads} attention heads and {kv_heads} "
+            f"KV heads: some ranks compute with padding. Without it: {listed}"
+        )
 
 
 def _check_device_count(options: EngineOptions, device: DeviceInfo) -> None:

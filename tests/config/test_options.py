@@ -241,12 +241,44 @@ def test_resolution_fills_what_depends_on_the_device() -> None:
 
 def test_a_pipeline_has_as_many_steps_in_flight_as_stages() -> None:
     """With fewer a stage would be idle, and there are no rows for more."""
-    given = resolve(options(pipeline_parallel_size=3), MODEL, CPU).options
+    model = replace(MODEL, num_layers=3)
+    given = resolve(options(pipeline_parallel_size=3), model, CPU).options
     assert given.scheduler.max_steps_in_flight == 3
-    assert resolve(given, MODEL, CPU).options == given
+    assert resolve(given, model, CPU).options == given
     for steps in (1, 4):
         with pytest.raises(OptionError, match=f"max_steps_in_flight={steps}.*Leave"):
-            resolved(CPU, pipeline_parallel_size=3, max_steps_in_flight=steps)
+            resolved(CPU, model, pipeline_parallel_size=3, max_steps_in_flight=steps)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"pipeline_parallel_size": 5},
+            r"pipeline_parallel_size=5 is more than the 4 layers of .*at most 4",
+        ),
+        (
+            {"tensor_parallel_size": 16},
+            r"tensor_parallel_size=16 is more than the 12 attention heads of .*at most 12; "
+            r"without padding: 1, 2, 3, 6, 12\.",
+        ),
+    ],
+)
+def test_ranks_that_would_have_nothing_are_refused(values: dict[str, Any], message: str) -> None:
+    model = replace(MODEL, num_heads=12, num_kv_heads=6, num_layers=4)
+    with pytest.raises(OptionError, match=message):
+        resolve(options(**values), model, CPU)
+
+
+def test_ranks_that_need_padding_are_told_of_sizes_that_do_not() -> None:
+    model = replace(MODEL, num_heads=12, num_kv_heads=6)
+    for size in (1, 2, 3, 6, 12):
+        assert "padding" not in " ".join(
+            resolve(options(tensor_parallel_size=size), model, CPU).notes
+        )
+    notes = " ".join(resolve(options(tensor_parallel_size=4), model, CPU).notes)
+    assert "tensor_parallel_size=4 does not divide 12 attention heads and 6 KV heads" in notes
+    assert "Without it: 1, 2, 3, 6, 12" in notes
 
 
 def test_toy_models_get_one_thread_unless_more_are_asked_for() -> None:
