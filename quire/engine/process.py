@@ -108,7 +108,7 @@ class EngineLoop:
 
     def _send(self, output: StepOutput) -> None:
         for client, part in output.split_by_client().items():
-            self._socket.send_multipart([client_identity(client), encode(Outputs(part))])
+            self._socket.send_multipart([client_identity(client), encode(Outputs(part, self._core.death))])
 
 
 def main() -> int:
@@ -139,6 +139,7 @@ def main() -> int:
     death = EngineLoop(engine.core, socket).run()
     reports.write(line(Failed(death)))
     context.destroy(linger=1000)  # last outputs are on their way
+    engine.core.executor.shutdown()  # ranks are gone before others take their place
     return 1
 
 

@@ -120,6 +120,7 @@ class SocketEngineClient:
             except zmq.Again:
                 return
             if isinstance(message, Outputs):
+                self._death = message.death or self._death
                 self._tell(message.output)
             else:
                 self._settle(message)

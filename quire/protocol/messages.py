@@ -154,6 +154,8 @@ class Command(msgspec.Struct, tag=True):
 
 class Outputs(msgspec.Struct, tag=True):
     output: StepOutput
+    death: str | None = None
+    """Why these are the engine's last ones, if they are."""
 
 
 class Reply(msgspec.Struct, tag=True):

@@ -22,7 +22,7 @@ from quire.protocol.ring import OrderWriter, new_ring
 from quire.worker.groups import shared_files
 
 PROGRAM = "import sys; sys.path[:] = {path!r}; from quire.engine.executors.rank import main; main()"
-END_S = 5.0
+END_S = 2.0
 """How long a process may take to end by itself."""
 
 
