@@ -53,4 +53,4 @@ def test_rank_that_fails_in_mid_stream(number: signal.Signals, tiny_model: Path)
     server.assert_at_rest()
     again = rank_pids(server)
     assert server.stop() == 0
-    assert not any(Path(f"/proc/{pid}").exists() for pid in again)
+    eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in again), "the ranks' end")
