@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.decoding.logprobs import MAX_LINES, LogprobTensors
+from quire.decoding.logprobs import MAX_LINES, LogprobTensors, measure_prompt
 from quire.decoding.masks import MaskTensors
 from quire.decoding.sampler import Sampled, Sampler
 from quire.decoding.speculative.drafter import Drafter
@@ -29,7 +29,7 @@ from quire.protocol.plan import (
 from quire.worker.batch import gather_batch
 from quire.worker.graphs import StepGraphs
 from quire.worker.kv_tensors import KVTensors
-from quire.worker.pooling import PooledTensors, Pooler
+from quire.worker.pooling import PooledRow, PooledTensors, pool
 from quire.worker.rows import RowTable, StagedLines, StagedRows
 from quire.worker.warm_up import COMPILE_SIZES, batch_sizes, warm_up_plans
 
@@ -74,7 +74,7 @@ class ModelRunner:
         self._shares_prefixes, self._max_queries = shares_prefixes, max_queries
         self.graphs: StepGraphs | None = None
         self.drafter: Drafter | None = None
-        self.pooler = Pooler()
+        self._pooled_rows: dict[int, PooledRow] = {}
         self._prompt_logprob_rows: dict[int, _PromptLogprobRow] = {}
         self._executed: _Executed | None = None
         self._masks: MaskTensors | None = None
@@ -86,7 +86,7 @@ class ModelRunner:
         if len(plan.copy_sources):
             self.kv.copy_blocks(staged.copy_sources, staged.copy_targets)
         prefixes = self._shared_prefixes(plan)
-        if self.graphs is not None and not self._prompt_logprob_rows and not self.pooler:
+        if self.graphs is not None and not (self._prompt_logprob_rows or self._pooled_rows):
             replayed = self.graphs.replay(plan, staged, prefixes)
             if replayed is not None:
                 self._executed = _Executed(plan, staged, replayed, None)
@@ -113,13 +113,15 @@ class ModelRunner:
         for row in plan.freed_rows.tolist():
             self.sampler.remove(row)
             self._prompt_logprob_rows.pop(row, None)
-            self.pooler.remove(row)
+            self._pooled_rows.pop(row, None)
         staged = self.table.update(plan)
         for added in plan.added_rows:
             # A plan that failed may have been the one to free the row.
             self._prompt_logprob_rows.pop(added.row, None)
+            self._pooled_rows.pop(added.row, None)
             self.sampler.add(added, added.token_ids)
-            self.pooler.add(added)
+            if added.pooling is not None:
+                self._pooled_rows[added.row] = PooledRow(added)
             if added.num_prompt_logprobs >= 0:
                 entry = _PromptLogprobRow(added, added.num_computed_tokens)
                 self._prompt_logprob_rows[added.row] = entry
@@ -149,7 +151,7 @@ class ModelRunner:
         executed, self._executed = self._executed, None
         plan, rows = executed.plan, executed.staged.sample_rows
         prompt_logprobs = self._prompt_logprobs(plan, executed.hidden)
-        pooled = self.pooler.pool(plan, executed.hidden)
+        pooled = pool(self._pooled_rows, plan, executed.hidden) if self._pooled_rows else None
         host_rows = plan.rows[plan.samples]
         if not len(host_rows):
             return PendingStep(plan.step, rows, None, prompt_logprobs)
@@ -199,20 +201,20 @@ class ModelRunner:
             entry.num_computed += count
             if first < num_before:
                 some = hidden[start : start + min(count, num_before - first)]
-                found.append((row, self._logprobs_behind(row, first, some)))
+                found.append((row, self._logprobs_behind(entry.added, first, some)))
             if entry.num_computed >= num_before:
                 del self._prompt_logprob_rows[row]
         return found
 
-    def _logprobs_behind(self, row: int, first: int, hidden: Tensor) -> LogprobTensors:
+    def _logprobs_behind(self, added: AddedRow, first: int, hidden: Tensor) -> LogprobTensors:
         """Logprobs of the tokens after positions `first` and on; `hidden` are the states there."""
         positions = np.arange(first + 1, first + 1 + len(hidden), dtype=np.int32)
-        targets = self.table.token_ids[row, first + 1 : first + 1 + len(hidden)].long()
+        targets = self.table.token_ids[added.row, first + 1 : first + 1 + len(hidden)].long()
         # In pieces: all logits of a long prompt would take gigabytes.
         cuts = [slice(start, start + MAX_LINES) for start in range(0, len(hidden), MAX_LINES)]
         parts = [
-            self.sampler.prompt_logprobs(
-                row, self.model.logits(hidden[cut]), targets[cut], positions[cut]
+            measure_prompt(
+                added, self.model.logits(hidden[cut]), targets[cut], positions[cut]
             ).tensors
             for cut in cuts
         ]
