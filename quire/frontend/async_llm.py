@@ -94,9 +94,35 @@ class OutputStream:
         self.reads_lazily = False
         """Whether outputs leave it to their reader to make objects of logprobs of prompts."""
         self._unfinished = list(range(len(requests)))
+        self._first: list[tuple[int, RequestOutput | RequestProgress]] = []
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    async def __anext__(self) -> list[tuple[int, Any]]:
+        """As `read`; `RequestProgress` comes only where it was asked for."""
+        outputs = await self.read()
+        if not outputs:
+            raise StopAsyncIteration
+        return outputs
+
+    async def begin(self) -> bool:
+        """Wait for the first outputs, which are read later; raises if there will be none."""
+        self._first = await self.read()
+        return True
+
+    async def outputs(self) -> list[RequestOutput]:
+        """The last output of each prompt, in their order."""
+        found: dict[int, RequestOutput] = {}
+        async for outputs in self:
+            found.update(outputs)
+        return [found[index] for index in sorted(found)]
 
     async def read(self) -> list[tuple[int, RequestOutput | RequestProgress]]:
-        """Wait for news; returns (index of the prompt, news) pairs, or nothing at the end."""
+        """Wait for outputs; returns (index of the prompt, output) pairs, or nothing at the end."""
+        if self._first:
+            first, self._first = self._first, []
+            return first
         while self._unfinished:
             await self._news.wait()
             self._news.clear()
@@ -195,9 +221,8 @@ class AsyncLLM:
         terms = RequestTerms(priority)
         stream = await self.open_stream(prompts, sampling_params, request_id, terms)
         try:
-            while news := await stream.read():
-                for _, output in news:
-                    assert isinstance(output, RequestOutput), "no progress was asked for"
+            async for outputs in stream:
+                for _, output in outputs:
                     yield output
         finally:
             stream.close()
