@@ -140,7 +140,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several."""
         _refuse_extras(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
-        prompts = self._session.render(
+        prompts = self._session.inputs.render_chats(
             messages,
             chat_template=chat_template,
             content_format=chat_template_content_format,
@@ -167,7 +167,7 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Answer one conversation, yielding new text as it comes."""
         options = TokenizationOptions(add_special_tokens=False)
-        prompts = self._session.render(messages, **template_options)
+        prompts = self._session.inputs.render_chats(messages, **template_options)
         return self._stream(prompts, sampling_params, options)
 
     def enqueue(
@@ -188,7 +188,7 @@ class LLM:
         self, messages: Any, sampling_params: Params = None, **template_options: Any
     ) -> list[str]:
         options = TokenizationOptions(add_special_tokens=False)
-        prompts = self._session.render(messages, **template_options)
+        prompts = self._session.inputs.render_chats(messages, **template_options)
         requests = self._submit(prompts, sampling_params, None, options)
         self._enqueued.extend(requests)
         return [request.request_id for request in requests]
