@@ -72,8 +72,22 @@ def measure(logits: Tensor, tokens: Tensor, wanted: Wanted) -> tuple[Tensor, Ten
     return ids.int(), logprobs, summary.ranks
 
 
+def measure_prompt(
+    added: AddedRow, logits: Tensor, target_ids: Tensor, positions: Int32Array
+) -> LogprobTensors:
+    """Logprobs of prompt tokens `target_ids` [n] at `positions`, which the logits [n, V] predict; a
+    caller with more than `MAX_LINES` of them asks in pieces."""
+    max_top, named = min(added.num_prompt_logprobs, logits.shape[1]), None
+    if (wanted_ids := added.params.prompt_logprob_token_ids) is not None:
+        ids = upload(np.array([wanted_ids], np.int32), logits.device)
+        max_top, named = 0, ids.expand(len(logits), -1)
+    num_top = torch.full((len(logits),), max_top, dtype=torch.int32, device=logits.device)
+    measured = measure(logits, target_ids, Wanted(max_top, num_top, named))
+    return LogprobTensors(np.asarray(positions, np.int32), *measured)
+
+
 class Logprobs:
-    """What each row wants reported, for sampled tokens and for its prompt."""
+    """What each row wants reported of sampled tokens."""
 
     def __init__(self, vocab_size: int, columns: RowColumns) -> None:
         self.users = RowSet(columns.max_rows)
@@ -81,32 +95,23 @@ class Logprobs:
         self._num_top = columns.integers()
         self._slots = Slots(columns)
         self._named = torch.full((0, 1), -1, dtype=torch.int32, device=columns.device)
-        self._num_prompt_top: dict[int, int] = {}
-        self._prompt_named: dict[int, list[int]] = {}
 
     def add(self, added: AddedRow) -> None:
         row, named = added.row, added.params.logprob_token_ids
-        if named is not None:
-            self.users.add(row)
+        self.users.add(row)
+        if named is None:
+            self._num_top.host[row] = min(added.num_logprobs, self._vocab_size)
+        else:
             self._num_top.host[row] = 0
             slot = self._slots.take(row)
             self._named = fit(self._named, (slot + 1, len(named)), -1)
             ids = np.full(self._named.shape[1], -1, np.int32)
             ids[: len(named)] = named
             self._named[slot] = upload(ids, self._named.device)
-        elif added.num_logprobs >= 0:
-            self.users.add(row)
-            self._num_top.host[row] = min(added.num_logprobs, self._vocab_size)
-        if (prompt_named := added.params.prompt_logprob_token_ids) is not None:
-            self._prompt_named[row] = prompt_named
-        elif added.num_prompt_logprobs >= 0:
-            self._num_prompt_top[row] = min(added.num_prompt_logprobs, self._vocab_size)
 
     def remove(self, row: int) -> None:
         self._slots.release(row)
         self.users.discard(row)
-        self._num_prompt_top.pop(row, None)
-        self._prompt_named.pop(row, None)
 
     def apply(self, logits: Tensor, tokens: Tensor, batch: Batch) -> LogprobTensors | None:
         """Logprobs of the sampled `tokens` in the lines that want them."""
@@ -124,17 +129,3 @@ class Logprobs:
     def _wanted(self, lines: Lines, max_top: int, any_named: bool) -> Wanted:
         named = self._named.index_select(0, self._slots.of(lines.rows)) if any_named else None
         return Wanted(max_top, self._num_top.device[lines.rows], named)
-
-    def prompt(
-        self, row: int, logits: Tensor, target_ids: Tensor, positions: Int32Array
-    ) -> LogprobTensors:
-        """Logprobs of prompt tokens `target_ids` [n] that the logits [n, V] predict; a caller with
-        more than `MAX_LINES` of them asks in pieces."""
-        max_top = self._num_prompt_top.get(row, 0)
-        num_top = torch.full((len(logits),), max_top, dtype=torch.int32, device=logits.device)
-        named = None
-        if row in self._prompt_named:
-            ids = upload(np.array([self._prompt_named[row]], np.int32), logits.device)
-            named = ids.expand(len(logits), -1)
-        measured = measure(logits, target_ids, Wanted(max_top, num_top, named))
-        return LogprobTensors(np.asarray(positions, np.int32), *measured)

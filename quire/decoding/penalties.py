@@ -43,8 +43,7 @@ class Penalties:
 
     def add(self, added: AddedRow, token_ids: Int32Array) -> None:
         params, row = added.params, added.row
-        amounts = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        if amounts == (1.0, 0.0, 0.0):
+        if not params.penalizes:
             return
         self._repetition.host[row] = params.repetition_penalty
         self._frequency.host[row] = params.frequency_penalty
@@ -77,8 +76,6 @@ class Penalties:
 
     def appended(self, rows: Tensor, tokens: Tensor, accepted: Tensor | None = None) -> None:
         """Count generated tokens, or those of them that were `accepted`."""
-        if not self.users:
-            return
         slots = self._settings.slot
         if accepted is not None:
             # Each token has a slot of its own; those of others are counted in no row's.

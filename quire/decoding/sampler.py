@@ -161,9 +161,11 @@ class Sampler:
         """A request takes `added.row`; `token_ids` are all its known tokens, also forked ones."""
         self.remove(added.row)
         self._sampling.add(added)
-        for edit in self._edits:
-            edit.add(added, token_ids)
-        self._logprobs.add(added)
+        if added.params.edits_logits:
+            for edit in self._edits:
+                edit.add(added, token_ids)
+        if added.num_logprobs >= 0:
+            self._logprobs.add(added)
         if added.params.structured_outputs is not None:
             self._constrained.add(added.row)
         self._columns.touch(added.row)
@@ -171,9 +173,9 @@ class Sampler:
     def remove(self, row: int) -> None:
         """The row's request is gone; harmless if there is none."""
         self._sampling.remove(row)
-        for edit in self._edits:
-            edit.remove(row)
-        self._logprobs.remove(row)
+        for feature in (*self._edits, self._logprobs):
+            if row in feature.users:
+                feature.remove(row)
         self._constrained.discard(row)
         self._columns.touch(row)
         self._batch = None
@@ -231,16 +233,14 @@ class Sampler:
         for edit in edits:
             edit.apply(edited, batch)
         tokens = self._sampling.apply(edited, batch)
-        return Sampled(tokens, self._logprobs.apply(logits, tokens, batch))
+        wants_logprobs = batch.has(self._logprobs.users)
+        return Sampled(
+            tokens, self._logprobs.apply(logits, tokens, batch) if wants_logprobs else None
+        )
 
     def appended(self, rows: Tensor, tokens: Tensor, accepted: Tensor | None = None) -> None:
         """`tokens[i]` was generated for `rows[i]` (a row may occur more than once), or only those
         that are `accepted` (bool)."""
         self._columns.flush()
-        self._penalties.appended(rows, tokens, accepted)
-
-    def prompt_logprobs(
-        self, row: int, logits: Tensor, target_ids: Tensor, positions: Int32Array
-    ) -> LogprobTensors:
-        """Logprobs of prompt tokens `target_ids` at `positions`, which `logits` [n, V] predict."""
-        return self._logprobs.prompt(row, logits, target_ids, positions)
+        if self._penalties.users:
+            self._penalties.appended(rows, tokens, accepted)

@@ -108,7 +108,9 @@ class EngineLoop:
 
     def _send(self, output: StepOutput) -> None:
         for client, part in output.split_by_client().items():
-            self._socket.send_multipart([client_identity(client), encode(Outputs(part, self._core.death))])
+            self._socket.send_multipart(
+                [client_identity(client), encode(Outputs(part, self._core.death))]
+            )
 
 
 def main() -> int:

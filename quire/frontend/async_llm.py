@@ -47,7 +47,7 @@ class LoopRequests:
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, index: int) -> None:
         self.processor = OutputProcessor(tokenizer)
         self.open: dict[str, tuple[OpenRequest, asyncio.Event]] = {}
-        """By the request's name in the engine; the event tells its reader of news."""
+        """By the request's name in the engine; the event wakes its reader."""
         self.index = index
         self.first_key = index << KEY_BITS
         """What is added to the keys of its sequences, so that the engine knows whose they are."""
@@ -64,9 +64,9 @@ class LoopRequests:
                 entry[1].set()
 
     def engine_died(self, reason: str) -> None:
-        for request, news in self.open.values():
+        for request, changed in self.open.values():
             request.error = reason
-            news.set()
+            changed.set()
 
     def forget(self, request: OpenRequest) -> None:
         """No reader is left for a request; it is aborted if it goes on."""
@@ -85,27 +85,53 @@ class OutputStream:
         client: EngineClient,
         owner: LoopRequests,
         requests: list[OpenRequest],
-        news: asyncio.Event,
+        changed: asyncio.Event,
     ) -> None:
         self._client = client
         self._owner = owner
         self.requests = requests
-        self._news = news
+        self._changed = changed
         self.reads_lazily = False
         """Whether outputs leave it to their reader to make objects of logprobs of prompts."""
         self._unfinished = list(range(len(requests)))
+        self._first: list[tuple[int, RequestOutput | RequestProgress]] = []
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    async def __anext__(self) -> list[tuple[int, Any]]:
+        """As `read`; `RequestProgress` comes only where it was asked for."""
+        outputs = await self.read()
+        if not outputs:
+            raise StopAsyncIteration
+        return outputs
+
+    async def begin(self) -> bool:
+        """Wait for the first outputs, which are read later; raises if there will be none."""
+        self._first = await self.read()
+        return True
+
+    async def outputs(self) -> list[RequestOutput]:
+        """The last output of each prompt, in their order."""
+        found: dict[int, RequestOutput] = {}
+        async for outputs in self:
+            found.update(outputs)
+        return [found[index] for index in sorted(found)]
 
     async def read(self) -> list[tuple[int, RequestOutput | RequestProgress]]:
-        """Wait for news; returns (index of the prompt, news) pairs, or nothing at the end."""
+        """Wait for outputs; returns (index of the prompt, output) pairs, or nothing at the end."""
+        if self._first:
+            first, self._first = self._first, []
+            return first
         while self._unfinished:
-            await self._news.wait()
-            self._news.clear()
-            if news := self._take():
-                return news
+            await self._changed.wait()
+            self._changed.clear()
+            if outputs := self._take():
+                return outputs
         return []
 
     def _take(self) -> list[tuple[int, RequestOutput | RequestProgress]]:
-        news: list[tuple[int, RequestOutput | RequestProgress]] = []
+        outputs: list[tuple[int, RequestOutput | RequestProgress]] = []
         done = False
         if all(request.timed_out for request in self.requests):
             raise RequestTimeoutError("timeout_s is over and the first token is not there yet.")
@@ -120,14 +146,14 @@ class OutputStream:
             if request.error is not None:
                 raise request.failure(self._client.death)
             if request.progress is not None:
-                news.append((index, request.progress))
+                outputs.append((index, request.progress))
                 request.progress = None
-            if request.has_news:
+            if request.has_output:
                 done = done or request.finished
-                news.append((index, request.read(self.reads_lazily)))
+                outputs.append((index, request.read(self.reads_lazily)))
         if done:
             self._unfinished = [i for i in self._unfinished if not self.requests[i].finished]
-        return news
+        return outputs
 
     async def embeddings(self, params: PoolingParams) -> list[EmbeddingRequestOutput]:
         """The vectors of pooling requests, once they are all there."""
@@ -195,9 +221,8 @@ class AsyncLLM:
         terms = RequestTerms(priority)
         stream = await self.open_stream(prompts, sampling_params, request_id, terms)
         try:
-            while news := await stream.read():
-                for _, output in news:
-                    assert isinstance(output, RequestOutput), "no progress was asked for"
+            async for outputs in stream:
+                for _, output in outputs:
                     yield output
         finally:
             stream.close()
@@ -236,7 +261,7 @@ class AsyncLLM:
         elif isinstance(params, BeamSearchParams):
             task, params = {"beams": params}, params.sampling()
         params = params or self.session.default_params
-        news, requests = asyncio.Event(), list[OpenRequest]()
+        changed, requests = asyncio.Event(), list[OpenRequest]()
         prepared = self.session.inputs.prepare_params(params)
         made, adds = list[NewRequest](), list[asyncio.Future[None]]()
         try:
@@ -254,7 +279,7 @@ class AsyncLLM:
                 made.append(new)
                 known_as = name or f"quire-{new.key}"
                 request = here.processor.open(new, prompt.text, params.output_kind, known_as)
-                here.open[new.request_id] = request, news
+                here.open[new.request_id] = request, changed
                 requests.append(request)
                 if len(made) % AT_ONCE == 0:
                     await asyncio.sleep(0)
@@ -272,7 +297,7 @@ class AsyncLLM:
                 add.cancel()
             await asyncio.gather(*adds, return_exceptions=True)
             raise
-        return OutputStream(self.client, here, requests, news)
+        return OutputStream(self.client, here, requests, changed)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator yields a last output with finish_reason "abort"."""

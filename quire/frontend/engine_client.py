@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -14,8 +13,6 @@ from quire.engine.core import EngineCore
 from quire.protocol.errors import EngineDeadError
 from quire.protocol.output import StepOutput
 from quire.protocol.request import NewRequest
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -138,7 +135,6 @@ class ThreadEngineClient:
                 if not output.empty:
                     self._report(output)
             except Exception as error:
-                logger.exception("the engine loop failed")
                 reason = f"the engine loop failed: {error}"
                 self.core.die(reason, error)
                 for listener, loop in self._listeners.values():

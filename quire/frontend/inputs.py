@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from quire.config.options import EngineOptions
-from quire.protocol.errors import ContextLengthError, RequestError
+from quire.protocol.errors import ContextLengthError, QuireError, RequestError
 from quire.protocol.messages import ID_SEPARATOR
 from quire.protocol.plan import Int32Array
 from quire.protocol.request import KEY_BITS, NewRequest, SchedulingPolicy
 from quire.protocol.sampling import BeamSearchParams, SamplingParams
+from quire.text.chat_template import is_batch
 from quire.text.tokenizer import Tokenizer
 
 REFUSED_PROMPT_KEYS = (
@@ -245,6 +246,28 @@ class InputProcessor:
         self.eos_token_ids = tuple(i for i in dict.fromkeys(eos) if i < self.vocab_size)
         self._next_key = client_index << KEY_BITS
         self._key_lock = Lock()
+
+    @property
+    def loaded_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise QuireError(
+                "the engine has no tokenizer: it was started with skip_tokenizer_init=True."
+            )
+        return self.tokenizer
+
+    def render_chat(self, messages: Sequence[Any], **settings: Any) -> Prompt:
+        """A conversation as text; `settings` are those of `Tokenizer.render_chat`."""
+        return Prompt(self.loaded_tokenizer.render_chat(messages, **settings), None)
+
+    def render_chats(self, messages: Any, **settings: Any) -> list[Prompt]:
+        """The same of one or several conversations."""
+        if not is_batch(messages):
+            return [self.render_chat(messages, **settings)]
+        prompts = []
+        for i, conversation in enumerate(messages):
+            with naming_index(i):
+                prompts.append(self.render_chat(conversation, **settings))
+        return prompts
 
     def tokenize(self, prompts: list[Prompt], options: TokenizationOptions) -> None:
         """Fill in all token ids and check them."""

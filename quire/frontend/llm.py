@@ -140,7 +140,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several."""
         _refuse_extras(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
-        prompts = self._session.render(
+        prompts = self._session.inputs.render_chats(
             messages,
             chat_template=chat_template,
             content_format=chat_template_content_format,
@@ -167,7 +167,7 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Answer one conversation, yielding new text as it comes."""
         options = TokenizationOptions(add_special_tokens=False)
-        prompts = self._session.render(messages, **template_options)
+        prompts = self._session.inputs.render_chats(messages, **template_options)
         return self._stream(prompts, sampling_params, options)
 
     def enqueue(
@@ -188,7 +188,7 @@ class LLM:
         self, messages: Any, sampling_params: Params = None, **template_options: Any
     ) -> list[str]:
         options = TokenizationOptions(add_special_tokens=False)
-        prompts = self._session.render(messages, **template_options)
+        prompts = self._session.inputs.render_chats(messages, **template_options)
         requests = self._submit(prompts, sampling_params, None, options)
         self._enqueued.extend(requests)
         return [request.request_id for request in requests]
@@ -216,15 +216,15 @@ class LLM:
         parsed, options = parse_prompts(prompts), TokenizationOptions()
         self._inputs.encode_texts(parsed, options)
         sampling = [params.sampling()] * len(parsed)
-        news = self._all_checked(
+        new_requests = self._all_checked(
             self._checked_requests(parsed, sampling, None, options, beams=params)
         )
-        size = concurrency_limit or max(len(news), 1)
+        size = concurrency_limit or max(len(new_requests), 1)
         outputs: list[BeamSearchOutput] = []
-        with ProgressBar(len(news), use_tqdm) as bar:
-            for start in range(0, len(news), size):
+        with ProgressBar(len(new_requests), use_tqdm) as bar:
+            for start in range(0, len(new_requests), size):
                 part = slice(start, start + size)
-                requests = self._add(news[part], parsed[part])
+                requests = self._add(new_requests[part], parsed[part])
                 self._wait(requests, bar)
                 self._loop.raise_failure(requests)
                 outputs += [request.read_beams(self._inputs.tokenizer) for request in requests]
@@ -245,11 +245,11 @@ class LLM:
         options = TokenizationOptions.from_kwargs(tokenization_kwargs)
         self._inputs.encode_texts(parsed, options)
         sampling = [params.sampling()] * len(parsed)
-        news = self._all_checked(
+        new_requests = self._all_checked(
             self._checked_requests(parsed, sampling, priority, options, pooling=params.pooling)
         )
-        with ProgressBar(len(news), use_tqdm) as bar:
-            requests = self._add(news, parsed)
+        with ProgressBar(len(new_requests), use_tqdm) as bar:
+            requests = self._add(new_requests, parsed)
             self._wait(requests, bar)
         return [request.read_embedding(params, self._core.death) for request in requests]
 
@@ -329,11 +329,11 @@ class LLM:
         params = params_per_prompt(sampling_params, len(prompts), self._session.default_params)
         self._inputs.encode_texts(prompts, options)
         streams = kind is not RequestOutputKind.FINAL_ONLY
-        news = self._checked_requests(prompts, params, priority, options, streams=streams)
+        new_requests = self._checked_requests(prompts, params, priority, options, streams=streams)
         has_grammars = any(one.structured_outputs is not None for one in params)
         if priority is None and self._core.can_start_ahead and not has_grammars:
-            return self._add(news, prompts, kind, starts=True)
-        checked = self._all_checked(news)
+            return self._add(new_requests, prompts, kind, starts=True)
+        checked = self._all_checked(new_requests)
         compilations = self._compiled(checked) if has_grammars else None
         return self._add(checked, prompts, kind, compilations, starts=priority is None)
 
@@ -372,7 +372,7 @@ class LLM:
                 self._core.check(new)
             yield new
 
-    def _compiled(self, news: Sequence[NewRequest]) -> list[Compilation | None]:
+    def _compiled(self, new_requests: Sequence[NewRequest]) -> list[Compilation | None]:
         """The grammars of requests, ready; raises if one cannot be enforced. They are kept here, as
         the compiler forgets the oldest, and takes no more at once than it keeps."""
         made: list[Compilation | None] = []
@@ -384,7 +384,7 @@ class LLM:
                     compilation.result()
 
         try:
-            for i, new in enumerate(news):
+            for i, new in enumerate(new_requests):
                 if i >= COMPILED_AHEAD:
                     wait_for(i - COMPILED_AHEAD)
                 with naming_index(i):
@@ -398,27 +398,27 @@ class LLM:
             raise
         return made
 
-    def _all_checked(self, news: Iterator[NewRequest]) -> list[NewRequest]:
+    def _all_checked(self, new_requests: Iterator[NewRequest]) -> list[NewRequest]:
         """All of them, while no thread steps the engine."""
         made = list[NewRequest]()
         more = True
         while more:
             with self._loop.engine():
-                group = list(islice(news, TAKEN_AT_ONCE))
+                group = list(islice(new_requests, TAKEN_AT_ONCE))
             made += group
             more = len(group) == TAKEN_AT_ONCE
         return made
 
     def _add(
         self,
-        news: Iterable[NewRequest],
+        new_requests: Iterable[NewRequest],
         prompts: Sequence[Prompt],
         kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY,
         compilations: Sequence[Compilation | None] | None = None,
         starts: bool = False,
     ) -> list[OpenRequest]:
         """All of them or none. Where the engine is free, steps are begun once that `starts`."""
-        triples = zip(news, compilations or [None] * len(prompts), prompts, strict=True)
+        triples = zip(new_requests, compilations or [None] * len(prompts), prompts, strict=True)
         requests: list[OpenRequest] = []
         num_tokens = 0
         more = True

@@ -112,7 +112,7 @@ class OpenSequence:
         return detokenizer.append(new)
 
     @property
-    def has_news(self) -> bool:
+    def has_unread(self) -> bool:
         return len(self.token_ids) > self.num_read or (self.ended and not self.end_read)
 
     def read(self, delta: bool) -> CompletionOutput:
@@ -164,7 +164,7 @@ class OpenRequest:
     is_own_fault: bool = False
     """Whether the error lies in what was asked for."""
     progress: RequestProgress | None = None
-    """News about a prompt that waits or is being computed, until it is read."""
+    """That of a prompt that waits or is being computed, until it is read."""
 
     @property
     def finished(self) -> bool:
@@ -181,7 +181,7 @@ class OpenRequest:
         return any(sequence.finish_reason == "overloaded" for sequence in self.sequences)
 
     @property
-    def has_news(self) -> bool:
+    def has_output(self) -> bool:
         """Whether an output now would tell the reader something it has not seen."""
         if self.kind is RequestOutputKind.FINAL_ONLY:
             return self.finished
@@ -194,13 +194,13 @@ class OpenRequest:
     def read(self, lazily: bool = False) -> RequestOutput:
         """`lazily`: the logprobs of the prompt become objects when they are looked at."""
         delta = self.kind is RequestOutputKind.DELTA
-        news = [s for s in self.sequences if not delta or s.has_news]
+        shown = [s for s in self.sequences if not delta or s.has_unread]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             prompt_logprobs=self._read_prompt_logprobs(lazily),
-            outputs=[sequence.read(delta) for sequence in news],
+            outputs=[sequence.read(delta) for sequence in shown],
             finished=self.finished,
             metrics=self.metrics,
             num_cached_tokens=self.num_cached_tokens_shown,

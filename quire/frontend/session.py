@@ -19,11 +19,10 @@ from quire.engine.core import EngineCore
 from quire.engine.startup import find_model, start_engine
 from quire.engine.structured_output.build import Vocabulary
 from quire.files.json_file import read_json_object
-from quire.frontend.inputs import InputProcessor, Prompt, naming_index
+from quire.frontend.inputs import InputProcessor
 from quire.frontend.step_loop import no_full_collections
 from quire.protocol.errors import ModelError, QuireError, RequestError
 from quire.protocol.sampling import RepetitionDetectionParams, SamplingParams
-from quire.text.chat_template import is_batch
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -54,7 +53,6 @@ class Session:
     ) -> None:
         self.options = options
         self.model_config = model
-        self._tokenizer = tokenizer
         source = options.model.generation_config
         self.default_params: SamplingParams = generation_defaults(source, model)
         self.chat_params: SamplingParams = chat_defaults(source, model)
@@ -64,15 +62,11 @@ class Session:
 
     @property
     def has_tokenizer(self) -> bool:
-        return self._tokenizer is not None
+        return self.inputs.tokenizer is not None
 
     @property
     def tokenizer(self) -> Tokenizer:
-        if self._tokenizer is None:
-            raise QuireError(
-                "the engine has no tokenizer: it was started with skip_tokenizer_init=True."
-            )
-        return self._tokenizer
+        return self.inputs.loaded_tokenizer
 
     def vocabulary(self) -> Vocabulary:
         """What grammars must know of the tokenizer."""
@@ -83,16 +77,6 @@ class Session:
             backend.no_truncation()
         size = max(self.model_config.vocab_size, len(self.tokenizer))
         return Vocabulary(backend.to_str(), size, self.inputs.eos_token_ids)
-
-    def render(self, messages: Any, **options: Any) -> list[Prompt]:
-        """Prompts of one or several conversations."""
-        if not is_batch(messages):
-            return [Prompt(self.tokenizer.render_chat(messages, **options), None)]
-        prompts = []
-        for i, conversation in enumerate(messages):
-            with naming_index(i):
-                prompts.append(Prompt(self.tokenizer.render_chat(conversation, **options), None))
-        return prompts
 
 
 def start_session(arguments: dict[str, Any]) -> tuple[Session, EngineCore]:

@@ -1,8 +1,8 @@
 """`StepLoop`: the engine of an `LLM`, shared by all threads that call it.
 
-One thread at a time drives: it steps the engine until its own call has news, and the requests of
-all calls are in these steps. The other threads sleep until there is news for them. A driver that
-leaves, by whatever way, wakes one of them to drive.
+One thread at a time drives: it steps the engine until its own call has outputs, and the requests of
+all calls are in these steps. The other threads sleep until there are outputs for them. A driver
+that leaves, by whatever way, wakes one of them to drive.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Call:
 
     def __init__(self) -> None:
         self.changed: dict[str, OpenRequest] = {}
-        """Requests with news that the call has not taken yet, by their names in the engine."""
+        """Requests with outputs that the call has not taken yet, by their names in the engine."""
         self._bell = Lock()
         self._bell.acquire()
 
@@ -175,7 +175,7 @@ class StepLoop:
                 self._end_abandoned()
 
     def step(self) -> None:
-        """One step of the engine; its news go to the calls that wait for them."""
+        """One step of the engine; its outputs go to the calls that wait for them."""
         with self.engine():
             self.step_held()
 
@@ -223,12 +223,12 @@ class StepLoop:
         with self._outputs:
             for request in requests:
                 self._calls[request.engine_id] = call
-                if request.has_news:
+                if request.has_output:
                     call.changed[request.engine_id] = request
         return call
 
     def next_changes(self, call: Call) -> list[OpenRequest]:
-        """Wait until requests of a call have news, and return these; nothing after an interrupt
+        """Wait until requests of a call have outputs, and return these; nothing after an interrupt
         whose handler does not raise. This thread steps the engine unless another one does."""
         with deferred_interrupts(notify=call.wake) as interrupts:
             try:
@@ -253,7 +253,7 @@ class StepLoop:
                 self._leave(call)
 
     def step_for(self, call: Call) -> list[OpenRequest]:
-        """One step, unless the requests of a call have news already; returns those that have."""
+        """One step, unless the requests of a call have outputs already; returns those that have."""
         if not call.changed:
             self.step()
         with self._outputs:
@@ -275,7 +275,7 @@ class StepLoop:
     def read(self, request: OpenRequest) -> RequestOutput | None:
         """What is new of a request that may still grow, if anything."""
         with self._outputs:
-            return request.read() if request.has_news else None
+            return request.read() if request.has_output else None
 
     def forget(self, requests: Collection[OpenRequest], call: Call | None = None) -> None:
         """Listen no longer, and end what is unfinished. It may be called at any moment (a stream
@@ -300,7 +300,7 @@ class StepLoop:
     def _tell(self, changed: Iterable[OpenRequest]) -> None:
         for request in changed:
             call = self._calls.get(request.engine_id)
-            if call is not None and request.has_news:
+            if call is not None and request.has_output:
                 call.changed[request.engine_id] = request
                 call.wake()
 

@@ -72,21 +72,8 @@ def stage_groups(
     return tuple(own)
 
 
-def most_blocks(
-    windows: Sequence[int | None], num_tokens: int, block_size: int, max_step_tokens: int
-) -> int:
-    """Most blocks of a sequence of so many tokens, in groups with these windows.
-
-    A group with a window holds that and the tokens that one step computes.
-    """
-    total, blocks = 0, -(-num_tokens // block_size)
-    for window in windows:
-        held = blocks if window is None else held_blocks(window, block_size, max_step_tokens)
-        total += min(blocks, held)
-    return total
-
-
 def held_blocks(window: int, block_size: int, max_step_tokens: int) -> int:
+    """Most blocks of a sequence in a group with a window: that and the tokens of one step."""
     return -(-(window + max_step_tokens) // block_size) + 1
 
 
@@ -127,4 +114,11 @@ class KVLayout:
         return self.block_size * sum(sizes)
 
     def most_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
-        return most_blocks(self.windows, num_tokens, self.block_size, max_step_tokens)
+        """Most blocks of a sequence of so many tokens, in all groups."""
+        total, blocks = 0, -(-num_tokens // self.block_size)
+        for window in self.windows:
+            if window is None:
+                total += blocks
+            else:
+                total += min(blocks, held_blocks(window, self.block_size, max_step_tokens))
+        return total

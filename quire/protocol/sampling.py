@@ -458,6 +458,22 @@ class SamplingParams:
         return self.logprobs is not None or self.logprob_token_ids is not None
 
     @property
+    def penalizes(self) -> bool:
+        amounts = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
+        return amounts != (1.0, 0.0, 0.0)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether anything but a grammar changes logits before tokens are drawn from them."""
+        return bool(
+            self.min_tokens
+            or self.logit_bias
+            or self.allowed_token_ids
+            or self.bad_words_token_ids
+            or self.penalizes
+        )
+
+    @property
     def stop_strings(self) -> list[str]:
         assert isinstance(self.stop, list)
         return self.stop

@@ -157,24 +157,33 @@ class Node:
         "by_token",
         "children",
         "digests",
+        "key",
         "name",
         "parent",
         "steps",
         "token_ids",
     )
 
-    def __init__(self, parent: Node | None, token_ids: Int32Array, num_groups: int) -> None:
+    def __init__(
+        self,
+        parent: Node | None,
+        token_ids: Int32Array,
+        blocks: list[list[int]],
+        steps: list[int],
+    ) -> None:
         self.parent = parent
         self.token_ids = token_ids
-        self.blocks: list[list[int]] = [[] for _ in range(num_groups)]
+        self.blocks = blocks
         """Of each group."""
-        self.steps: list[int] = []
+        self.steps = steps
         """The step that writes each block's last token; from the next on it may be copied."""
         self.digests: dict[int, bytes] = {}
         self.children: dict[bytes, Node] = {}
         """By the first block, where that is full."""
         self.by_token: dict[int, dict[Node, None]] = {}
         """All children by their first token, in order of insertion."""
+        self.key = b""
+        """Where its parent has it among its children; nothing where the first block is not full."""
         self.name = b""
         """Chain root, of a root node."""
 
@@ -354,7 +363,7 @@ class RadixTree:
         size, digests = self.block_size, digests or {}
         if not self.enabled or len(token_ids) <= start * size:
             return
-        node, known = self._own_end(tables, start), start
+        node, known = self._own_end(tables, start) if start else None, start
         if node is None:
             path, known = self._walk(root, token_ids, digests)
             if known < start:
@@ -368,19 +377,22 @@ class RadixTree:
                     return  # other blocks hold all of these tokens too
             node = self._end_of(root, path)
         rest = token_ids[known * size :]
-        if node.parent is not None and not node.by_token:
-            node.token_ids = np.concatenate([node.token_ids, rest])
+        stop = known + -(-len(rest) // size)
+        added = [table[known:stop] for table in tables]
+        steps = [step] * (stop - known)
+        if node.parent is None or node.by_token:
+            first, node = 0, Node(node, rest.copy(), added, steps)
         else:
-            node = Node(node, rest.copy(), len(self.windows))
-        first, stop = node.num_blocks, known + -(-len(rest) // size)
+            first = len(node.steps)
+            node.token_ids = np.concatenate([node.token_ids, rest])
+            node.steps += steps
+            for blocks, more in zip(node.blocks, added, strict=True):
+                blocks += more
         for index in range(known, stop) if digests else ():
             if index in digests:
                 node.digests[first + index - known] = digests[index]
-        node.steps += [step] * (stop - known)
-        for blocks, table in zip(node.blocks, tables, strict=True):
-            added = table[known:stop]
-            blocks += added
-            self._place(node, added)
+        for blocks in added:
+            self._place(node, blocks)
         if first == 0:
             self._attach(node)
         if self._has_windows:
@@ -388,7 +400,7 @@ class RadixTree:
 
     def _own_end(self, tables: list[list[int]], start: int) -> Node | None:
         """The node that ends with the sequence's own block before `start`, if nothing follows."""
-        for group, table in enumerate(tables if start else ()):
+        for group, table in enumerate(tables):
             block = table[start - 1]
             node = self._node_of[block] if block >= 0 else None
             if (
@@ -425,7 +437,9 @@ class RadixTree:
         """The node that ends where a walk does; one that goes on is split there."""
         if not path:
             if root not in self._roots:
-                self._roots[root] = Node(None, np.empty(0, np.int32), len(self.windows))
+                self._roots[root] = Node(
+                    None, np.empty(0, np.int32), [[] for _ in self.windows], []
+                )
                 self._roots[root].name = root
             return self._roots[root]
         node, count = path[-1]
@@ -436,9 +450,10 @@ class RadixTree:
     def _split(self, node: Node, at: int) -> None:
         """Let a node end after `at` blocks; a child of it holds the others."""
         size = self.block_size
-        back = Node(node, node.token_ids[at * size :], len(self.windows))
+        blocks = [table[at:] for table in node.blocks]
+        back = Node(node, node.token_ids[at * size :], blocks, node.steps[at:])
         node.token_ids = node.token_ids[: at * size]
-        back.steps, node.steps = node.steps[at:], node.steps[:at]
+        del node.steps[at:]
         back.children, node.children = node.children, {}
         back.by_token, node.by_token = node.by_token, {}
         back.digests = {i - at: one for i, one in node.digests.items() if i >= at}
@@ -446,18 +461,18 @@ class RadixTree:
         for siblings in back.by_token.values():
             for child in siblings:
                 child.parent = back
-        for group, blocks in enumerate(node.blocks):
-            back.blocks[group], node.blocks[group] = blocks[at:], blocks[:at]
-            self._place(back, blocks[at:])
+        for table, moved in zip(node.blocks, back.blocks, strict=True):
+            del table[at:]
+            self._place(back, moved)
         self._attach(back)
 
     def _attach(self, node: Node) -> None:
-        parent, size = node.parent, self.block_size
+        parent, size, tokens = node.parent, self.block_size, node.token_ids
         assert parent is not None
-        if len(node.token_ids) >= size:
-            key = node.token_ids[:size].tobytes() + node.digests.get(0, b"")
-            parent.children[key] = node
-        parent.by_token.setdefault(int(node.token_ids[0]), {})[node] = None
+        if len(tokens) >= size:
+            node.key = tokens[:size].tobytes() + node.digests.get(0, b"")
+            parent.children[node.key] = node
+        parent.by_token.setdefault(int(tokens[0]), {})[node] = None
 
     def _place(self, node: Node, blocks: list[int]) -> None:
         """Note which node these blocks are in."""
@@ -472,26 +487,30 @@ class RadixTree:
     def evict(self, blocks: Iterable[int]) -> None:
         """Forget blocks that are reused."""
         node_of, cached = self._node_of, self.pool.cached
-        touched: dict[Node, None] = {}
+        touched: dict[Node, int] = {}
         for block in blocks:
             node = node_of[block]
-            if node is None:
-                continue
-            node_of[block] = None
-            cached[block] = False
-            touched[node] = None
-            if len(node.blocks) == 1 and not node.by_token:
-                (table,) = node.blocks
-                if table[-1] == block:
-                    table.pop()  # the rule: blocks are evicted deepest first
-                    node.steps.pop()
-                    continue
-            for table in node.blocks:
-                if block in table:
-                    table[table.index(block)] = NO_BLOCK
-                    break
-        for node in touched:
+            if node is not None:
+                node_of[block] = None
+                cached[block] = False
+                touched[node] = touched.get(node, 0) + 1
+        for node, count in touched.items():
+            self._drop_blocks(node, count)
             self._prune(node)
+
+    def _drop_blocks(self, node: Node, count: int) -> None:
+        """Take `count` blocks out of a node that are not noted as its own any more."""
+        node_of = self._node_of
+        if len(node.blocks) == 1 and not node.by_token:
+            table = node.blocks[0]
+            ends = table[-count:]
+            if NO_BLOCK not in ends and not any(map(node_of.__getitem__, ends)):
+                del table[-count:], node.steps[-count:]  # the rule: deepest first
+                return
+        for table in node.blocks:
+            for i, block in enumerate(table):
+                if block >= 0 and node_of[block] is not node:
+                    table[i] = NO_BLOCK
 
     def _prune(self, node: Node) -> None:
         """Cut off what has no block left, at the ends of the tree."""
@@ -521,13 +540,13 @@ class RadixTree:
             del self._roots[node.name]
 
     def _detach(self, node: Node, parent: Node) -> None:
-        size = self.block_size
-        if len(node.token_ids) >= size:
-            del parent.children[node.token_ids[:size].tobytes() + node.digests.get(0, b"")]
-        siblings = parent.by_token[int(node.token_ids[0])]
+        if node.key:
+            del parent.children[node.key]
+        first = int(node.token_ids[0])
+        siblings = parent.by_token[first]
         del siblings[node]
         if not siblings:
-            del parent.by_token[int(node.token_ids[0])]
+            del parent.by_token[first]
 
     def withdraw(self, step: int) -> None:
         """Forget blocks that a failed step, or any later one, was to write."""
@@ -677,9 +696,10 @@ class KVCache:
         """
         c, limits, row, shared = self.columns, self.limits, sequence.row, match.num_blocks
         filled = match.num_tokens + grant
-        self.pool.share(match.held())
-        self.pool.share(match.partial)
-        plan.held_blocks += match.partial
+        if match.num_tokens:
+            self.pool.share(match.held())
+            self.pool.share(match.partial)
+            plan.held_blocks += match.partial
         reserve = limits.max_model_len if limits.reserves_max_length else filled
         num_added = limits.blocks_for(reserve) - shared
         added = self.pool.allocate(num_added * self._num_groups)

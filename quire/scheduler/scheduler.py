@@ -272,7 +272,8 @@ class Scheduler:
             rows = self.ranked_rows()
             if not len(rows):
                 return
-            want = np.minimum(c.num_tokens[rows], c.max_total[rows] - 1) - c.num_computed[rows]
+            num_tokens, num_computed = c.num_tokens[rows], c.num_computed[rows]
+            want = np.minimum(num_tokens, c.max_total[rows] - 1) - num_computed
             if c.has_stages:
                 self._divide_among_stages(rows, want)
             else:
@@ -281,14 +282,14 @@ class Scheduler:
                 np.minimum(want, self.limits.long_prefill_token_threshold, out=want)
             self._limit_prompts(plan, rows, want)
             grant = _share(plan.budget, want)
-            need = self.kv.shortfall(rows, c.num_computed[rows] + grant)
+            need = self.kv.shortfall(rows, num_computed + grant)
             if self.kv.can_grow(need):
                 break
             self._preempt(int(rows[-1]), plan)
         if self.speculation.num_drafts:
             grant, need = self._with_drafts(plan, rows, grant, need)
         self.kv.grow(plan, rows, need)
-        longest = np.argsort(-c.num_tokens[rows], kind="stable")  # first, so that all end together
+        longest = np.argsort(-num_tokens, kind="stable")  # first, so that all end together
         if len(computing := longest[grant[longest] > 0]):
             self._compute(plan, rows[computing], grant[computing])
 
@@ -344,13 +345,14 @@ class Scheduler:
         """Let `rows` compute `counts` tokens. Rows that reach their last token sample the next;
         what they compute beyond it are drafts, of which the result says how many were accepted."""
         c = self.columns
-        c.computed_before[rows] = c.num_computed[rows]
-        c.num_computed[rows] += counts
-        ahead = c.num_computed[rows] - c.num_tokens[rows]  # drafts, if not below 0
+        before = c.num_computed[rows]
+        c.computed_before[rows] = before
+        c.num_computed[rows] = computed = before + counts
+        ahead = computed - c.num_tokens[rows]  # drafts, if not below 0
         samples = np.maximum(ahead + 1, 0)
         if not c.has_stages:
-            by_sampler = rows[(ahead >= 0) & ~c.host_chooses[rows]]
-            c.num_tokens[by_sampler] = c.num_computed[by_sampler] + 1
+            by_sampler = (ahead >= 0) & ~c.host_chooses[rows]
+            c.num_tokens[rows[by_sampler]] = computed[by_sampler] + 1
         if c.has_windows:
             c.num_certain[rows] += counts - np.maximum(ahead, 0)
         if self.speculation.num_drafts:

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from quire.protocol.errors import RequestError
-from quire.protocol.kv_spec import held_blocks, most_blocks
+from quire.protocol.kv_spec import held_blocks
 from quire.protocol.output import FinishedSequence, SequencePromptLogprobs, StepOutput
 from quire.protocol.plan import (
     AddedRow,
@@ -79,7 +79,8 @@ class SchedulerLimits:
 
     def blocks_held(self, num_tokens: int) -> int:
         """Most blocks of a sequence of so many tokens, in all groups."""
-        return most_blocks(self.windows, num_tokens, self.block_size, self.max_num_batched_tokens)
+        blocks = self.blocks_for(num_tokens)
+        return sum(min(blocks, self.max_held_blocks(i)) for i in range(len(self.windows)))
 
     def max_total(self, new: NewRequest) -> int:
         """Prompt and output tokens at which a request ends by length."""

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Strict
 
 from quire.protocol.errors import RequestError
 from quire.server.preparation.prepare import Preparation
-from quire.server.preparation.routes import answered_already, prepared_route
+from quire.server.routes import answered_already, prepared_route
 from quire.text.tool_calls.declared import ToolUse, chat_tools
 
 router = APIRouter()

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.decoding.logprobs import MAX_LINES, LogprobTensors
+from quire.decoding.logprobs import MAX_LINES, LogprobTensors, measure_prompt
 from quire.decoding.masks import MaskTensors
 from quire.decoding.sampler import Sampled, Sampler
 from quire.decoding.speculative.drafter import Drafter
@@ -33,7 +33,7 @@ from quire.protocol.plan import (
 from quire.worker.batch import gather_batch
 from quire.worker.graphs import StepGraphs
 from quire.worker.kv_tensors import KVTensors
-from quire.worker.pooling import PooledTensors, Pooler
+from quire.worker.pooling import PooledRow, PooledTensors, pool
 from quire.worker.rows import RowTable, StagedLines, StagedRows
 from quire.worker.warm_up import COMPILE_SIZES, batch_sizes, warm_up_plans
 
@@ -81,7 +81,7 @@ class ModelRunner:
         self._parallel, self._stage = parallel, parallel.stage
         self.graphs: StepGraphs | None = None
         self.drafter: Drafter | None = None
-        self.pooler = Pooler()
+        self._pooled_rows: dict[int, PooledRow] = {}
         self._prompt_logprob_rows: dict[int, _PromptLogprobRow] = {}
         self._executed: _Executed | None = None
         self._masks: MaskTensors | None = None
@@ -93,7 +93,7 @@ class ModelRunner:
         if len(plan.copy_sources):
             self.kv.copy_blocks(staged.copy_sources, staged.copy_targets)
         prefixes = self._shared_prefixes(plan)
-        if self.graphs is not None and not self._prompt_logprob_rows and not self.pooler:
+        if self.graphs is not None and not (self._prompt_logprob_rows or self._pooled_rows):
             replayed = self.graphs.replay(plan, staged, prefixes)
             if replayed is not None:
                 logits = replayed if self._stage.is_last else None
@@ -131,13 +131,15 @@ class ModelRunner:
         for row in plan.freed_rows.tolist():
             self.sampler.remove(row)
             self._prompt_logprob_rows.pop(row, None)
-            self.pooler.remove(row)
+            self._pooled_rows.pop(row, None)
         staged = self.table.update(plan)
         for added in plan.added_rows:
             # A plan that failed may have been the one to free the row.
             self._prompt_logprob_rows.pop(added.row, None)
+            self._pooled_rows.pop(added.row, None)
             self.sampler.add(added, added.token_ids)
-            self.pooler.add(added)
+            if added.pooling is not None:
+                self._pooled_rows[added.row] = PooledRow(added)
             if added.num_prompt_logprobs >= 0:
                 entry = _PromptLogprobRow(added, added.num_computed_tokens)
                 self._prompt_logprob_rows[added.row] = entry
@@ -170,7 +172,7 @@ class ModelRunner:
         if executed.logits is None:
             return PendingStep(plan.step, rows[:0], None, [])
         prompt_logprobs = self._prompt_logprobs(plan, executed.hidden)
-        pooled = self.pooler.pool(plan, executed.hidden)
+        pooled = pool(self._pooled_rows, plan, executed.hidden) if self._pooled_rows else None
         host_rows = plan.rows[plan.samples]
         if not len(host_rows):
             return PendingStep(plan.step, rows, None, prompt_logprobs)
@@ -247,24 +249,26 @@ class ModelRunner:
             entry.num_computed += count
             if first < num_before:
                 some = hidden[start : start + min(count, num_before - first)]
-                logprobs = self._logprobs_behind(row, first, some)
+                logprobs = self._logprobs_behind(entry.added, first, some)
                 if logprobs is not None:
                     found.append((row, logprobs))
             if entry.num_computed >= num_before:
                 del self._prompt_logprob_rows[row]
         return found
 
-    def _logprobs_behind(self, row: int, first: int, hidden: Tensor) -> LogprobTensors | None:
+    def _logprobs_behind(
+        self, added: AddedRow, first: int, hidden: Tensor
+    ) -> LogprobTensors | None:
         """Logprobs of the tokens after positions `first` and on; `hidden` are the states there."""
         positions = np.arange(first + 1, first + 1 + len(hidden), dtype=np.int32)
-        targets = self.table.token_ids[row, first + 1 : first + 1 + len(hidden)].long()
+        targets = self.table.token_ids[added.row, first + 1 : first + 1 + len(hidden)].long()
         # In pieces: all logits of a long prompt would take gigabytes.
         cuts = [slice(start, start + MAX_LINES) for start in range(0, len(hidden), MAX_LINES)]
         parts = []
         for cut in cuts:
             logits = self.model.lm_head.gather(self.model.logits(hidden[cut]))
             if self._parallel.rank == 0:
-                measured = self.sampler.prompt_logprobs(row, logits, targets[cut], positions[cut])
+                measured = measure_prompt(added, logits, targets[cut], positions[cut])
                 parts.append(measured.tensors)
         if not parts:
             return None

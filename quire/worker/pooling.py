@@ -1,4 +1,4 @@
-"""`Pooler`: hidden states of whole prompts as one vector each, for embeddings."""
+"""Hidden states of whole prompts as one vector each, for embeddings."""
 
 from __future__ import annotations
 
@@ -19,57 +19,40 @@ class PooledTensors:
 
 
 @dataclass(slots=True)
-class _PooledRow:
+class PooledRow:
+    """A row whose prompt, which may be spread over several steps, becomes a vector."""
+
     added: AddedRow
     total: Tensor | None = None
     """Sum of the hidden states so far, where their mean is wanted."""
 
 
-class Pooler:
-    """Owns what it has summed of prompts that are spread over several steps."""
-
-    def __init__(self) -> None:
-        self._rows: dict[int, _PooledRow] = {}
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def add(self, added: AddedRow) -> None:
-        # A plan that failed may have been the one to free the row.
-        self._rows.pop(added.row, None)
-        if added.pooling is not None:
-            self._rows[added.row] = _PooledRow(added)
-
-    def remove(self, row: int) -> None:
-        self._rows.pop(row, None)
-
-    def pool(self, plan: StepPlan, hidden: Tensor | None) -> PooledTensors | None:
-        """Take in a step's hidden states [tokens, hidden]; returns vectors of complete prompts."""
-        if not self._rows:
-            return None
-        assert hidden is not None, "steps with rows to pool run outside of graphs"
-        done: list[int] = []
-        vectors: list[Tensor] = []
-        ends = np.cumsum(plan.num_new_tokens)
-        for row, end, count, samples in zip(
-            plan.rows.tolist(),
-            ends.tolist(),
-            plan.num_new_tokens.tolist(),
-            plan.samples.tolist(),
-            strict=True,
-        ):
-            pooled = self._rows.get(row)
-            if pooled is None:
-                continue
-            if pooled.added.pooling == "mean":
-                pooled.total = _add(pooled.total, hidden[end - count : end])
-            if samples:
-                done.append(row)
-                vectors.append(_vector(pooled, hidden[end - 1]))
-                del self._rows[row]
-        if not done:
-            return None
-        return PooledTensors(np.array(done, np.int32), torch.stack(vectors))
+def pool(rows: dict[int, PooledRow], plan: StepPlan, hidden: Tensor | None) -> PooledTensors | None:
+    """Take in a step's hidden states [tokens, hidden]; returns vectors of complete prompts, whose
+    rows are taken out of `rows`."""
+    assert hidden is not None, "steps with rows to pool run outside of graphs"
+    done: list[int] = []
+    vectors: list[Tensor] = []
+    ends = np.cumsum(plan.num_new_tokens)
+    for row, end, count, samples in zip(
+        plan.rows.tolist(),
+        ends.tolist(),
+        plan.num_new_tokens.tolist(),
+        plan.samples.tolist(),
+        strict=True,
+    ):
+        pooled = rows.get(row)
+        if pooled is None:
+            continue
+        if pooled.added.pooling == "mean":
+            pooled.total = _add(pooled.total, hidden[end - count : end])
+        if samples:
+            done.append(row)
+            vectors.append(_vector(pooled, hidden[end - 1]))
+            del rows[row]
+    if not done:
+        return None
+    return PooledTensors(np.array(done, np.int32), torch.stack(vectors))
 
 
 def _add(total: Tensor | None, hidden: Tensor) -> Tensor:
@@ -84,7 +67,7 @@ def _add(total: Tensor | None, hidden: Tensor) -> Tensor:
     return total
 
 
-def _vector(pooled: _PooledRow, last: Tensor) -> Tensor:
+def _vector(pooled: PooledRow, last: Tensor) -> Tensor:
     if pooled.total is None:
         return last.float()
     return pooled.total / pooled.added.num_prompt_tokens

@@ -51,7 +51,6 @@ class Table:
         row: int,
         request: Sketch,
         num_logprobs: int = -1,
-        num_prompt_logprobs: int = -1,
     ) -> None:
         known = np.array(request.known, np.int32)
         self.token_ids[row, : len(known)] = torch.from_numpy(known).to(self.device)
@@ -65,7 +64,6 @@ class Table:
             seed=request.seed,
             stop_token_ids=request.stop_token_ids,
             num_logprobs=num_logprobs,
-            num_prompt_logprobs=num_prompt_logprobs,
         )
         self.sampler.add(added, known)
 

@@ -8,12 +8,13 @@ import torch
 from numpy.typing import NDArray
 
 from quire.decoding import logprobs as logprobs_module
-from quire.protocol.plan import LogprobArrays
+from quire.protocol.plan import AddedRow, LogprobArrays
 from quire.protocol.sampling import SamplingParams
 from tests.decoding import reference
 from tests.decoding.table import Sketch, Table, random_logits
 
 VOCAB = 60
+IDS = np.array([1], np.int32)
 
 
 def check_line(
@@ -37,7 +38,7 @@ def top(logits: NDArray[np.float32], count: int) -> list[int]:
 def test_sampled_tokens(kernels, monkeypatch, ties, max_lines):
     """Each line gets what it asked for: nothing, the token alone, k of them, all, or named ids."""
     monkeypatch.setattr(logprobs_module, "MAX_LINES", max_lines)
-    wanted = [-1, 0, 1, 5, -1, VOCAB, 20, -1, 3]
+    wanted = [-1, 0, 1, 5, 0, VOCAB, 20, 0, 3]
     named = {4: [9, 2, 2, 59], 7: [0]}
     table = Table(VOCAB, max_rows=20)
     rows = [3, 17, 2, 8, 9, 10, 11, 0, 5]
@@ -88,12 +89,11 @@ def test_width_is_that_of_the_batch():
 @pytest.mark.parametrize("num_lines", [1, 9, 40])
 @pytest.mark.parametrize("count", [0, 3, VOCAB])
 def test_prompt_tokens(kernels, dtype, num_lines, count):
-    table = Table(VOCAB)
-    table.add(2, Sketch(SamplingParams(), [1]), num_prompt_logprobs=count)
+    added = AddedRow(2, IDS, 1, 0, SamplingParams(), seed=0, num_prompt_logprobs=count)
     logits = torch.from_numpy(random_logits(3, num_lines, VOCAB)).to(dtype)
     targets = np.random.default_rng(4).integers(0, VOCAB, num_lines, dtype=np.int32)
     positions = np.arange(7, 7 + num_lines, dtype=np.int32)
-    found = table.sampler.prompt_logprobs(2, logits, torch.from_numpy(targets), positions)
+    found = logprobs_module.measure_prompt(added, logits, torch.from_numpy(targets), positions)
     arrays = found.to_host()
     assert arrays.index.tolist() == positions.tolist()
     assert arrays.token_ids.shape == (num_lines, 1 + count)
@@ -104,12 +104,12 @@ def test_prompt_tokens(kernels, dtype, num_lines, count):
 
 
 def test_prompt_tokens_by_id(kernels):
-    table = Table(VOCAB)
     params = SamplingParams(prompt_logprob_token_ids=[8, 3, 50])
-    table.add(0, Sketch(params, [1]))
+    added = AddedRow(0, IDS, 1, 0, params, seed=0, num_prompt_logprobs=0)
     logits = random_logits(5, 4, VOCAB)
     targets = torch.tensor([5, 6, 7, 8])
-    found = table.sampler.prompt_logprobs(0, torch.from_numpy(logits), targets, np.arange(4))
+    positions = np.arange(4, dtype=np.int32)
+    found = logprobs_module.measure_prompt(added, torch.from_numpy(logits), targets, positions)
     arrays = found.to_host()
     for line in range(4):
         check_line(arrays, line, logits[line], 5 + line, [8, 3, 50])

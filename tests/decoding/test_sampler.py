@@ -199,7 +199,7 @@ def test_row_reuse_leaks_nothing():
     plain = Sketch(params(temperature=1.0), [3, 4], seed=8)
     for _ in range(2):
         for p in FEATURES.values():
-            table.add(2, Sketch(p.clone(), [1, 2, 3], [4, 4], seed=1, stop_token_ids=(5,)), 3, 3)
+            table.add(2, Sketch(p.clone(), [1, 2, 3], [4, 4], seed=1, stop_token_ids=(5,)), 3)
             table.sample(random_logits(0, 1, VOCAB), [2])
             table.append([2], torch.tensor([9], dtype=torch.int32))
             table.sampler.remove(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from typing import Any
@@ -267,8 +268,11 @@ async def test_a_fault_of_the_engine_itself_reaches_all_callers(tiny: Tiny) -> N
     llm.shutdown()
 
 
-async def test_a_loop_that_fails_tells_all_callers(tiny: Tiny) -> None:
-    """If outputs cannot be passed on, readers raise, and the engine is freed."""
+async def test_a_loop_that_fails_tells_all_callers(
+    tiny: Tiny, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If outputs cannot be passed on, readers raise, and the engine is freed; the log says so
+    once."""
     llm = AsyncLLM(str(tiny.folder), num_threads=1, kv_cache_memory_bytes="16MiB")
 
     def broken(output: Any) -> None:
@@ -284,6 +288,8 @@ async def test_a_loop_that_fails_tells_all_callers(tiny: Tiny) -> None:
     llm.shutdown()
     core = llm.client.core  # type: ignore[attr-defined]
     assert not core.scheduler.requests and core.executor._worker is None
+    (told,) = [one for one in caplog.records if one.levelno >= logging.ERROR]
+    assert "a fault in the loop" in told.getMessage() and told.exc_info
 
 
 async def test_refused_arguments(engine: AsyncLLM) -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
-from starlette.responses import Response
 
+from quire.frontend.async_llm import OutputStream
 from quire.frontend.outputs import CompletionOutput, RequestOutput
 from quire.protocol.errors import QuireError
 from quire.server.anthropic.blocks import Block, TextBlock, ThinkingBlock, ToolBlock, event
 from quire.server.anthropic.bodies import CountBody, MessagesBody
-from quire.server.generation import Generation, answer
 from quire.server.http.errors import (
     ANTHROPIC,
     MessageError,
@@ -23,7 +21,7 @@ from quire.server.http.errors import (
     status_of,
 )
 from quire.server.preparation.prepare import Preparation, Prepared
-from quire.server.preparation.routes import answered_already, prepared_route
+from quire.server.routes import answered_already, prepared_route
 from quire.text.deltas import CallDelta, Delta, Message, ReasoningDelta, TextDelta
 from quire.text.message_stream import MessageFormat
 
@@ -34,11 +32,10 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "repetition": "max_t
 
 
 @prepared_route(router, "/v1/messages", MessagesBody, Preparation.prepare_messages)
-async def create_message(made: Prepared, request: Request) -> Response:
+async def create_message(made: Prepared, request: Request) -> MessageReply:
     body: MessagesBody = made.body
     message_id = f"msg_{body.request_id or request.state.request_id}"
-    reply = MessageReply(message_id, made.model, made.format)
-    return await answer(request, made, reply, last=b"", write_error=_error_event)
+    return MessageReply(message_id, made.model, made.format)
 
 
 def count_tokens(state: Preparation, body: CountBody) -> bytes:
@@ -51,13 +48,11 @@ def count_tokens(state: Preparation, body: CountBody) -> bytes:
 prepared_route(router, "/v1/messages/count_tokens", CountBody, count_tokens)(answered_already)
 
 
-def _error_event(error: QuireError) -> bytes:
-    body = error_body(status_of(error), ANTHROPIC.message_of(error), dialect=ANTHROPIC)
-    return event(body.pop("type"), **body)
-
-
 class MessageReply:
     """Writes the reply to one request, whole or as events."""
+
+    wants_progress = False
+    last = b""
 
     def __init__(self, message_id: str, model: str, format: MessageFormat) -> None:
         self.id = message_id
@@ -79,26 +74,29 @@ class MessageReply:
             **stop_of(one, bool(parsed.calls)),
         }
 
-    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
+    async def events(self, stream: OutputStream) -> AsyncIterator[bytes]:
         output: RequestOutput | None = None
         stop = stop_of(None)
-        async with aclosing(generation.news()) as all_news:
-            async for news in all_news:
-                data = []
-                for _, new in news:
-                    if output is None:
-                        data += [self._opening(new), event("ping")]
-                    output = new
-                    for one in new.outputs:
-                        self._output_tokens += len(one.token_ids)
-                        data.append(self._take(one))
-                        stop = stop_of(one, self._stream.has_calls)
-                yield b"".join(data)
-        assert output is not None, "a generation that begins has news"
+        async for outputs in stream:
+            data = []
+            for _, new in outputs:
+                if output is None:
+                    data += [self._opening(new), event("ping")]
+                output = new
+                for one in new.outputs:
+                    self._output_tokens += len(one.token_ids)
+                    data.append(self._take(one))
+                    stop = stop_of(one, self._stream.has_calls)
+            yield b"".join(data)
+        assert output is not None, "a stream that has begun has an output"
         if self._block is not None:
             yield self._block.closing()
         yield event("message_delta", delta=stop, usage=self._usage(output))
         yield event("message_stop")
+
+    def failure(self, error: QuireError) -> bytes:
+        body = error_body(status_of(error), ANTHROPIC.message_of(error), dialect=ANTHROPIC)
+        return event(body.pop("type"), **body)
 
     def _take(self, one: CompletionOutput) -> bytes:
         """The events of new text; this runs for every token."""

@@ -42,7 +42,7 @@ from quire.server.http.connection import bounded_connections
 from quire.server.http.middleware import Load
 from quire.server.launch.child import MAX_LINE_BYTES
 from quire.server.preparation.pool import ForkServer
-from quire.server.preparation.routes import PARSERS
+from quire.server.routes import PARSERS
 from quire.server.state import ServerState
 
 logger = logging.getLogger(__name__)

@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
 
 from quire.frontend.outputs import CompletionOutput, RequestOutput
 from quire.protocol.errors import RequestError
-from quire.server.generation import answer
 from quire.server.http.reply import printable
 from quire.server.openai.choices import ChoicesBody, ChoicesReply, finish_reason, stop_reason
 from quire.server.openai.logprobs import Candidates, chat_logprobs
 from quire.server.preparation.bodies import ConversationBody
 from quire.server.preparation.prepare import Preparation, Prepared
-from quire.server.preparation.routes import prepared_route
+from quire.server.routes import prepared_route
 from quire.text.deltas import CallDelta, Delta, Message, ReasoningDelta
 from quire.text.message_stream import MessageFormat, MessageStream
 from quire.text.tool_calls.declared import ToolUse, chat_tools
@@ -84,11 +82,10 @@ class ChatBody(ChoicesBody, ConversationBody):
 
 
 @prepared_route(router, "/v1/chat/completions", ChatBody, Preparation.prepare_messages)
-async def create_chat_completion(made: Prepared, request: Request) -> Response:
+async def create_chat_completion(made: Prepared, request: Request) -> ChatReply:
     body: ChatBody = made.body
     response_id = f"chatcmpl-{body.request_id or request.state.request_id}"
-    reply = ChatReply(body, response_id, made.model, made.format)
-    return await answer(request, made, reply, body.wants_progress)
+    return ChatReply(body, response_id, made.model, made.format)
 
 
 class ChatReply(ChoicesReply):

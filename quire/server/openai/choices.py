@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
+from quire.frontend.async_llm import OutputStream
 from quire.frontend.outputs import CompletionOutput, RequestOutput
-from quire.protocol.errors import RequestError
+from quire.protocol.errors import QuireError, RequestError
 from quire.protocol.output import RequestProgress
-from quire.server.generation import Generation
-from quire.server.http.reply import encode, encoded, num_values, off_loop
+from quire.server.http.reply import DONE, encode, encoded, error_event, num_values, off_loop
 from quire.server.preparation.bodies import GenerationBody
 
 
@@ -102,9 +101,11 @@ class ChoicesReply:
 
     whole_kind: ClassVar[str]
     chunk_kind: ClassVar[str]
+    last = DONE
 
     def __init__(self, body: ChoicesBody, response_id: str, model: str) -> None:
         self.id = response_id
+        self.wants_progress = body.wants_progress
         self._created = int(time.time())
         self._model = model
         self._usage = Usage()
@@ -115,23 +116,25 @@ class ChoicesReply:
         self._head = b"data: " + encode(self._about(self.chunk_kind))[:-1] + b',"choices":['
         self._plain_chunks: dict[int, tuple[bytes, bytes]] = {}
 
-    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
-        async with aclosing(generation.news()) as all_news:
-            async for news in all_news:
-                data = []
-                for index, output in news:
-                    if isinstance(output, RequestProgress):
-                        data.append(self._progress(output))
-                        continue
-                    self._count(index, output)
-                    if self._begins(index, output):
-                        write = partial(self._chunks, index, output)
-                        data.append(await off_loop(num_values([output]), write))
-                    else:
-                        data += [self._chunk(index, output, one) for one in output.outputs]
-                yield b"".join(data)
+    async def events(self, stream: OutputStream) -> AsyncIterator[bytes]:
+        async for outputs in stream:
+            data = []
+            for index, output in outputs:
+                if isinstance(output, RequestProgress):
+                    data.append(self._progress(output))
+                    continue
+                self._count(index, output)
+                if self._begins(index, output):
+                    write = partial(self._chunks, index, output)
+                    data.append(await off_loop(num_values([output]), write))
+                else:
+                    data += [self._chunk(index, output, one) for one in output.outputs]
+            yield b"".join(data)
         if self._tells_usage:
             yield self._bare(usage=self._usage.record())
+
+    def failure(self, error: QuireError) -> bytes:
+        return error_event(error)
 
     def _begins(self, index: int, output: RequestOutput) -> bool:
         """Whether chunks of this output say what is about the prompt, which may be much."""

@@ -5,19 +5,17 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
 
 from quire.frontend.inputs import Prompt, number_of_prompts, parse_prompts
 from quire.frontend.outputs import CompletionOutput, RequestOutput
 from quire.protocol.errors import RequestError
 from quire.protocol.sampling import BeamSearchParams, SamplingParams
-from quire.server.generation import answer
 from quire.server.http.errors import StructuredFields
 from quire.server.openai.choices import ChoicesBody, ChoicesReply, finish_reason, stop_reason
 from quire.server.openai.logprobs import Candidates, CompletionLogprobs
 from quire.server.preparation.bodies import PromptInput
 from quire.server.preparation.prepare import Preparation, Prepared
-from quire.server.preparation.routes import prepared_route
+from quire.server.routes import prepared_route
 from quire.server.state import state_of
 from quire.text.tokenizer import Tokenizer
 
@@ -64,12 +62,11 @@ def prepare_completion(state: Preparation, body: CompletionBody) -> Prepared:
 
 
 @prepared_route(router, "/v1/completions", CompletionBody, prepare_completion, uses_template=False)
-async def create_completion(made: Prepared, request: Request) -> Response:
+async def create_completion(made: Prepared, request: Request) -> CompletionReply:
     body: CompletionBody = made.body
     response_id = f"cmpl-{body.request_id or request.state.request_id}"
     tokenizer = state_of(request).preparation.tokenizer
-    reply = CompletionReply(body, response_id, made.model, tokenizer, made.echoes)
-    return await answer(request, made, reply, body.wants_progress)
+    return CompletionReply(body, response_id, made.model, tokenizer, made.echoes)
 
 
 def _prompts(state: Preparation, body: CompletionBody) -> list[Prompt]:

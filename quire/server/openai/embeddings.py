@@ -14,11 +14,10 @@ from quire.frontend.inputs import Prompt, number_of_prompts, parse_prompts
 from quire.frontend.outputs import EmbeddingRequestOutput
 from quire.frontend.pooling import PoolingParams, checked_params
 from quire.protocol.errors import RequestError
-from quire.server.generation import Generation
 from quire.server.http.reply import CLIENT_LEFT, encoded, off_loop
 from quire.server.preparation.bodies import PromptInput, RequestBody
 from quire.server.preparation.prepare import Preparation, Prepared
-from quire.server.preparation.routes import prepared_route
+from quire.server.routes import open_stream, prepared_route, read_to_end
 
 router = APIRouter()
 
@@ -48,8 +47,8 @@ async def create_embedding(made: Prepared, request: Request) -> Response:
     params = made.params
     assert isinstance(params, PoolingParams)
     name = f"embd-{body.request_id or request.state.request_id}"
-    generation = await Generation.start(request, made, name)
-    outputs = await generation.embeddings(params)
+    stream = await open_stream(request, made, name)
+    outputs = await read_to_end(request, stream, stream.embeddings(params))
     if outputs is None:
         return Response(status_code=CLIENT_LEFT)
     size = sum(output.outputs.hidden_size for output in outputs)

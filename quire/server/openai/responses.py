@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
 
+from quire.frontend.async_llm import OutputStream
 from quire.frontend.outputs import CompletionOutput, RequestOutput
 from quire.protocol.errors import QuireError
 from quire.protocol.sampling import SamplingParams
-from quire.server.generation import Generation, answer
 from quire.server.http.reply import printable, printable_data
 from quire.server.openai.choices import Usage
 from quire.server.openai.logprobs import Candidates, chat_logprobs
@@ -26,7 +24,7 @@ from quire.server.openai.response_items import (
     ReasoningItem,
 )
 from quire.server.preparation.prepare import Preparation, Prepared
-from quire.server.preparation.routes import prepared_route
+from quire.server.routes import prepared_route
 from quire.text.deltas import CallDelta, Delta, ReasoningDelta, TextDelta
 from quire.text.message_stream import MessageFormat
 
@@ -34,15 +32,17 @@ router = APIRouter()
 
 
 @prepared_route(router, "/v1/responses", ResponseBody, Preparation.prepare_messages)
-async def create_response(made: Prepared, request: Request) -> Response:
+async def create_response(made: Prepared, request: Request) -> ResponseReply:
     body: ResponseBody = made.body
     request_id = body.request_id or request.state.request_id
-    reply = ResponseReply(body, request_id, made.model, made.sampling, made.format)
-    return await answer(request, made, reply, last=b"", write_error=reply.failure)
+    return ResponseReply(body, request_id, made.model, made.sampling, made.format)
 
 
 class ResponseReply:
     """Writes the reply to one request, whole or as events."""
+
+    wants_progress = False
+    last = b""
 
     def __init__(
         self,
@@ -74,22 +74,21 @@ class ResponseReply:
         self._take(one)
         return self._ended(one.finish_reason)
 
-    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
+    async def events(self, stream: OutputStream) -> AsyncIterator[bytes]:
         begun = self._record("in_progress", [])
         yield self._writer.event("response.created", response=begun)
         yield self._writer.event("response.in_progress", response=begun)
         finish_reason = None
         if self._is_plain:
             yield self._open_item(TextDelta(""))
-        async with aclosing(generation.news()) as all_news:
-            async for news in all_news:
-                data = []
-                for _, output in news:
-                    self._usage.add(0, output)
-                    for one in output.outputs:
-                        finish_reason = one.finish_reason
-                        data.append(self._take(one))
-                yield b"".join(data)
+        async for outputs in stream:
+            data = []
+            for _, output in outputs:
+                self._usage.add(0, output)
+                for one in output.outputs:
+                    finish_reason = one.finish_reason
+                    data.append(self._take(one))
+            yield b"".join(data)
         status = status_of_end(finish_reason)
         yield self._items[-1].closing(self._writer, status)
         yield self._writer.event(f"response.{status}", response=self._ended(finish_reason))

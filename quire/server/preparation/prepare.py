@@ -117,7 +117,7 @@ class PreparationSettings:
         tokenizer = None if self.tokenizer is None else self.tokenizer.tokenizer()
         options = EngineOptions().replace(**self.engine_options)
         inputs = InputProcessor(tokenizer, self.vocab_size, self.eos_token_ids, options)
-        return Preparation(self, tokenizer, inputs)
+        return Preparation(self, inputs)
 
 
 @dataclass
@@ -159,10 +159,7 @@ class PreparedKind:
 class Preparation:
     """The same in an API process and in those that prepare requests for it."""
 
-    def __init__(
-        self, settings: PreparationSettings, tokenizer: Tokenizer | None, inputs: InputProcessor
-    ) -> None:
-        self.given_tokenizer = tokenizer
+    def __init__(self, settings: PreparationSettings, inputs: InputProcessor) -> None:
         self.inputs = inputs
         self.options = EngineOptions().replace(**settings.engine_options)
         self.serving = ServingOptions(**settings.serving_options)
@@ -177,16 +174,11 @@ class Preparation:
     @classmethod
     def of(cls, settings: PreparationSettings, session: Session) -> Preparation:
         """In the process of the session."""
-        tokenizer = session.tokenizer if session.has_tokenizer else None
-        return cls(settings, tokenizer, session.inputs)
+        return cls(settings, session.inputs)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        if self.given_tokenizer is None:
-            raise QuireError(
-                "the engine has no tokenizer: it was started with skip_tokenizer_init=True."
-            )
-        return self.given_tokenizer
+        return self.inputs.loaded_tokenizer
 
     def prepare(self, kind: PreparedKind, data: bytes) -> Prepared | bytes:
         """What a route makes of a body, in whichever process."""
@@ -349,13 +341,12 @@ class Preparation:
             )
         of = "the request" if chat_template is not None else f"model {self.model_names[0]!r}"
         with self.limited(f"chat_template is refused: that of {of}"):
-            text = self.tokenizer.render_chat(
+            return self.inputs.render_chat(
                 messages,
                 chat_template=chat_template,
                 tool_call_parser=self.serving.tool_call_parser,
                 **settings,
             )
-        return Prompt(text, None)
 
     def _message_format(
         self, chosen_template: str | None, prompt: Prompt, use: ToolUse
@@ -407,7 +398,8 @@ class Preparation:
 
     def log_parsers(self, body: RequestBody) -> bytes:
         """Say what replies are searched for, once at start-up, at DEBUG."""
-        templates = None if self.given_tokenizer is None else self.given_tokenizer.chat_template
+        tokenizer = self.inputs.tokenizer
+        templates = None if tokenizer is None else tokenizer.chat_template
         if not templates:
             return b""
         template = select_template(templates, None, has_tools=True)

@@ -26,7 +26,6 @@ from quire.protocol.codec import Decoder, encode
 from quire.protocol.errors import QuireError, RequestError
 from quire.server import app  # its routes register what they prepare
 from quire.server.preparation.prepare import Preparation, PreparationSettings
-from quire.server.preparation.routes import PREPARED_KINDS
 from quire.server.preparation.wire import (
     DONE,
     ENDED,
@@ -44,6 +43,7 @@ from quire.server.preparation.wire import (
     frame,
     result_frames,
 )
+from quire.server.routes import PREPARED_KINDS
 
 assert app
 

@@ -28,9 +28,7 @@ def rank_pids(server: RunningServer) -> list[int]:
 def test_rank_that_fails_in_mid_stream(number: signal.Signals, tiny_model: Path) -> None:
     """Streams end with an error that names it, `/health` says so, and the engine comes back."""
     flags = ("--model", str(tiny_model), *TINY, "--dtype", "float32")
-    server = RunningServer.start(
-        *flags, "--tensor-parallel-size", "2"
-    )
+    server = RunningServer.start(*flags, "--tensor-parallel-size", "2")
     assert server.url, "".join(server.lines)
     assert any("ranks: 2 on this host" in line for line in server.lines)
     client = server.client()

@@ -18,7 +18,7 @@ from quire.protocol.sampling import SamplingParams
 from quire.server import app  # its routes register what they prepare
 from quire.server.preparation.pool import LARGE_BYTES, MAX_LARGE, PreparationPool
 from quire.server.preparation.prepare import PreparationSettings, Prepared
-from quire.server.preparation.routes import PREPARED_KINDS
+from quire.server.routes import PREPARED_KINDS
 
 assert app
 

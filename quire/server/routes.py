@@ -1,10 +1,11 @@
-"""Routes whose bodies are read, checked and tokenised before they run, and off their event loop."""
+"""What the routes of all protocols do: have a body read, checked and tokenised off their event
+loop, hand it to the engine, and send the protocol's reply."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
@@ -12,11 +13,23 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from quire.frontend.async_llm import OutputStream
+from quire.frontend.outputs import RequestOutput
+from quire.protocol.errors import QuireError
 from quire.server.http.errors import InvalidBodyError
-from quire.server.http.reply import CLIENT_LEFT, unless_disconnected
+from quire.server.http.reply import (
+    CLIENT_LEFT,
+    EventStream,
+    encoded,
+    num_values,
+    off_loop,
+    unless_disconnected,
+)
 from quire.server.preparation.bodies import RequestBody
 from quire.server.preparation.prepare import Preparation, Prepare, Prepared, PreparedKind
 from quire.server.state import state_of
+
+T = TypeVar("T")
 
 SMALL_BYTES = 8 << 10
 """A body below this is read here if nothing runs a template for it: that takes a few
@@ -31,7 +44,26 @@ PARSERS = PREPARED_KINDS[""] = PreparedKind(
 )
 """No route: says at start-up what the chat template asks for, since even that reads it."""
 
-Answer = Callable[[Prepared, Request], Awaitable[Response]]
+
+class Reply(Protocol):
+    """Writes what the engine generates in the format of its protocol."""
+
+    id: str
+    wants_progress: bool
+    last: bytes
+    """The end of a stream of events."""
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """All of it at once."""
+
+    def events(self, stream: OutputStream) -> AsyncIterator[bytes]:
+        """Server-sent events as it comes."""
+
+    def failure(self, error: QuireError) -> bytes:
+        """The event that tells of an error in mid-stream."""
+
+
+Answer = Callable[[Prepared, Request], Awaitable[Response | Reply]]
 
 
 def prepared_route(
@@ -42,8 +74,8 @@ def prepared_route(
     *,
     uses_template: bool = True,
 ) -> Callable[[Answer], Answer]:
-    """Registers a function that answers what `prepare` makes of a body. A `prepare` that returns
-    bytes has answered already."""
+    """Registers a function that answers what `prepare` makes of a body, or says how the engine's
+    outputs are written. A `prepare` that returns bytes has answered already."""
     kind = PREPARED_KINDS[path] = PreparedKind(path, body, prepare, uses_template)
 
     def register(answer: Answer) -> Answer:
@@ -54,7 +86,10 @@ def prepared_route(
             if isinstance(made, bytes):
                 return Response(made, media_type="application/json")
             request.state.structured_fields = made.structured_fields  # for errors
-            return await answer(made, request)
+            answered = await answer(made, request)
+            if isinstance(answered, Response):
+                return answered
+            return await _generate(request, made, answered)
 
         class PreparedRoute(APIRoute):
             def get_route_handler(self) -> Callable[[Request], Any]:
@@ -85,6 +120,47 @@ async def _prepared(kind: PreparedKind, request: Request) -> Prepared | bytes | 
         if not kind.uses_template and held.num_bytes < SMALL_BYTES:
             return state.preparation.prepare(kind, b"".join(held.pieces))
         return await unless_disconnected(request.receive, state.pool.run(kind, held.pieces))
+
+
+async def _generate(request: Request, made: Prepared, reply: Reply) -> Response:
+    """The status of a stream waits for the first outputs, unless these are progress: a request that
+    fails before has a status of its own instead of an event."""
+    stream = await open_stream(request, made, reply.id, reply.wants_progress)
+    if not made.body.stream:
+        outputs = await read_to_end(request, stream, stream.outputs())
+        if outputs is None:
+            return Response(status_code=CLIENT_LEFT)
+        data = await off_loop(num_values(outputs), lambda: encoded(reply.whole(outputs)))
+        return Response(data, media_type="application/json")
+    has_begun: bool | None = reply.wants_progress
+    try:
+        has_begun = has_begun or await unless_disconnected(request.receive, stream.begin())
+    finally:
+        if not has_begun:
+            stream.close()
+    if not has_begun:
+        return Response(status_code=CLIENT_LEFT)
+    return EventStream(reply.events(stream), stream.close, reply.last, reply.failure)
+
+
+async def open_stream(
+    request: Request, made: Prepared, name: str, wants_progress: bool = False
+) -> OutputStream:
+    """Hand prompts to the engine; returns once it has accepted them all."""
+    terms = made.body.terms(request.state.tenant, wants_progress)
+    llm = state_of(request).llm
+    stream = await llm.open_stream(made.prompts, made.params, name, terms)
+    stream.reads_lazily = True
+    request.state.made = stream.requests  # for what watches requests
+    return stream
+
+
+async def read_to_end(request: Request, stream: OutputStream, work: Awaitable[T]) -> T | None:
+    """What `work` makes of all that a stream has; None if the client left, which aborts it."""
+    try:
+        return await unless_disconnected(request.receive, work)
+    finally:
+        stream.close()
 
 
 async def answered_already(made: Prepared, request: Request) -> Response:
