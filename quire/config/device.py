@@ -6,6 +6,7 @@ import ctypes
 import math
 import os
 import platform
+import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,6 +193,13 @@ def _count(number: int, noun: str) -> str:
 def ranks_share_devices() -> bool:
     """Whether a host may have more ranks than GPUs: for tests."""
     return os.environ.get("QUIRE_RANKS_SHARE_DEVICES") == "1"
+
+
+def prefer_loopback() -> None:
+    """Have gloo, whose ranks are all on this host, listen where no other host reaches it."""
+    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    if names:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
 
 
 def tokenise_on_one_thread() -> None:

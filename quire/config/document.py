@@ -80,6 +80,7 @@ ENVIRONMENT = """\
 | variable | meaning |
 | --- | --- |
 | `QUIRE_LOG_LEVEL` | How much Quire says on standard error, where `log_level` is unset: `DEBUG`, `INFO` (default), `WARNING`, `ERROR` or `CRITICAL`. |
+| `QUIRE_RANKS_SHARE_DEVICES` | `1`: ranks beyond the number of GPUs share them, for tests of several ranks on one GPU. Slow: tensors pass between ranks through the host, and CUDA graphs are off. |
 | `OMP_NUM_THREADS` | CPU threads, instead of the cores that may be used; the option `num_threads` overrides it. |
 | `XDG_CACHE_HOME` | `quire pull` keeps the embedded model in its folder `quire`. (default: `~/.cache`) |
 | `HF_HOME`, `HF_TOKEN`, `HF_HUB_OFFLINE` | Read by huggingface_hub: where models from the hub are kept, the access token, and whether to stay offline. |

@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 
 class ProcessGroup(Protocol):
     """Ranks that do the same collectives in the same order."""
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether CUDA graphs may have its collectives in them."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`, which may be overwritten; the same bits on all ranks."""
@@ -20,28 +23,6 @@ class ProcessGroup(Protocol):
 
     def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
         """The `x` of rank `source`, written into that of the others."""
-
-
-class TorchGroup:
-    """A group of torch.distributed's: NCCL on GPUs, gloo on CPUs of several hosts."""
-
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        """None stands for all processes."""
-        self._group = group
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(x, group=self._group)
-        return x
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        size = dist.get_world_size(self._group)
-        out = torch.empty((size, *x.shape), dtype=x.dtype, device=x.device)
-        dist.all_gather(list(out), x.contiguous(), group=self._group)
-        return out
-
-    def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
-        dist.broadcast(x, group=self._group, group_src=source)
-        return x
 
 
 class Link(Protocol):
@@ -132,6 +113,11 @@ class Parallel:
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """The first rank's `x`, written into that of the others."""
         return x if self.size == 1 else self._peers.broadcast(x, 0)
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether CUDA graphs may have its collectives in them."""
+        return self.group is None or self.group.is_capturable
 
     @property
     def _peers(self) -> ProcessGroup:

@@ -77,5 +77,9 @@ class EngineDeadError(QuireError):
     """The engine stopped on an internal failure and serves nothing any more (HTTP 503)."""
 
 
+class RankMissing(EngineDeadError, TimeoutError):
+    """A rank did not come to the others, or take part in what they do together, in time."""
+
+
 class ServerError(QuireError):
     """A server that this program is a client of does not answer, or failed."""

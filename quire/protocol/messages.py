@@ -21,6 +21,7 @@ from quire.protocol.errors import (
     OptionError,
     OverloadedError,
     QuireError,
+    RankMissing,
     RequestError,
 )
 from quire.protocol.output import StepOutput
@@ -32,7 +33,8 @@ ID_SEPARATOR = "#"
 NOTHING = msgspec.Raw(b"\xc0")  # None in msgpack
 
 _ERRORS: dict[str, type[QuireError]] = {
-    kind.__name__: kind for kind in (RequestError, EngineDeadError, OptionError, ModelError)
+    kind.__name__: kind
+    for kind in (RequestError, EngineDeadError, RankMissing, OptionError, ModelError)
 }
 
 

@@ -1,31 +1,492 @@
-"""How a rank meets the others of its model."""
+"""`join`: how a rank meets the others, and the groups and links that come of it.
+
+CPUs of one host share memory; all else goes through torch.distributed: NCCL among GPUs, gloo among
+CPUs of several hosts.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
 
-from quire.config.device import DeviceInfo
+import torch
+import torch.distributed as dist
+
+from quire.config.device import DeviceInfo, prefer_loopback, ranks_share_devices
 from quire.config.options import ParallelOptions
-from quire.kernels.cpu.collectives import SharedMemoryGroup, region_bytes
-from quire.layers.parallel import Parallel, Stage
+from quire.kernels import cpu
+from quire.kernels.cpu.collectives import (
+    SharedMemoryGroup,
+    SharedMemoryLink,
+    region_bytes,
+    ring_bytes,
+)
+from quire.layers.parallel import Parallel, ProcessGroup, Stage
+from quire.protocol.errors import OptionError, RankMissing
 from quire.protocol.ranks import Inherited, StartRank
-from quire.protocol.ring import new_ring
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+POLL_S = 0.02
+GRACE_S = 5.0
+"""For torch's own timeouts to come first: they say more."""
+MAX_SENDING = 8
+"""Messages on their way to the next stage, before the oldest is waited for."""
+REMEDIES = {
+    "gloo": "Check that no firewall is between the hosts, and set GLOO_SOCKET_IFNAME to the "
+    "network interface by which they reach each other.",
+    "nccl": "NCCL_DEBUG=INFO shows what NCCL tries. Check that no firewall is between the hosts, "
+    "set NCCL_SOCKET_IFNAME to the network interface by which they reach each other, and give "
+    "containers a larger /dev/shm (--shm-size=8g).",
+}
+
+T = TypeVar("T")
 
 
-def join(start: StartRank, options: ParallelOptions, device: DeviceInfo) -> Parallel:
-    """The place of a rank, once all have come."""
-    size = options.tensor_parallel_size
-    index, rank = divmod(start.rank, size)
-    assert isinstance(start.channel, Inherited) and device.type == "cpu"
-    group = SharedMemoryGroup(start.channel.group_fds[index], rank, size, options.timeout_s)
-    return Parallel(rank, size, group, Stage(index, options.pipeline_parallel_size))
+# --- what starts ranks ---------------------------------------------------------------------------
+
+
+def share_memory(device: str) -> bool:
+    """Whether ranks of one host that compute on such a device meet in `shared_files`."""
+    return device == "cpu" and cpu.available()[0]
 
 
 def shared_files(size: int, num_stages: int) -> tuple[list[int], list[list[int]]]:
     """For ranks of one host that compute on its CPUs: memory for the collectives of each stage,
     and of each stage but the last, for what its ranks send to the next one."""
-    group_fds = []
-    for stage in range(num_stages):
-        group_fds.append(os.memfd_create(f"quire-stage-{stage}"))
-        os.ftruncate(group_fds[-1], region_bytes(size))
-    return group_fds, [[new_ring() for _ in range(size)] for _ in range(num_stages - 1)]
+    group_fds = [_new_file(region_bytes(size)) for _ in range(num_stages)]
+    link_fds = [[_new_file(ring_bytes()) for _ in range(size)] for _ in range(num_stages - 1)]
+    return group_fds, link_fds
+
+
+def _new_file(num_bytes: int) -> int:
+    """Without a name: processes inherit it."""
+    fd = os.memfd_create("quire-ranks")
+    os.ftruncate(fd, num_bytes)
+    return fd
+
+
+def new_store(host: str, timeout_s: float) -> dist.TCPStore:
+    """Where ranks that share no memory find each other, at a free port of this address alone."""
+    with socket.create_server((host, 0)) as listening:
+        return dist.TCPStore(
+            host,
+            listening.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=os.dup(listening.fileno()),
+        )
+
+
+# --- what a rank does ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a rank stands among all ranks of a model."""
+
+    rank: int
+    tp: int
+    pp: int
+    timeout_s: float
+
+    @property
+    def size(self) -> int:
+        return self.tp * self.pp
+
+    @property
+    def stage(self) -> int:
+        return self.rank // self.tp
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp
+
+
+def join(start: StartRank, options: ParallelOptions, device: DeviceInfo) -> Parallel:
+    """The place of a rank, once it has met the others: in the memory that it shares with them, else
+    at `start.store`, else as torchrun's environment says. Raises `RankMissing` if some do not come
+    in time."""
+    place = _Place(
+        start.rank,
+        options.tensor_parallel_size,
+        options.pipeline_parallel_size,
+        options.timeout_s,
+    )
+    if isinstance(start.channel, Inherited) and start.channel.group_fds:
+        return _share_memory(place, start.channel)
+    return _TorchRanks(place, start.store, device).join_in_time()
+
+
+def _share_memory(place: _Place, files: Inherited) -> Parallel:
+    stage, tp_rank, timeout_s = place.stage, place.tp_rank, place.timeout_s
+    group = SharedMemoryGroup(
+        files.group_fds[stage], tp_rank, place.tp, timeout_s, first_rank=stage * place.tp
+    )
+    link: SharedMemoryLink | None = None
+    if place.pp > 1:
+        receive_fd = files.link_fds[stage - 1][tp_rank] if stage else None
+        send_fd = files.link_fds[stage][tp_rank] if stage < place.pp - 1 else None
+        link = SharedMemoryLink(receive_fd, send_fd, stage, timeout_s)
+    return Parallel(tp_rank, place.tp, group, Stage(stage, place.pp, link))
+
+
+class _TorchRanks:
+    """One rank on its way to groups of torch.distributed."""
+
+    def __init__(self, place: _Place, address: tuple[str, int] | None, device: DeviceInfo) -> None:
+        self._place, self._address = place, address
+        self._device = torch.device("cpu")
+        if device.type == "cuda":
+            self._device = torch.device("cuda", device.index)
+            torch.cuda.set_device(self._device)
+        is_nccl = device.type == "cuda" and not ranks_share_devices()
+        self._backend = "nccl" if is_nccl else "gloo"
+        self._timeout = timedelta(seconds=place.timeout_s)
+        self._deadline = time.monotonic() + place.timeout_s
+        self._where = "the address in MASTER_ADDR"
+        if address is not None:
+            self._where = f"{address[0]}:{address[1]}"
+
+    def join_in_time(self) -> Parallel:
+        """Some calls of torch and NCCL wait without end for a host that is cut off."""
+        outcome: Future[Parallel] = Future()
+        thread = threading.Thread(target=self._join_for, args=(outcome,), daemon=True)
+        thread.start()
+        thread.join(self._place.timeout_s + GRACE_S)
+        if not outcome.done():
+            raise RankMissing(
+                f"rank {self._place.rank} on {socket.gethostname()} did not connect by "
+                f"{self._backend} with all others, which came to {self._where}, within "
+                f"{self._place.timeout_s:g} s. {REMEDIES[self._backend]}"
+            )
+        return outcome.result()
+
+    def _join_for(self, outcome: Future[Parallel]) -> None:
+        try:
+            outcome.set_result(self._join())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    def _join(self) -> Parallel:
+        place = self._place
+        store: dist.Store | None = None
+        names = [f"rank {rank}" for rank in range(place.size)]
+        if dist.is_initialized():
+            self._check_program()
+        else:
+            store = self._store()
+            hosts = self._roll_call(store)
+            names = [f"{name} on {host}" for name, host in zip(names, hosts, strict=True)]
+        with self._explaining(names):
+            if store is not None:
+                self._connect(store)
+            group, link = self._group(names), self._link(names)
+            if store is not None:
+                self._leave(store)
+        stage = Stage(place.stage, place.pp, link)
+        logger.debug(
+            "%s: %s, stage %d of %d", names[place.rank], self._backend, place.stage, place.pp
+        )
+        return Parallel(place.tp_rank, place.tp, group, stage)
+
+    def _check_program(self) -> None:
+        """The program has called `init_process_group`: its group is used."""
+        place, found = self._place, (dist.get_rank(), dist.get_world_size())
+        if found != (place.rank, place.size):
+            raise OptionError(
+                f"tensor_parallel_size={place.tp} and pipeline_parallel_size={place.pp} need "
+                f"{place.size} ranks, this one being {place.rank}; torch.distributed was "
+                f"initialised with {found[1]}, this one being {found[0]}."
+            )
+        self._backend = dist.get_backend()
+
+    def _store(self) -> dist.Store:
+        place = self._place
+        if self._address is None:
+            found = dist.rendezvous("env://", place.rank, place.size, timeout=self._timeout)
+            store: dist.Store = next(iter(found))[0]
+            return store
+        host, port = self._address
+        if host == LOOPBACK:
+            prefer_loopback()
+        self._wait_for_listener(host, port)
+        return dist.TCPStore(host, port, timeout=self._timeout, wait_for_workers=False)
+
+    def _wait_for_listener(self, host: str, port: int) -> None:
+        """`TCPStore` would try for longer than it is told, and write about it."""
+        while True:
+            left = self._deadline - time.monotonic()
+            try:
+                socket.create_connection((host, port), max(left, POLL_S)).close()
+                return
+            except OSError as error:
+                if left <= POLL_S:
+                    raise RankMissing(
+                        f"rank {self._place.rank} on {socket.gethostname()} did not reach "
+                        f"{self._where} within {self._place.timeout_s:g} s: {error}. Check "
+                        "master_addr and that no firewall is between the hosts."
+                    ) from error
+                time.sleep(POLL_S)
+
+    def _roll_call(self, store: dist.Store) -> list[str]:
+        """The hosts of all ranks, once all are there and fit together."""
+        place, host = self._place, socket.gethostname()
+        own = {"host": host, "device": self._device_name()}
+        try:
+            said = self._exchange(store, json.dumps(own))
+        except dist.DistError as error:
+            raise RankMissing(
+                f"rank {place.rank} on {host} lost its connection with {self._where}: "
+                f"{_first_line(error)}."
+            ) from error
+        missing = [rank for rank in range(place.size) if rank not in said]
+        if missing:
+            came = ", ".join(f"{rank} on {one['host']}" for rank, one in said.items())
+            raise RankMissing(
+                f"{_ranks(missing)} did not come to {self._where} within {place.timeout_s:g} s; "
+                f"those that came: {came}. Check that all were started with the same "
+                "tensor_parallel_size and pipeline_parallel_size, and that no firewall is between "
+                "the hosts."
+            )
+        if self._backend == "nccl":
+            self._check_devices(said)
+        return [said[rank]["host"] for rank in range(place.size)]
+
+    def _exchange(self, store: dist.Store, own: str) -> dict[int, dict[str, str]]:
+        """What each rank says of itself, as far as they come in time."""
+        size = self._place.size
+        store.set(_key(self._place.rank), own)
+        missing = list(range(size))
+        while missing := [rank for rank in missing if not store.check([_key(rank)])]:
+            if not self._has_time():
+                break
+        there = [rank for rank in range(size) if rank not in missing]
+        said = {rank: json.loads(store.get(_key(rank))) for rank in there}
+        return said
+
+    def _leave(self, store: dist.Store) -> None:
+        """Where the first rank has the store, it must not end before all are done with it."""
+        count = store.add("quire/joined", 1)
+        while self._place.rank == 0 and count < self._place.size and self._has_time():
+            count = store.add("quire/joined", 0)
+
+    def _has_time(self) -> bool:
+        """Waits a little, if so."""
+        left = self._deadline - time.monotonic()
+        time.sleep(max(0.0, min(left, POLL_S)))
+        return left > 0
+
+    def _check_devices(self, said: dict[int, dict[str, str]]) -> None:
+        owners: dict[tuple[str, str], int] = {}
+        for rank, one in said.items():
+            first = owners.setdefault((one["host"], one["device"]), rank)
+            if first != rank:
+                raise OptionError(
+                    f"ranks {first} and {rank} have the same GPU of {one['host']} "
+                    f"({one['device']}); each rank needs its own. Lower tensor_parallel_size or "
+                    "pipeline_parallel_size, or check CUDA_VISIBLE_DEVICES."
+                )
+
+    def _device_name(self) -> str:
+        if self._device.type != "cuda":
+            return self._device.type
+        return f"GPU {self._device.index}, {torch.cuda.get_device_properties(self._device).uuid}"
+
+    def _connect(self, store: dist.Store) -> None:
+        dist.init_process_group(
+            self._backend,
+            store=dist.PrefixStore("quire", store),
+            rank=self._place.rank,
+            world_size=self._place.size,
+            timeout=self._timeout,
+            # Communicators are made now: none could be while a CUDA graph is captured.
+            device_id=self._device if self._backend == "nccl" else None,
+        )
+
+    @contextmanager
+    def _explaining(self, names: Sequence[str]) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            raise RankMissing(
+                f"the ranks ({', '.join(names)}) cannot connect by {self._backend} within "
+                f"{self._place.timeout_s:g} s: {_first_line(error)}. {REMEDIES[self._backend]}"
+            ) from error
+
+    def _group(self, names: Sequence[str]) -> ProcessGroup | None:
+        """That of this rank's stage. All ranks make all groups, in one order."""
+        place = self._place
+        if place.pp == 1:
+            return TorchGroup(None, names, place.timeout_s)
+        if place.tp == 1:
+            return None
+        own: ProcessGroup | None = None
+        for stage in range(place.pp):
+            ranks = list(range(stage * place.tp, (stage + 1) * place.tp))
+            group = dist.new_group(ranks, timeout=self._timeout)
+            if stage == place.stage:
+                assert isinstance(group, dist.ProcessGroup)
+                own = TorchGroup(group, [names[rank] for rank in ranks], place.timeout_s)
+        return own
+
+    def _link(self, names: Sequence[str]) -> TorchLink | None:
+        """Each has a group of its own, as what one group does is done in order."""
+        place = self._place
+        if place.pp == 1:
+            return None
+        before: dist.ProcessGroup | None = None
+        after: dist.ProcessGroup | None = None
+        for rank in range(place.size - place.tp):
+            group = dist.new_group([rank, rank + place.tp], timeout=self._timeout)
+            if place.rank not in (rank, rank + place.tp):
+                continue
+            assert isinstance(group, dist.ProcessGroup)
+            if place.rank == rank:
+                after = group
+            else:
+                before = group
+        return TorchLink(before, after, place, names)
+
+
+def _key(rank: int) -> str:
+    return f"quire/rank/{rank}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+# --- torch's groups -----------------------------------------------------------------------------
+
+
+class TorchGroup:
+    """A group of torch.distributed's."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        names: Sequence[str] = (),
+        timeout_s: float = 0.0,
+    ) -> None:
+        """None stands for all processes; the others are for errors."""
+        self._group, self._names, self._timeout_s = group, names, timeout_s
+        self._size = dist.get_world_size(group)
+        self._is_gloo = dist.get_backend(group) == "gloo"
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether CUDA graphs may have its collectives in them."""
+        return not self._is_gloo
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if not self._is_gloo:
+            dist.all_reduce(x, group=self._group)
+            return x
+        # Two numbers are rounded once in any case.
+        is_narrow = x.dtype in (torch.bfloat16, torch.float16) and self._size > 2
+        host = x.to("cpu", torch.float32 if is_narrow else x.dtype)
+        if x.numel():
+            self._run("all_reduce", lambda: dist.all_reduce(host, group=self._group))
+        return x if host is x else x.copy_(host)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        host = x.to("cpu") if self._is_gloo else x
+        out = torch.empty((self._size, *x.shape), dtype=x.dtype, device=host.device)
+        if x.numel():
+            self._run(
+                "all_gather",
+                lambda: dist.all_gather_into_tensor(
+                    out.view(-1), host.reshape(-1), group=self._group
+                ),
+            )
+        return out.to(x.device)
+
+    def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        host = x.to("cpu") if self._is_gloo else x
+        if x.numel():
+            self._run(
+                "broadcast", lambda: dist.broadcast(host, group=self._group, group_src=source)
+            )
+        return x if host is x else x.copy_(host)
+
+    def _run(self, what: str, collective: Callable[[], T]) -> T:
+        try:
+            return collective()
+        except RuntimeError as error:
+            raise RankMissing(
+                f"one of {', '.join(self._names)} did not take part in {what} within "
+                f"{self._timeout_s:g} s (distributed_timeout_seconds), or ended: "
+                f"{_first_line(error)}"
+            ) from error
+
+
+class TorchLink:
+    """Between two stages, by torch.distributed's send and receive."""
+
+    def __init__(
+        self,
+        before: dist.ProcessGroup | None,
+        after: dist.ProcessGroup | None,
+        place: _Place,
+        names: Sequence[str],
+    ) -> None:
+        """A group of two for each neighbour that this stage has."""
+        self._before, self._after, self._place, self._names = before, after, place, names
+        self._is_gloo = dist.get_backend(before or after) == "gloo"
+        self._sending: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
+
+    def send(self, x: torch.Tensor) -> None:
+        assert self._after is not None
+        if not x.numel():
+            return
+        # A copy, since `x` may change before it has left; kept until then.
+        copy = x.to("cpu", copy=True) if self._is_gloo else x.clone()
+        copy = copy.contiguous()
+        with self._naming(1, "take"):
+            while len(self._sending) >= MAX_SENDING:
+                work, _ = self._sending[0]
+                if work is not None:
+                    work.wait()
+                self._sending.popleft()
+            self._sending.append((dist.isend(copy, group=self._after, group_dst=1), copy))
+
+    def receive(self, out: torch.Tensor) -> torch.Tensor:
+        assert self._before is not None
+        if not out.numel():
+            return out
+        is_direct = out.device.type == "cpu" or not self._is_gloo
+        into = out if is_direct else torch.empty_like(out, device="cpu")
+        with self._naming(-1, "send"):
+            dist.recv(into, group=self._before, group_src=0)
+        return out if is_direct else out.copy_(into)
+
+    @contextmanager
+    def _naming(self, direction: int, verb: str) -> Iterator[None]:
+        place = self._place
+        try:
+            yield
+        except RuntimeError as error:
+            name = self._names[place.rank + direction * place.tp]
+            raise RankMissing(
+                f"stage {place.stage + direction} ({name}) did not {verb} anything within "
+                f"{place.timeout_s:g} s (distributed_timeout_seconds), or ended: "
+                f"{_first_line(error)}"
+            ) from error

@@ -256,7 +256,8 @@ class Worker:
     @property
     def _has_graphs(self) -> bool:
         captured = all(backend.support.cuda_graphs for backend in self._backends)
-        return captured and not self._options.device.enforce_eager
+        has_ranks = self._parallel.is_capturable
+        return captured and has_ranks and not self._options.device.enforce_eager
 
     def _capture_graphs(self) -> None:
         graphs = self.runner.build_graphs(self._max_tokens)

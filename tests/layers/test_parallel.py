@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from quire.layers.parallel import Parallel, TorchGroup
+from quire.layers.parallel import Parallel
+from quire.worker.groups import TorchGroup
 
 
 def rank_main(process: int, folder: str) -> None:

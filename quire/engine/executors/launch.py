@@ -19,7 +19,7 @@ from quire.protocol.codec import line
 from quire.protocol.processes import exit_cause
 from quire.protocol.ranks import Connected, Inherited, StartRank
 from quire.protocol.ring import OrderWriter, new_ring
-from quire.worker.groups import shared_files
+from quire.worker.groups import LOOPBACK, new_store, share_memory, shared_files
 
 PROGRAM = "import sys; sys.path[:] = {path!r}; from quire.engine.executors.rank import main; main()"
 END_S = 2.0
@@ -53,13 +53,21 @@ class LocalProcesses:
         parallel = options.parallel
         size, num_ranks = parallel.tensor_parallel_size, parallel.num_ranks
         orders, lines = new_ring(), [socket.socketpair() for _ in range(num_ranks)]
-        group_fds, link_fds = shared_files(size, parallel.pipeline_parallel_size)
+        group_fds: list[int] = []
+        link_fds: list[list[int]] = []
+        store: tuple[str, int] | None = None
+        if share_memory(options.device.device):
+            group_fds, link_fds = shared_files(size, parallel.pipeline_parallel_size)
+        else:
+            self._store = new_store(LOOPBACK, parallel.timeout_s)
+            store = LOOPBACK, self._store.port
         shared = [orders, *group_fds, *(fd for fds in link_fds for fd in fds)]
         self.channels: dict[int, Channel] = {}
         self._processes = RankProcesses()
         starts = rank_starts(options, range(num_ranks), num_ranks)
         for start, (ours, theirs) in zip(starts, lines, strict=True):
             start.channel = Inherited(orders, theirs.fileno(), group_fds, link_fds)
+            start.store = store
             self._processes.start(start, [*shared, theirs.fileno()])
             theirs.close()
             self.channels[start.rank] = Channel(ours)

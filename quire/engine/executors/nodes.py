@@ -13,7 +13,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
@@ -35,6 +34,7 @@ from quire.protocol.ranks import (
     StartRanks,
     ToNode,
 )
+from quire.worker.groups import new_store
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class ConnectedRanks:
                 "master_addr to an address of this host that the others reach, and master_port to "
                 "a free port."
             ) from None
-        self._store = _new_store(host, options.parallel.timeout_s)
+        self._store = new_store(host, options.parallel.timeout_s)
 
     def welcome(self, channel: Channel, message: Hello | JoinNode) -> None:
         if isinstance(message, Hello):
@@ -129,16 +129,6 @@ class ConnectedRanks:
         self.reception.close()
         for channel in list(self.channels.values()):
             channel.close()
-
-
-def _new_store(host: str, timeout_s: float) -> Any:
-    """Where ranks find each other's addresses."""
-    from datetime import timedelta
-
-    from torch.distributed import TCPStore
-
-    wait = timedelta(seconds=timeout_s)
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait)
 
 
 class NodeProcesses(ConnectedRanks):

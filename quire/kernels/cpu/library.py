@@ -267,6 +267,11 @@ BROADCAST = (
     ctypes.c_int64,  # num_bytes
     ctypes.c_int32,  # source
 )
+MOVE = (
+    ctypes.c_void_p,  # ring
+    ctypes.c_void_p,  # x or out
+    ctypes.c_int64,  # num_bytes
+)
 
 
 def available() -> tuple[bool, str]:
@@ -368,4 +373,9 @@ def load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     library.quire_all_reduce.argtypes = ALL_REDUCE
     library.quire_all_gather.argtypes = ALL_GATHER
     library.quire_broadcast.argtypes = BROADCAST
+    if hasattr(library, "quire_ring_bytes"):
+        library.quire_ring_bytes.argtypes = (ctypes.c_int64,)
+        library.quire_ring_bytes.restype = ctypes.c_int64
+        library.quire_send.argtypes = MOVE
+        library.quire_receive.argtypes = MOVE
     return library, f"native library, {ISAS[library.quire_best_isa()]}"

@@ -58,5 +58,8 @@ void test_penalize();
 void test_dequantize();
 void test_thread_pool();
 void test_contention();
+void test_collectives();
+void test_missing_rank();
+void test_ring();
 
 }  // namespace check

@@ -50,6 +50,8 @@ constexpr Test kTests[] = {
     {"decode", test_decode},               {"bitmask", test_bitmask},
     {"penalize", test_penalize},           {"dequantize", test_dequantize},
     {"thread pool", test_thread_pool},                   {"contention", test_contention},
+    {"collectives", test_collectives},     {"missing rank", test_missing_rank},
+    {"ring", test_ring},
 };
 
 void run(const Test& test) {

@@ -1,11 +1,7 @@
-// Collectives among the processes of one host, through memory that they share.
-//
-// A region has a seat for each rank and two slots for each, which take turns. A rank copies its values
-// into its slot, says that it has arrived, and reads the others' slots once they have arrived too. Who
-// has arrived for operation n + 1 is done with reading those of n; so the slots of n may be written again
-// for n + 2, and no second meeting is needed. All ranks must do the same operations in the same order.
+// Collectives and links among the processes of one host, through memory that they share. They may stand
+// at other addresses in each process, so that memory holds no pointers.
 
-#include <sys/types.h>
+#include <time.h>
 
 #include <atomic>
 #include <cstdint>
@@ -23,33 +19,72 @@
 namespace quire {
 namespace {
 
-// Not more: ranks may have to share their cores.
-constexpr int64_t kAwake = 50000, kSlice = 100000000;  // nanoseconds
+// Nanoseconds. Ranks may have to share a core: one that waits leaves it to others soon.
+constexpr int64_t kAwake = 4000, kYielding = 60000;
 constexpr int kLooks = 16;
+[[maybe_unused]] constexpr int64_t kNap = 50000;
 
-struct alignas(64) Seat {
-  std::atomic<uint32_t> arrived;  // for so many operations
+// A number that one rank counts up, and that others wait for. It wraps around.
+struct alignas(64) Counter {
+  std::atomic<uint32_t> value;
   std::atomic<uint32_t> num_asleep;
+
+  // Publishes what was written before.
+  void set(uint32_t to) {
+    value.store(to);
+    if (num_asleep.load() != 0) wake_all();
+  }
+
+  // Waits until it is no longer `seen`, and acquires what was published; false if that takes longer than
+  // `timeout`. `started` is 0, or when a wait of the same operation began.
+  bool wait_while(uint32_t seen, int64_t timeout, int64_t& started) {
+    for (int64_t waited = 0; waited < kAwake + kYielding;) {
+      for (int i = 0; i < kLooks; ++i) {
+        if (value.load(std::memory_order_acquire) != seen) return true;
+        if (waited < kAwake)
+          pause_briefly();
+        else
+          sched_yield();
+      }
+      const int64_t now = nanoseconds();
+      if (started == 0) started = now;
+      waited = now - started;
+    }
+    // No wake-up is missed: see `Waiters` in waiting.h.
+    num_asleep.fetch_add(1);
+    bool has_changed = value.load() != seen;
+    for (int64_t left; !has_changed && (left = started + timeout - nanoseconds()) > 0;) {
+      sleep_while(seen, left);
+      has_changed = value.load() != seen;
+    }
+    num_asleep.fetch_sub(1);
+    return has_changed;
+  }
+
+ private:
+#ifdef __linux__
+  void sleep_while(uint32_t seen, int64_t most) {
+    const timespec time{static_cast<time_t>(most / 1000000000), static_cast<long>(most % 1000000000)};
+    syscall(SYS_futex, &value, FUTEX_WAIT, seen, &time, nullptr, 0);
+  }
+  void wake_all() { syscall(SYS_futex, &value, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0); }
+#else
+  void sleep_while(uint32_t, int64_t most) {
+    const timespec time{0, static_cast<long>(most < kNap ? most : kNap)};
+    nanosleep(&time, nullptr);
+  }
+  void wake_all() {}
+#endif
 };
 
-void sleep_while(std::atomic<uint32_t>& word, uint32_t value, int64_t most) {
-  const timespec time{most / 1000000000, most % 1000000000};
-#ifdef __linux__
-  syscall(SYS_futex, &word, FUTEX_WAIT, value, &time, nullptr, 0);
-#else
-  if (word.load() == value) nanosleep(&time, nullptr);
-#endif
-}
+static_assert(std::atomic<uint32_t>::is_always_lock_free, "locks are not shared by processes");
 
-void wake_all(std::atomic<uint32_t>& word) {
-#ifdef __linux__
-  syscall(SYS_futex, &word, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
-#else
-  (void)word;
-#endif
-}
-
-// Mirrored by `Meeting` in collectives.py.
+// One rank's place among those that do collectives together; mirrored by `Meeting` in collectives.py.
+//
+// Its region has a counter for each rank and two slots for each, which take turns. A rank copies its
+// values into its slot, says that it has arrived, and reads the others' slots once they have arrived too.
+// Who has arrived for operation n + 1 is done with reading the slots of n; so these may be written again
+// for n + 2, and no second meeting is needed. All ranks must do the same operations in the same order.
 struct Meeting {
   void* region;
   int64_t slot_bytes;
@@ -57,52 +92,84 @@ struct Meeting {
   int32_t rank;
   int32_t num_ranks;
 
-  Seat& seat(int32_t of) const { return static_cast<Seat*>(region)[of]; }
+  Counter& arrived(int32_t of) const { return static_cast<Counter*>(region)[of]; }
 
-  // Of the operation that this rank is about to arrive for, or has just arrived for.
   uint8_t* slot(int32_t of, uint32_t operation) const {
-    uint8_t* slots = static_cast<uint8_t*>(region) + num_ranks * sizeof(Seat);
+    uint8_t* slots = static_cast<uint8_t*>(region) + num_ranks * sizeof(Counter);
     return slots + ((operation & 1) * num_ranks + of) * slot_bytes;
   }
 
-  uint32_t next() const { return seat(rank).arrived.load(std::memory_order_relaxed) + 1; }
+  // The operation that this rank arrives for next.
+  uint32_t next() const { return arrived(rank).value.load(std::memory_order_relaxed) + 1; }
 
   // Returns 0, or 1 + a rank that did not come in time.
   int32_t arrive(uint32_t operation) const {
-    Seat& own = seat(rank);
-    own.arrived.store(operation);
-    if (own.num_asleep.load() != 0) wake_all(own.arrived);
+    arrived(rank).set(operation);
     int64_t started = 0;
     for (int32_t other = 0; other < num_ranks; ++other)
-      if (other != rank && !await(seat(other), operation, started)) return 1 + other;
+      if (other != rank && !await(arrived(other), operation, started)) return 1 + other;
     return 0;
   }
 
  private:
-  // Numbers wrap around; a rank is one operation ahead at most.
-  static bool has_come(const Seat& seat, uint32_t operation) {
-    return static_cast<int32_t>(seat.arrived.load() - operation) >= 0;
+  bool await(Counter& counter, uint32_t operation, int64_t& started) const {
+    for (;;) {
+      const uint32_t seen = counter.value.load(std::memory_order_acquire);
+      if (static_cast<int32_t>(seen - operation) >= 0) return true;  // one ahead at most
+      if (!counter.wait_while(seen, timeout, started)) return false;
+    }
+  }
+};
+
+// One end of a stream of messages from one process to another; mirrored by `Ring` in collectives.py.
+// The region has the numbers of bytes that were written and read, then the last `capacity` of them.
+struct Ring {
+  void* region;
+  int64_t capacity;  // a power of two, at most 2^31: positions wrap around at 2^32
+  int64_t timeout;   // nanoseconds without progress
+
+  static constexpr int64_t kHeader = 2 * sizeof(Counter);
+
+  // False if the other end does not move on.
+  bool write(const void* data, int64_t size) const {
+    const uint8_t* from = static_cast<const uint8_t*>(data);
+    return move(written(), read(), capacity, size, [&](uint8_t* ring, int64_t done, int64_t some) {
+      std::memcpy(ring, from + done, some);
+    });
+  }
+  bool read(void* data, int64_t size) const {
+    uint8_t* to = static_cast<uint8_t*>(data);
+    return move(read(), written(), 0, size, [&](const uint8_t* ring, int64_t done, int64_t some) {
+      std::memcpy(to + done, ring, some);
+    });
   }
 
-  bool await(Seat& seat, uint32_t operation, int64_t& started) const {
-    for (int64_t waited = 0; waited < kAwake;) {
-      for (int i = 0; i < kLooks; ++i) {
-        if (has_come(seat, operation)) return true;
-        pause_briefly();
+ private:
+  Counter& written() const { return static_cast<Counter*>(region)[0]; }
+  Counter& read() const { return static_cast<Counter*>(region)[1]; }
+
+  // `own` may be ahead of `other` by `lead` bytes.
+  template <typename Copy>
+  bool move(Counter& own, Counter& other, int64_t lead, int64_t size, Copy copy) const {
+    uint8_t* data = static_cast<uint8_t*>(region) + kHeader;
+    uint32_t position = own.value.load(std::memory_order_relaxed);
+    for (int64_t done = 0; done < size;) {
+      const uint32_t seen = other.value.load(std::memory_order_acquire);
+      // As unsigned numbers, since positions wrap around.
+      int64_t some = static_cast<uint32_t>(seen + static_cast<uint32_t>(lead) - position);
+      if (some == 0) {
+        int64_t started = 0;
+        if (!other.wait_while(seen, timeout, started)) return false;
+        continue;
       }
-      const int64_t now = nanoseconds();
-      if (started == 0) started = now;
-      waited = now - started;
+      const int64_t start = position & (capacity - 1);
+      if (some > size - done) some = size - done;
+      if (some > capacity - start) some = capacity - start;
+      copy(data + start, done, some);
+      done += some;
+      own.set(position += static_cast<uint32_t>(some));
     }
-    // Counted before it looks for the last time: see `Waiters`.
-    seat.num_asleep.fetch_add(1);
-    bool came = has_come(seat, operation);
-    while (!came && nanoseconds() - started < timeout) {
-      sleep_while(seat.arrived, operation - 1, kSlice);
-      came = has_come(seat, operation);
-    }
-    seat.num_asleep.fetch_sub(1);
-    return came;
+    return true;
   }
 };
 
@@ -138,17 +205,20 @@ void sum(const Meeting& meeting, uint32_t operation, T* out, int64_t count, ToFl
 
 enum Dtype : int32_t { kFloat32, kBfloat16, kFloat16 };
 
+enum Outcome : int32_t { kDone, kTimedOut, kOtherSize };
+
 }  // namespace
 }  // namespace quire
 
 using quire::Meeting;
+using quire::Ring;
 
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Bytes of a region, which must be zeros at first.
+// Bytes of the region of a group, which must be zeros at first.
 int64_t quire_region_bytes(int32_t num_ranks, int64_t slot_bytes) {
-  return num_ranks * (static_cast<int64_t>(sizeof(quire::Seat)) + 2 * slot_bytes);
+  return num_ranks * (static_cast<int64_t>(sizeof(quire::Counter)) + 2 * slot_bytes);
 }
 
 // The sum of all ranks' `x`, in place. Returns 0, or 1 + a rank that did not come in time.
@@ -199,6 +269,23 @@ int32_t quire_broadcast(const Meeting* meeting, void* x, int64_t num_bytes, int3
     if (meeting->rank != source) std::memcpy(part, slot, some);
   }
   return 0;
+}
+
+// Bytes of the region of a ring, which must be zeros at first.
+int64_t quire_ring_bytes(int64_t capacity) { return Ring::kHeader + capacity; }
+
+// Returns once all is in the ring: a message that is longer waits for its receiver.
+int32_t quire_send(const Ring* ring, const void* x, int64_t num_bytes) {
+  const bool is_done = ring->write(&num_bytes, sizeof num_bytes) && ring->write(x, num_bytes);
+  return is_done ? quire::kDone : quire::kTimedOut;
+}
+
+// The next message, which must have `num_bytes`.
+int32_t quire_receive(const Ring* ring, void* out, int64_t num_bytes) {
+  int64_t sent;
+  if (!ring->read(&sent, sizeof sent)) return quire::kTimedOut;
+  if (sent != num_bytes) return quire::kOtherSize;
+  return ring->read(out, num_bytes) ? quire::kDone : quire::kTimedOut;
 }
 
 }  // extern "C"
