@@ -59,7 +59,8 @@ class AddedRow:
     pooling: str | None = None
     """"last" or "mean": the hidden states of the prompt are wanted as one vector."""
     appends_sampled: bool = True
-    """False where the host chooses the token itself (beam search) and sends it by `append_*`."""
+    """False where the host sends the token by `append_*`: it chooses it itself (beam search), or
+    there are several stages, which must all have it."""
 
 
 @dataclass(slots=True)

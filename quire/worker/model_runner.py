@@ -222,6 +222,7 @@ class ModelRunner:
         """Sample in every line as if the drafts before it were known; accept while they agree."""
         plan, rows = executed.plan, executed.staged.sample_rows
         assert executed.logits is not None
+        assert self._stage.count == 1, "other stages would not know which drafts were accepted"
         line_rows = rows.index_select(0, lines.index)
         host_rows = np.repeat(plan.rows, plan.num_samples)
         sampled = self._sample(executed.logits, line_rows, host_rows, masks, lines.offsets)

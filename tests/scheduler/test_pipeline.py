@@ -93,6 +93,16 @@ def test_as_many_steps_as_stages_are_launched_before_a_result_is_waited_for(
 
 
 @STAGES
+def test_chunks_of_a_prompt_for_beams_do_not_wait_either(num_stages: int) -> None:
+    """The host needs what beams sample, and nothing of their prompt."""
+    engine = pipeline(num_stages, max_num_batched_tokens=8)
+    engine.add(numbers(8 * num_stages), max_tokens=5, beam_width=2)
+    engine.step(num_stages - 1)
+    assert len(engine.core._in_flight) == num_stages - 1
+    engine.run()
+
+
+@STAGES
 def test_tokens_are_told_once_and_only_where_they_are_needed(num_stages: int) -> None:
     """Of each sequence all tokens but the last, which nothing is computed from."""
     engine = pipeline(num_stages)
@@ -157,6 +167,30 @@ def test_a_row_is_cut_back(num_stages: int, is_told: bool, num_cut: int) -> None
     scheduler.cut_back(sequence, sequence.num_known - num_cut)
     engine.finish()
     assert len(engine.ended[key].token_ids) == 12
+
+
+@STAGES
+def test_a_token_in_flight_has_its_block(num_stages: int) -> None:
+    """A prompt that would take it waits, and is not preempted right after it was admitted."""
+    engine = pipeline(num_stages, num_blocks=4, block_size=4)
+    engine.add(numbers(4), max_tokens=8)
+    engine.add(numbers(12, start=1), max_tokens=1)
+    engine.finish()
+    assert engine.core.metrics.preemptions.value == 0
+
+
+@STAGES
+def test_masks_wait_for_no_prompt(num_stages: int) -> None:
+    """A row with a grammar that samples has all its tokens; a chunk before may be in flight."""
+    engine = pipeline(num_stages, max_num_batched_tokens=8)
+    engine.add(numbers(16), max_tokens=3)
+    engine.step()
+    scheduler = engine.core.scheduler
+    scheduler.columns.constrained[engine.plans[0].rows] = True
+    plan = scheduler.schedule(0.0)
+    assert plan is not None and plan.samples.all()
+    assert scheduler.columns.in_flight[plan.rows].tolist() == [2]
+    assert not scheduler.awaits_constrained(plan)
 
 
 def test_a_pipeline_verifies_no_drafts() -> None:

@@ -19,10 +19,10 @@ from quire.config.model import ModelConfig, load_model_config
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.layers.parallel import Parallel
-from quire.protocol.kv_spec import KVLayout
-from quire.protocol.plan import AddedRow, LogprobArrays, StepPlan, StepResult
+from quire.protocol.plan import AddedRow, LogprobArrays, StepPlan, StepResult, TokenMasks
 from quire.protocol.sampling import SamplingParams
 from quire.worker.device import detect_device
+from quire.worker.model_runner import ModelRunner
 from quire.worker.worker import Worker
 from tests.layers.ranks import on_ranks
 
@@ -37,6 +37,8 @@ class Asked:
     prompt: Sequence[int]
     params: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.0))
     pooling: str | None = None
+    grammar: Sequence[int] | None = None
+    """Tokens that masks allow."""
 
 
 @dataclass
@@ -52,7 +54,6 @@ class Ran:
     made: list[Made]
     workers: list[Worker]
     """In the order of ranks."""
-    layouts: list[KVLayout] = field(default_factory=list)
 
 
 class Requests:
@@ -124,6 +125,18 @@ class Requests:
             for group in range(self.num_groups)
             for index in range(per_table)
         ]
+
+    def masks(self, plan: StepPlan, runner: ModelRunner, vocab_size: int) -> TokenMasks | None:
+        allowed = [self.asked[row].grammar for row in plan.rows[plan.samples].tolist()]
+        lines = [line for line, tokens in enumerate(allowed) if tokens is not None]
+        if not lines:
+            return None
+        masks = runner.token_masks(np.array(lines, np.int32), -(-vocab_size // 32))
+        masks.bits[:] = 0
+        for place, line in enumerate(lines):
+            for token in allowed[line] or ():
+                masks.bits[place, token // 32] |= np.int32(1) << np.int32(token % 32)
+        return masks
 
     def apply(self, plan: StepPlan, result: StepResult) -> None:
         rows = plan.rows[plan.samples].tolist()
@@ -199,11 +212,12 @@ def run(
             if step < num_steps:
                 plans.append(requests.plan(step, range(step % num_stages, len(asked), num_stages)))
                 worker.runner.execute(plans[-1])
-                found = worker.runner.sample().result()
                 if stage.is_last and parallel.rank == 0:
-                    results[step].set_result(found)
-                elif not stage.is_last:
-                    assert not len(found.tokens)
+                    masks = requests.masks(plans[-1], worker.runner, config.vocab_size)
+                    results[step].set_result(worker.runner.sample(masks).result())
+                else:
+                    found = worker.runner.sample().result()
+                    assert stage.is_last or not len(found.tokens)
         return requests.made
 
     def work_or_tell(parallel: Parallel) -> list[Made]:

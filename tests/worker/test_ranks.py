@@ -45,7 +45,7 @@ REQUESTS = [
     Asked(PROMPTS[0]),
     Asked(PROMPTS[1], SamplingParams(temperature=0.0, logprobs=3)),
     Asked(PROMPTS[2], SamplingParams(temperature=0.0, prompt_logprobs=2)),
-    Asked(PROMPTS[3], SamplingParams(seed=1, repetition_penalty=1.5, frequency_penalty=0.5)),
+    Asked(PROMPTS[3], SamplingParams(seed=1, frequency_penalty=1.0, allowed_token_ids=[*range(8)])),
     Asked(PROMPTS[4], pooling="last"),
     Asked(PROMPTS[5], pooling="mean"),
 ]
@@ -185,6 +185,18 @@ def test_what_ranks_of_a_vocabulary_tell_each_other(
     counts = [len(made.tokens) for made in both.made]
     told = share * sum(counts) if num_stages == 1 else 2 * counts[0] + share * counts[1]
     assert gathered(both) == [*before, told, told]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_masks_of_the_rank_that_samples(num_stages: int, saved: Callable[[str], Saved]) -> None:
+    """The others know of a grammar from the request alone. Allowed tokens are in the last rank's
+    share, beside a request that is free."""
+    params = SamplingParams(temperature=0.0, structured_outputs={"choice": ["any"]})
+    asked = [Asked(PROMPTS[1]), Asked(PROMPTS[1], params, grammar=[150, 158])]
+    one, two = run(saved("llama").folder, asked, NUM_TOKENS, 2, num_stages).made
+    (alone,) = run(saved("llama").folder, asked[1:], NUM_TOKENS).made
+    assert set(two.tokens) <= {150, 158} and two.tokens == alone.tokens[: len(two.tokens)]
+    assert one.tokens[:NUM_TOKENS] == greedy(saved("llama").model, PROMPTS[1:2], NUM_TOKENS)[0]
 
 
 def test_a_model_of_more_stages_than_two(saved: Callable[[str], Saved]) -> None:

@@ -22,6 +22,7 @@ from quire.layers.attention.layer import QKV, StepContext  # noqa: E402
 from quire.layers.attention.shared_prefix import HostPrefixTiles, prefix_tiles  # noqa: E402
 from quire.layers.attention.torch import TorchBackend  # noqa: E402
 from quire.layers.attention.triton import TritonBackend  # noqa: E402
+from quire.layers.parallel import ONE_STAGE, Stage  # noqa: E402
 from quire.protocol.plan import AddedRow, StepPlan  # noqa: E402
 from quire.protocol.sampling import SamplingParams  # noqa: E402
 from quire.worker.batch import gather_batch  # noqa: E402
@@ -59,14 +60,21 @@ class LayerPerGroup:
         self.head = weights(NUM_HEADS * DIM, VOCAB) / DIM
 
     def __call__(self, step: StepContext) -> Tensor:
-        assert step.token_ids is not None
-        joined = self.tokens[step.token_ids] + self.positions[step.positions]
+        if step.hidden is not None:
+            given = step.hidden.repeat(1, 2)
+        else:
+            assert step.token_ids is not None
+            given = self.tokens[step.token_ids]
+        joined = given + self.positions[step.positions]
         qkv = QKV(*joined.view(-1, joined.shape[1] // DIM, DIM).split(SPLIT, 1))
         attended = [
             attention.attend(0, qkv, DIM**-0.5, window).flatten(1)
             for attention, window in zip(step.attention, self.windows, strict=True)
         ]
         return sum(attended[1:], attended[0])
+
+    def new_hidden(self, count: int) -> Tensor:
+        return torch.full((count, NUM_HEADS * DIM), float("nan"), device=DEVICE)
 
     def new_logits(self, count: int) -> Tensor:
         return torch.empty(count, VOCAB, device=DEVICE)
@@ -94,11 +102,16 @@ class Side:
             table.copy_(order.view(max_rows, blocks))
 
     def run_eagerly(self, plan: StepPlan) -> Tensor:
+        hidden, sampled = self.run_stage(plan)
+        return self.model.logits(hidden[sampled])
+
+    def run_stage(self, plan: StepPlan, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Hidden states, and which of them are sampled from."""
         staged = self.table.update(plan)
         batch = gather_batch(self.table, plan, staged)
         attention = self.attention.plan(batch.attention)
-        hidden = self.model(StepContext(batch.positions, attention, batch.token_ids))
-        return self.model.logits(hidden[batch.sample_indices])
+        step = StepContext(batch.positions, attention, batch.token_ids, hidden=given)
+        return self.model(step), batch.sample_indices
 
 
 class _Replay:
@@ -114,9 +127,15 @@ class _Replay:
 class Graphs:
     """`StepGraphs` over a side; a shape is captured when a step first needs it."""
 
-    def __init__(self, side: Side, max_queries: int = 1, shares_prefixes: bool = False) -> None:
+    def __init__(
+        self,
+        side: Side,
+        max_queries: int = 1,
+        shares_prefixes: bool = False,
+        stage: Stage = ONE_STAGE,
+    ) -> None:
         self.side = side
-        self.graphs = graphs_of(side, 1024, shares_prefixes, max_queries)
+        self.graphs = graphs_of(side, 1024, shares_prefixes, max_queries, stage)
 
     def run(self, plan: StepPlan, prefixes: HostPrefixTiles | None = None) -> tuple[Any, Tensor]:
         staged = self.side.table.update(plan)
@@ -251,6 +270,46 @@ def test_steps_of_single_tokens(
         check(found, reference.run_eagerly(single))
         assert torch.equal(ours.table.num_computed, reference.table.num_computed)
         assert torch.equal(ours.kv.isnan(), reference.kv.isnan())
+
+
+class Pipe:
+    """A link to the same process."""
+
+    def __init__(self) -> None:
+        self.sent: list[Tensor] = []
+
+    def send(self, x: Tensor) -> None:
+        self.sent.append(x.clone())
+
+    def receive(self, out: Tensor) -> Tensor:
+        return out.copy_(self.sent.pop(0))
+
+
+def test_stages_pass_on_what_their_graphs_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt beside rows that decode, then fewer and fewer of them: hidden states go from graph
+    to graph without those of padding or of earlier steps, and only the last stage has logits."""
+    if not ON_GPU:
+        monkeypatch.setattr(triton_backend, "PROGRAMS_WANTED", 16)
+    link, kinds = Pipe(), (TritonBackend, TorchBackend)
+    stages = [[Side(16, 6, (None,), kind) for kind in kinds] for _ in range(2)]
+    graphs = [Graphs(ours, stage=Stage(index, 2, link)) for index, (ours, _) in enumerate(stages)]
+    assert graphs[0].graphs._logits is None
+
+    def expected(plan: StepPlan) -> Tensor:
+        hidden, _ = stages[0][1].run_stage(plan)
+        hidden, sampled = stages[1][1].run_stage(plan, hidden)
+        return stages[1][1].model.logits(hidden[sampled])
+
+    plan = first_plan([6, 3, 9], 6, seed=7)
+    _, sent = graphs[0].run(plan)
+    assert sent.shape == (18, NUM_HEADS * DIM)
+    check(graphs[1].run(plan)[1], expected(plan))
+    sides = [side for stage in stages for side in stage]
+    for count in (3, 1):
+        single = drafted_plan(sides, plan.rows[:count], [1] * count)
+        assert len(graphs[0].run(single)[1]) == count
+        check(graphs[1].run(single)[1], expected(single))
+        assert not link.sent
 
 
 def test_eager_steps_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
