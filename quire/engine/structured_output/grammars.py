@@ -7,6 +7,7 @@ and tokens that leave no choice are appended at once.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
@@ -44,8 +45,8 @@ class Grammars:
         self._pending: dict[str, tuple[NewRequest, Compilation, Future[None]]] = {}
         self._matchers: dict[int, Matcher] = {}
         """By the key of a sequence."""
-        self._batch: Batch | None = None
-        """That of the last plan."""
+        self._batches: deque[Batch] = deque(maxlen=scheduler.limits.num_stages)
+        """Those of the last plans: in a pipeline rows take turns."""
         self._sampled: list[tuple[Sequence, Matcher]] = []
         """Whose token the last `consume` took in."""
         self._threads: LLExecutor | None = None
@@ -77,7 +78,7 @@ class Grammars:
     def poll(self) -> None:
         """Let requests run whose grammars are compiled; refuse those whose grammars are wrong."""
         if self._matchers and self._growth.poll(self._matchers.values()):
-            self._batch = None
+            self._batches.clear()
         for request_id, (new, compilation, accepted) in list(self._pending.items()):
             if not compilation.is_over:
                 continue
@@ -137,11 +138,14 @@ class Grammars:
         """The constrained sequences that a plan samples for, those that still run."""
         if not self._matchers:
             return None
-        batch = self._batch
-        if batch is None or not batch.is_that_of(plan, self._scheduler.epochs(batch.rows)):
+        for batch in self._batches:
+            if batch.is_that_of(plan, self._scheduler.epochs(batch.rows)):
+                break
+        else:
             places, sequences = self._scheduler.constrained(plan)
             members = [(sequence, self._matchers[sequence.key]) for sequence in sequences]
-            self._batch = batch = Batch(plan, places, members)
+            batch = Batch(plan, places, members)
+            self._batches.append(batch)
         return batch if batch.members else None
 
     def consume(self, plan: StepPlan, result: StepResult, now: float) -> BoolArray | None:
