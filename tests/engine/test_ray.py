@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -222,6 +223,24 @@ def test_cluster_that_is_gone(model: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("nodes")
+def test_without_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray is started, on this host alone, and ends with the ranks."""
+    import ray
+
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        monkeypatch.delenv("RAY_ADDRESS")
+        ranks = RayActors(EngineOptions().replace(device="cpu", num_threads=1))
+        assert [node["NodeManagerAddress"] for node in ray.nodes()] == ["127.0.0.1"]
+        assert ranks.ended() == {}
+        ranks.stop()
+        ranks.stop()
+        assert not ray.is_initialized() and ranks.ended() == {}
+        eventually(lambda: folder not in processes(), "the end of Ray")
+
+
+@pytest.mark.slow
 def test_server(nodes: Nodes, model: str) -> None:
     """A killed actor ends its stream; health names it; the engine starts again and serves."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
@@ -241,12 +260,17 @@ def test_server(nodes: Nodes, model: str) -> None:
             list(stream)
         eventually(lambda: server.request("GET", "/health").status == 503, "the news")
         assert f"process {pid}" in server.request("GET", "/health").error["message"]
-        eventually(lambda: server.request("GET", "/health").status == 200, "the restart")
+        eventually(lambda: server.request("GET", "/health").status == 200, "the restart", 200)
         again = client.completions.create(**ask, max_tokens=8, temperature=0)
         assert again.choices[0].text == first.choices[0].text
     finally:
         assert server.stop() == 0
     nodes.assert_free()
+
+
+def processes() -> str:
+    """The command lines of all."""
+    return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
 
 
 def in_the_middle(llm: LLM, action: Any) -> None:

@@ -46,8 +46,8 @@ TINY = ("--num-threads", "1", "--kv-cache-memory-bytes", "32MiB", "--admin-key",
 ADMIN = {"Authorization": "Bearer admin"}
 
 
-def eventually(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 60
+def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen"
         time.sleep(0.02)

@@ -251,10 +251,9 @@ def _place(options: EngineOptions) -> tuple[Any, list[tuple[int, str]]]:
         ray.util.remove_placement_group(group)
         raise
     node_of: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-    own, counts = ray.get_runtime_context().get_node_id(), Counter(node_of.values())
-    order = sorted(
-        node_of, key=lambda one: (node_of[one] != own, -counts[node_of[one]], node_of[one])
-    )
+    own = ray.get_runtime_context().get_node_id()
+    # Ranks that follow each other share a node, and the first ones this process's.
+    order = sorted(node_of, key=lambda bundle: (node_of[bundle] != own, node_of[bundle]))
     return group, [(bundle, node_of[bundle]) for bundle in order for _ in range(size)]
 
 
