@@ -132,7 +132,7 @@ def start(model: str, **options: Any) -> LLM:
 
 def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(OptionError, match=r"needs the package ray: pip install 'quire-llm\[ray\]'"):
+    with pytest.raises(OptionError, match=r"needs the package ray .*pip install '\.\[ray\]'"):
         RayActors(EngineOptions())
 
 

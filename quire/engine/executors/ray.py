@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import quire
 from quire.config.device import core_shares
 from quire.config.options import EngineOptions
 from quire.engine.executors.launch import END_S, rank_starts
@@ -65,7 +64,7 @@ class RayActors(ConnectedRanks):
         ranks_of: dict[str, list[int]] = {}
         for rank, (_, node) in enumerate(nodes):
             ranks_of.setdefault(node, []).append(rank)
-        root = str(Path(quire.__file__).parents[1])
+        root = str(Path(__file__).parents[3])
         actor_class = ray.remote(_actor_class())
         for ranks in ranks_of.values():
             for start in rank_starts(options, ranks, len(ranks)):
@@ -151,8 +150,8 @@ class _Cluster:
             import ray
         except ImportError as error:
             raise OptionError(
-                "distributed_executor_backend='ray' needs the package ray: "
-                f"pip install 'quire-llm[ray]' ({error})"
+                f"distributed_executor_backend='ray' needs the package ray ({error}): run "
+                "`pip install '.[ray]'` in a clone of Quire, or `pip install ray`."
             ) from None
         with _Cluster._lock:
             self._is_counted = not ray.is_initialized() or _Cluster._num_engines > 0
