@@ -128,6 +128,8 @@ def join(start: StartRank, options: ParallelOptions, device: DeviceInfo) -> Para
     )
     if isinstance(start.channel, Inherited) and start.channel.group_fds:
         return _share_memory(place, start.channel)
+    if place.size == 1 and start.store is None:
+        return Parallel()
     return _TorchRanks(place, start.store, device).join_in_time()
 
 
@@ -397,12 +399,11 @@ class TorchGroup:
         return not self._is_gloo
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        if not self._is_gloo:
-            dist.all_reduce(x, group=self._group)
-            return x
-        # Two numbers are rounded once in any case.
-        is_narrow = x.dtype in (torch.bfloat16, torch.float16) and self._size > 2
-        host = x.to("cpu", torch.float32 if is_narrow else x.dtype)
+        host = x
+        if self._is_gloo:
+            # Two numbers are rounded once in any case.
+            is_narrow = x.dtype in (torch.bfloat16, torch.float16) and self._size > 2
+            host = x.to("cpu", torch.float32 if is_narrow else x.dtype)
         if x.numel():
             self._run("all_reduce", lambda: dist.all_reduce(host, group=self._group))
         return x if host is x else x.copy_(host)

@@ -154,6 +154,11 @@ def test_gloo(tp: int, pp: int) -> None:
     check_world("gloo", tp, pp)
 
 
+def test_one_rank() -> None:
+    start = StartRank(0, {}, Connected("", 0, ""))
+    assert join(start, options_for(1, 1, LONG_S), cpu_device()) == Parallel()
+
+
 def halves(place: Place, parallel: Parallel) -> list[Any]:
     found = []
     for dtype in (torch.bfloat16, torch.float16):

@@ -58,7 +58,7 @@ class LocalProcesses:
         store: tuple[str, int] | None = None
         if share_memory(options.device.device):
             group_fds, link_fds = shared_files(size, parallel.pipeline_parallel_size)
-        else:
+        elif num_ranks > 1:
             self._store = new_store(LOOPBACK, parallel.timeout_s)
             store = LOOPBACK, self._store.port
         shared = [orders, *group_fds, *(fd for fds in link_fds for fd in fds)]
