@@ -83,7 +83,8 @@ class EngineCore:
         self.metrics = EngineMetrics()
         self.monitor = Monitor(self.metrics)
         self.scheduler = Scheduler(limits, self.metrics)
-        self.grammars = Grammars(self.scheduler, grammar_settings or GrammarSettings(), num_threads)
+        settings = grammar_settings or GrammarSettings()
+        self.grammars = Grammars(self.scheduler, settings, num_threads, limits.num_stages)
         self.pressure = MemoryPressure(limits.max_num_batched_tokens)
         self.max_steps_in_flight = max_steps_in_flight
         self.clock = clock

@@ -34,7 +34,11 @@ POLL_S = 0.002
 
 class Grammars:
     def __init__(
-        self, scheduler: Scheduler, settings: GrammarSettings, num_threads: int = 1
+        self,
+        scheduler: Scheduler,
+        settings: GrammarSettings,
+        num_threads: int = 1,
+        num_stages: int = 1,
     ) -> None:
         """At most `num_threads` threads make masks."""
         self.compiler = GrammarCompiler(settings)
@@ -45,7 +49,7 @@ class Grammars:
         self._pending: dict[str, tuple[NewRequest, Compilation, Future[None]]] = {}
         self._matchers: dict[int, Matcher] = {}
         """By the key of a sequence."""
-        self._batches: deque[Batch] = deque(maxlen=scheduler.limits.num_stages)
+        self._batches: deque[Batch] = deque(maxlen=num_stages)
         """Those of the last plans: in a pipeline rows take turns."""
         self._sampled: list[tuple[Sequence, Matcher]] = []
         """Whose token the last `consume` took in."""
