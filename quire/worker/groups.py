@@ -54,6 +54,9 @@ REMEDIES = {
 
 T = TypeVar("T")
 
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""By the name that torch 2.13 has for it, or by the one before."""
+
 
 # --- what starts ranks ---------------------------------------------------------------------------
 
@@ -414,9 +417,7 @@ class TorchGroup:
         if x.numel():
             self._run(
                 "all_gather",
-                lambda: dist.all_gather_into_tensor(
-                    out.view(-1), host.reshape(-1), group=self._group
-                ),
+                lambda: all_gather(out.view(-1), host.reshape(-1), group=self._group),
             )
         return out.to(x.device)
 
