@@ -21,6 +21,8 @@ TIMEOUT_S = 30
 class ThreadGroup:
     """Where the ranks of a stage swap tensors: each brings one and leaves with all of them."""
 
+    is_capturable = False
+
     def __init__(self, barrier: threading.Barrier, brought: list[torch.Tensor], rank: int) -> None:
         self.barrier, self.brought, self.rank = barrier, brought, rank
         self.num_gathered = 0

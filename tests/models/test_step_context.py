@@ -54,7 +54,7 @@ class Embedded(torch.nn.Module):
         super().__init__()
         self.model = model
         (self.table,) = (m for m in model.modules() if isinstance(m, VocabEmbedding))
-        self.logits = model.logits
+        self.logits, self.lm_head = model.logits, model.lm_head
 
     def forward(self, step: StepContext) -> torch.Tensor:
         assert step.token_ids is not None
@@ -77,7 +77,8 @@ class Grouped(torch.nn.Module):
 
     def __init__(self, model: CausalLM, others: list[PagedRun]) -> None:
         super().__init__()
-        self.model, self.others, self.logits = model, others, model.logits
+        self.model, self.others = model, others
+        self.logits, self.lm_head = model.logits, model.lm_head
 
     def forward(self, step: StepContext) -> torch.Tensor:
         (first,) = step.attention
