@@ -62,8 +62,9 @@ class Reception:
         threading.Thread(target=self._accept, name="quire-reception", daemon=True).start()
 
     def close(self) -> None:
-        # `accept` of another thread goes on after a close alone.
-        self._listener.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # it is closed already
+            # `accept` of another thread goes on after a close alone.
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
     def _accept(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 LIBRARY_NAME = "libquire_cpu.so"
 ISAS = ("generic", "avx2", "avx512")
-ABI = 12
+ABI = 13
 
 
 def _find_library() -> Path:
@@ -373,9 +373,8 @@ def load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     library.quire_all_reduce.argtypes = ALL_REDUCE
     library.quire_all_gather.argtypes = ALL_GATHER
     library.quire_broadcast.argtypes = BROADCAST
-    if hasattr(library, "quire_ring_bytes"):
-        library.quire_ring_bytes.argtypes = (ctypes.c_int64,)
-        library.quire_ring_bytes.restype = ctypes.c_int64
-        library.quire_send.argtypes = MOVE
-        library.quire_receive.argtypes = MOVE
+    library.quire_ring_bytes.argtypes = (ctypes.c_int64,)
+    library.quire_ring_bytes.restype = ctypes.c_int64
+    library.quire_send.argtypes = MOVE
+    library.quire_receive.argtypes = MOVE
     return library, f"native library, {ISAS[library.quire_best_isa()]}"

@@ -1,0 +1,211 @@
+"""An engine on two hosts: two network namespaces of this machine, joined by a virtual cable."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from tests.models.reference import random_tokens
+from tests.tiny import save_tiny
+
+pytestmark = pytest.mark.slow
+
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "num_threads": 1,
+    "max_model_len": 50_000,
+    "num_gpu_blocks_override": 4_000,
+    "skip_tokenizer_init": True,
+    "distributed_timeout_seconds": 60,
+}
+PROMPT = random_tokens(20, seed=1)
+ADDRESSES = ("10.213.7.1", "10.213.7.2")
+
+SCRIPT = """
+import sys, time
+from quire import LLM, SamplingParams
+options, prompt, num_tokens = {options!r}, {prompt!r}, {num_tokens}
+try:
+    llm = LLM(**options)
+    print("ready", flush=True)
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    (output,) = llm.generate([dict(prompt_token_ids=prompt)], params, use_tqdm=False)
+    print("tokens", list(output.outputs[0].token_ids), flush=True)
+    llm.shutdown()
+except Exception as error:
+    print(type(error).__name__, error, flush=True)
+"""
+
+
+def run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True)
+
+
+@dataclass
+class Hosts:
+    """Commands that run on host 0 and on host 1."""
+
+    names: tuple[str, str]
+
+    def start(self, host: int, *words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.names[host], *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def cut(self) -> None:
+        run("ip", "-n", self.names[1], "link", "set", "cable1", "down")
+        run("ip", "-n", self.names[0], "link", "set", "cable0", "down")
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    names = (f"quire-a-{os.getpid()}", f"quire-b-{os.getpid()}")
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need root and the command ip")
+    try:
+        run("ip", "netns", "add", names[0])
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"network namespaces cannot be made: {error.stderr!r:.200}")
+    try:
+        run("ip", "netns", "add", names[1])
+        run("ip", "-n", names[0], "link", "add", "cable0", "type", "veth", "peer", "name", "cable1")
+        run("ip", "-n", names[0], "link", "set", "cable1", "netns", names[1])
+        for i, name in enumerate(names):
+            run("ip", "-n", name, "addr", "add", f"{ADDRESSES[i]}/24", "dev", f"cable{i}")
+            run("ip", "-n", name, "link", "set", f"cable{i}", "up")
+            run("ip", "-n", name, "link", "set", "lo", "up")
+        yield Hosts(names)
+    finally:
+        for name in names:
+            found = subprocess.run(
+                ["ip", "netns", "pids", name], capture_output=True, text=True, check=False
+            )
+            for pid in found.stdout.split():
+                os.kill(int(pid), signal.SIGKILL)
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_tiny(folder, "llama", max_position_embeddings=100_000)
+    return folder
+
+
+def head(model: Path, num_tokens: int, **changes: Any) -> str:
+    options = {"model": str(model), **OPTIONS, "nnodes": 2, "tensor_parallel_size": 2, **changes}
+    script = SCRIPT.format(options=options, prompt=PROMPT, num_tokens=num_tokens)
+    return textwrap.dedent(script)
+
+
+def follower(model: Path, *words: str, timeout_s: int = 60) -> list[str]:
+    return [
+        *(sys.executable, "-m", "quire", "serve", "--model", str(model), "--nnodes", "2"),
+        *("--node-rank", "1", "--tensor-parallel-size", "2"),
+        *("--distributed-timeout-seconds", str(timeout_s), *words),
+    ]
+
+
+def output_of(process: subprocess.Popen[str], timeout_s: float = 120) -> str:
+    return process.communicate(timeout=timeout_s)[0]
+
+
+def test_two_hosts_and_a_cut(hosts: Hosts, model: Path) -> None:
+    """The same tokens as on one host; then the cable is cut in the middle of a request, and both
+    sides say so."""
+    with LLM(model=str(model), **OPTIONS) as llm:
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        (output,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+        expected = list(output.outputs[0].token_ids)
+    place = ("--master-addr", ADDRESSES[0])
+    second = hosts.start(1, *follower(model, *place))
+    first = hosts.start(0, sys.executable, "-c", head(model, 40, master_addr=ADDRESSES[0]))
+    said = output_of(first)
+    assert f"tokens {expected}" in said, said
+    assert second.wait(30) == 0, "it ends with its engine"
+
+    second = hosts.start(1, *follower(model, *place, timeout_s=5))
+    endless = head(model, 45_000, master_addr=ADDRESSES[0])
+    first = hosts.start(0, sys.executable, "-c", endless)
+    assert first.stdout is not None
+    while "ready" not in (line := first.stdout.readline()):
+        assert line, "it did not start"
+    time.sleep(2)
+    hosts.cut()
+    said = output_of(first)
+    assert "EngineDeadError" in said and "rank 1" in said, said
+    said = output_of(second)
+    assert second.returncode != 0
+    assert f"host 0 ({ADDRESSES[0]}:29501) is lost" in said and "does not answer" in said, said
+
+
+@pytest.mark.parametrize(
+    ("head_changes", "words", "cause"),
+    [
+        (
+            {"max_num_seqs": 8},
+            ("--max-num-seqs", "9"),
+            r"was started with max_num_seqs=9, host 0 with max_num_seqs=8",
+        ),
+        ({}, ("--model", "another/model"), r"was started with model='another/model'"),
+    ],
+)
+def test_hosts_that_do_not_agree(
+    head_changes: dict[str, Any], words: tuple[str, ...], cause: str, model: Path
+) -> None:
+    """Both sides say what differs; on one machine, as no network is needed for that."""
+    port = free_port()
+    options = {"distributed_timeout_seconds": 30, "master_port": port, **head_changes}
+    second = start(*follower(model, "--master-port", str(port), *words))
+    first = start(sys.executable, "-c", head(model, 4, **options))
+    assert cause in output_of(first)
+    assert cause in output_of(second) and second.returncode != 0
+
+
+def test_host_that_does_not_come(model: Path) -> None:
+    options = {"distributed_timeout_seconds": 10, "master_port": free_port()}
+    said = output_of(start(sys.executable, "-c", head(model, 4, **options)))
+    assert "No host has joined as node_rank 1 of nnodes=2" in said, said
+    assert "(distributed_timeout_seconds)" in said
+
+
+def test_engine_that_does_not_come(model: Path) -> None:
+    words = follower(model, "--master-port", str(free_port()), timeout_s=2)
+    process = start(*words)
+    said = output_of(process)
+    assert process.returncode != 0
+    assert "does not answer for 2 s" in said and "--node-rank 0" in said, said
+
+
+def test_port_in_use(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = output_of(start(sys.executable, "-c", head(model, 4, master_port=port)))
+    assert "OptionError" in said and f"master_port={port}" in said and "free port" in said, said
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port: int = one.getsockname()[1]
+    return port
+
+
+def start(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
