@@ -59,8 +59,15 @@ class Ran:
 class Requests:
     """What a rank knows of all requests; all ranks know the same."""
 
-    def __init__(self, asked: Sequence[Asked], num_groups: int, num_stages: int) -> None:
+    def __init__(
+        self,
+        asked: Sequence[Asked],
+        num_groups: int,
+        num_stages: int,
+        block_size: int = BLOCK_SIZE,
+    ) -> None:
         self.asked, self.num_groups, self.num_stages = asked, num_groups, num_stages
+        self.blocks_per_table = MAX_LEN // block_size
         self.computed = [0] * len(asked)
         self.made = [Made() for _ in asked]
         self.unsent: list[tuple[int, int]] = []
@@ -118,7 +125,7 @@ class Requests:
 
     def table(self, row: int) -> list[tuple[int, int, int, int]]:
         """Blocks of its own in each KV group."""
-        per_table = MAX_LEN // BLOCK_SIZE
+        per_table = self.blocks_per_table
         first = row * self.num_groups * per_table
         return [
             (group, row, index, first + group * per_table + index)
