@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import math
 import os
 import platform
 import socket
+import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+SIOCGIFADDR = 0x8915
+"""Asks Linux for the address of an interface."""
 ROOT = Path("/")
 """Where /proc and /sys are."""
 
@@ -195,11 +199,19 @@ def ranks_share_devices() -> bool:
     return os.environ.get("QUIRE_RANKS_SHARE_DEVICES") == "1"
 
 
-def prefer_loopback() -> None:
-    """Have gloo, whose ranks are all on this host, listen where no other host reaches it."""
-    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-    if names:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
+def prefer_interface(address: str) -> None:
+    """Have gloo use the network interface of this address, unless it is told another. By itself it
+    looks up the name of the host, which is often that of the loopback, or of too many."""
+    for _, name in socket.if_nameindex():
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            asked = struct.pack("256s", name.encode()[:15])
+            try:
+                found = fcntl.ioctl(probe, SIOCGIFADDR, asked)[20:24]
+            except OSError:
+                continue  # it has no address
+        if socket.inet_ntoa(found) == address:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            return
 
 
 def tokenise_on_one_thread() -> None:

@@ -23,7 +23,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from quire.config.device import DeviceInfo, prefer_loopback, ranks_share_devices
+from quire.config.device import DeviceInfo, prefer_interface, ranks_share_devices
 from quire.config.options import ParallelOptions
 from quire.kernels import cpu
 from quire.kernels.cpu.collectives import (
@@ -38,7 +38,6 @@ from quire.protocol.ranks import Inherited, StartRank
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
 POLL_S = 0.02
 GRACE_S = 5.0
 """For torch's own timeouts to come first: they say more."""
@@ -226,18 +225,18 @@ class _TorchRanks:
             store: dist.Store = next(iter(found))[0]
             return store
         host, port = self._address
-        if host == LOOPBACK:
-            prefer_loopback()
-        self._wait_for_listener(host, port)
+        prefer_interface(self._wait_for_listener(host, port))
         return dist.TCPStore(host, port, timeout=self._timeout, wait_for_workers=False)
 
-    def _wait_for_listener(self, host: str, port: int) -> None:
-        """`TCPStore` would try for longer than it is told, and write about it."""
+    def _wait_for_listener(self, host: str, port: int) -> str:
+        """The address of this host by which it is reached. `TCPStore` would try for longer than it
+        is told, and write about it."""
         while True:
             left = self._deadline - time.monotonic()
             try:
-                socket.create_connection((host, port), max(left, POLL_S)).close()
-                return
+                with socket.create_connection((host, port), max(left, POLL_S)) as line:
+                    address: str = line.getsockname()[0]
+                    return address
             except OSError as error:
                 if left <= POLL_S:
                     raise RankMissing(

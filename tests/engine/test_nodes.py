@@ -141,8 +141,8 @@ def test_two_hosts_and_a_cut(hosts: Hosts, model: Path) -> None:
     assert f"tokens {expected}" in said, said
     assert second.wait(30) == 0, "it ends with its engine"
 
-    second = hosts.start(1, *follower(model, *place, timeout_s=5))
-    endless = head(model, 45_000, master_addr=ADDRESSES[0])
+    second = hosts.start(1, *follower(model, *place, timeout_s=20))
+    endless = head(model, 45_000, master_addr=ADDRESSES[0], distributed_timeout_seconds=20)
     first = hosts.start(0, sys.executable, "-c", endless)
     assert first.stdout is not None
     while "ready" not in (line := first.stdout.readline()):

@@ -18,7 +18,7 @@ from quire.engine.executors.channel import Channel
 from quire.engine.executors.launch import Launcher
 from quire.protocol import __version__
 from quire.protocol.codec import Decoder, encode
-from quire.protocol.errors import EngineDeadError, QuireError
+from quire.protocol.errors import EngineDeadError, QuireError, RankMissing
 from quire.protocol.output import DeviceMemory
 from quire.protocol.plan import Int32Array, StepPlan, StepResult, TokenMasks
 from quire.protocol.ranks import (
@@ -292,7 +292,11 @@ class DistributedExecutor:
             error = answer.error.to_error()
             if not self._in_service and type(error) is not QuireError:
                 self._refusal = error  # such as a model that does not fit: it says what to do
-            self._search_cause(f"{self._name(rank)} failed: {answer.error.message}")
+            sign = f"{self._name(rank)} failed: {answer.error.message}"
+            if isinstance(error, RankMissing):
+                self._search_cause(sign)  # another one may have died
+            else:
+                self._note_failure(sign)
 
     def _look(self) -> None:
         """For ranks that have ended or stand still."""

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from quire.config.device import core_shares
 from quire.config.options import EngineOptions
 from quire.engine.executors.channel import CUT_S, Channel, notice_cut
 from quire.engine.executors.launch import RankProcesses, rank_starts
@@ -255,7 +256,9 @@ class _Node:
         if reply is None:
             raise QuireError(f"{_address(options)} has closed the connection; its log says why.")
         logger.info("ranks %s run here for %s", _listed(reply.ranks), _address(options))
-        for start in reply.ranks:
+        shares = core_shares(len(reply.ranks))
+        for start, share in zip(reply.ranks, shares, strict=True):
+            start.processors = share if start.processors else []  # those here, not of host 0
             self._processes.start(start)
 
     def _read(self) -> StartRanks | Refused | None:
