@@ -101,6 +101,12 @@ class Parallel:
     size: int = 1
     group: ProcessGroup | None = None
     stage: Stage = ONE_STAGE
+    all_answer: bool = False
+    """Whether all ranks want the results of a step, and not the first alone."""
+
+    @property
+    def answers(self) -> bool:
+        return self.rank == 0 or self.all_answer
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`; may reuse `x`."""

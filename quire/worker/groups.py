@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -34,7 +34,7 @@ from quire.kernels.cpu.collectives import (
 )
 from quire.layers.parallel import Parallel, ProcessGroup, Stage
 from quire.protocol.errors import OptionError, RankMissing
-from quire.protocol.ranks import Inherited, StartRank
+from quire.protocol.ranks import Connected, Inherited, StartRank
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +133,30 @@ def join(start: StartRank, options: ParallelOptions, device: DeviceInfo) -> Para
     if place.size == 1 and start.store is None:
         return Parallel()
     return _TorchRanks(place, start.store, device).join_in_time()
+
+
+def own_place(options: ParallelOptions, device: DeviceInfo) -> Parallel:
+    """The place of a process with an engine of its own: it is alone, unless torchrun or the like
+    has started several."""
+    if options.distributed_executor_backend != "external_launcher":
+        return Parallel()
+    rank = os.environ.get("RANK")
+    if dist.is_initialized():
+        rank = str(dist.get_rank())
+    if rank is None:
+        raise OptionError(
+            "distributed_executor_backend='external_launcher' needs the variables that torchrun "
+            "sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), but there is no RANK. "
+            "Start the script with torchrun, or leave distributed_executor_backend unset."
+        )
+    found = int(os.environ.get("WORLD_SIZE", options.num_ranks))
+    if not dist.is_initialized() and found != options.num_ranks:
+        raise OptionError(
+            f"tensor_parallel_size={options.tensor_parallel_size} needs as many processes, but "
+            f"WORLD_SIZE={found}; start {options.num_ranks} (torchrun --nproc-per-node)."
+        )
+    start = StartRank(int(rank), {}, Connected("", 0, ""))
+    return replace(join(start, options, device), all_answer=True)
 
 
 def _share_memory(place: _Place, files: Inherited) -> Parallel:

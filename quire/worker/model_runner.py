@@ -208,7 +208,7 @@ class ModelRunner:
             assert masks is None, "rows without a grammar have no masks"
             return Sampled(self.model.lm_head.gather_argmax(logits), None)
         logits = self.model.lm_head.gather(logits)
-        if self._parallel.rank == 0:
+        if self._parallel.answers:
             sampled = self.sampler.sample(logits, rows, host_rows, masks, offsets)
         else:
             tokens = torch.empty(len(host_rows), dtype=torch.int32, device=rows.device)
@@ -268,7 +268,7 @@ class ModelRunner:
         parts = []
         for cut in cuts:
             logits = self.model.lm_head.gather(self.model.logits(hidden[cut]))
-            if self._parallel.rank == 0:
+            if self._parallel.answers:
                 measured = measure_prompt(added, logits, targets[cut], positions[cut])
                 parts.append(measured.tensors)
         if not parts:

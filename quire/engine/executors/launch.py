@@ -19,9 +19,10 @@ from quire.protocol.codec import line
 from quire.protocol.processes import exit_cause
 from quire.protocol.ranks import Connected, Inherited, StartRank
 from quire.protocol.ring import OrderWriter, new_ring
-from quire.worker.groups import LOOPBACK, new_store, share_memory, shared_files
+from quire.worker.groups import new_store, share_memory, shared_files
 
 PROGRAM = "import sys; sys.path[:] = {path!r}; from quire.engine.executors.rank import main; main()"
+LOOPBACK = "127.0.0.1"
 END_S = 2.0
 """How long a process may take to end by itself."""
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from traceback import clear_frames
+
+import torch
 
 from quire.config.device import DeviceInfo
 from quire.config.model import ModelConfig
@@ -14,6 +17,7 @@ from quire.protocol.errors import StepMemoryError
 from quire.protocol.output import DeviceMemory
 from quire.protocol.plan import Int32Array, StepPlan, TokenMasks
 from quire.worker.device import detect_device
+from quire.worker.groups import own_place
 from quire.worker.memory import is_exhausted, is_out_of_memory, return_free_memory
 from quire.worker.model_runner import ModelRunner
 from quire.worker.worker import Worker, num_loading_threads, torch_threads
@@ -32,12 +36,14 @@ class LocalExecutor:
         fits_max_model_len: bool = False,
     ) -> None:
         assert options.device.num_threads is not None
+        parallel = own_place(options.parallel, device)
         with torch_threads(num_loading_threads(device.type, options.device.num_threads)):
-            worker = Worker(options, model_config, device)
+            worker = Worker(options, model_config, device, parallel)
             worker.load()
-            self.max_model_len, self.num_blocks = worker.size_cache(
-                worker.profile(), fits_max_model_len
-            )
+            sizes = torch.tensor(worker.size_cache(worker.profile(), fits_max_model_len))
+            # Every rank has an engine, and all plan alike.
+            smallest = parallel.all_gather(sizes.to(worker.device)).view(-1, 2).amin(0)
+            self.max_model_len, self.num_blocks = smallest.tolist()
             worker.allocate(self.num_blocks, self.max_model_len)
             worker.capture()
         self._worker: Worker | None = worker
@@ -49,7 +55,10 @@ class LocalExecutor:
     @staticmethod
     def device(options: EngineOptions) -> DeviceInfo:
         """The device that a worker would get."""
-        return detect_device(options.device.device)
+        place: int | None = None
+        if options.parallel.distributed_executor_backend == "external_launcher":
+            place = int(os.environ.get("LOCAL_RANK", "0"))
+        return detect_device(options.device.device, place)
 
     @property
     def worker(self) -> Worker:

@@ -15,7 +15,7 @@ from typing import Any
 
 from quire.config.device import core_shares
 from quire.config.options import EngineOptions
-from quire.engine.executors.launch import END_S, rank_starts
+from quire.engine.executors.launch import END_S, LOOPBACK, rank_starts
 from quire.engine.executors.nodes import ConnectedRanks
 from quire.protocol.codec import line, read_line
 from quire.protocol.errors import EngineDeadError, OptionError
@@ -29,7 +29,6 @@ PROBE_S = 5.0
 POLL_S = 0.5
 PATIENCE_S = 3.0
 """A placement group that takes longer is worth a line."""
-LOOPBACK = "127.0.0.1"
 
 
 class RayActors(ConnectedRanks):
