@@ -194,6 +194,12 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
+def launched_as(name: str) -> int | None:
+    """What torchrun, or the like, has told this process: RANK, WORLD_SIZE or LOCAL_RANK."""
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() else None
+
+
 def ranks_share_devices() -> bool:
     """Whether a host may have more ranks than GPUs: for tests."""
     return os.environ.get("QUIRE_RANKS_SHARE_DEVICES") == "1"

@@ -23,7 +23,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from quire.config.device import DeviceInfo, prefer_interface, ranks_share_devices
+from quire.config.device import DeviceInfo, launched_as, prefer_interface, ranks_share_devices
 from quire.config.options import ParallelOptions
 from quire.kernels import cpu
 from quire.kernels.cpu.collectives import (
@@ -140,22 +140,20 @@ def own_place(options: ParallelOptions, device: DeviceInfo) -> Parallel:
     has started several."""
     if options.distributed_executor_backend != "external_launcher":
         return Parallel()
-    rank = os.environ.get("RANK")
-    if dist.is_initialized():
-        rank = str(dist.get_rank())
+    rank = dist.get_rank() if dist.is_initialized() else launched_as("RANK")
     if rank is None:
         raise OptionError(
             "distributed_executor_backend='external_launcher' needs the variables that torchrun "
             "sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), but there is no RANK. "
             "Start the script with torchrun, or leave distributed_executor_backend unset."
         )
-    found = int(os.environ.get("WORLD_SIZE", options.num_ranks))
+    found = launched_as("WORLD_SIZE")
     if not dist.is_initialized() and found != options.num_ranks:
         raise OptionError(
             f"tensor_parallel_size={options.tensor_parallel_size} needs as many processes, but "
             f"WORLD_SIZE={found}; start {options.num_ranks} (torchrun --nproc-per-node)."
         )
-    start = StartRank(int(rank), {}, Connected("", 0, ""))
+    start = StartRank(rank, {}, Connected("", 0, ""))
     return replace(join(start, options, device), all_answer=True)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from traceback import clear_frames
 
 import torch
 
-from quire.config.device import DeviceInfo
+from quire.config.device import DeviceInfo, launched_as
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.engine.executors.base import PendingResult
@@ -57,7 +56,7 @@ class LocalExecutor:
         """The device that a worker would get."""
         place: int | None = None
         if options.parallel.distributed_executor_backend == "external_launcher":
-            place = int(os.environ.get("LOCAL_RANK", "0"))
+            place = launched_as("LOCAL_RANK")
         return detect_device(options.device.device, place)
 
     @property
