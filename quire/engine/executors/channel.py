@@ -9,7 +9,7 @@ import threading
 
 LENGTH = struct.Struct("<q")
 MAX_MESSAGE_BYTES = 1 << 32
-RECEIVE_BYTES = 1 << 20
+RECEIVE_BYTES = 1 << 16
 CUT_S = 4.0
 """After so long without an answer of the other host a connection counts as cut."""
 

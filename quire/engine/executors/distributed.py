@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import queue
 import selectors
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -39,7 +39,6 @@ MIB = 1 << 20
 SILENCE_S = 4.0
 """A rank in service says twice a second that its process runs."""
 LOOK_S = 0.25
-POLL_S = 0.01
 GRACE_S = 0.5
 """Between the first sign of a failure and the search for its cause: a rank that misses another one
 may say so before that one's end is seen."""
@@ -67,12 +66,16 @@ class DistributedExecutor:
         parallel = options.parallel
         self._num_ranks, self._timeout_s = parallel.num_ranks, parallel.timeout_s
         self.failure: str | None = None
-        self._results: queue.SimpleQueue[StepResult | None] = queue.SimpleQueue()
-        self._returned: queue.SimpleQueue[tuple[int, Returned] | None] = queue.SimpleQueue()
+        self._results: deque[StepResult] = deque()
+        self._returned: dict[int, Returned] = {}
         self._hellos: dict[int, Hello] = {}
         self._refusal: QuireError | None = None
         self._heard: dict[int, float] = {}
         self._in_service = False
+        self._receiving = threading.Lock()
+        self._selector = selectors.DefaultSelector()
+        self._decoder: Decoder[Answer] = Decoder(Answer)
+        self._look_due = 0.0
         self._stopping = threading.Event()
         self._seconds: dict[str, float] = {}
         self._launcher = launch()
@@ -103,12 +106,10 @@ class DistributedExecutor:
     def _await_hellos(self) -> None:
         """Every rank's process runs."""
         started = time.monotonic()
-        while len(self._hellos) < self._num_ranks:
-            if self.failure is not None:
-                self._raise_failure()
-            if time.monotonic() > started + self._timeout_s:
-                self._fail(self._lateness("start", set(self._hellos)))
-            self._stopping.wait(POLL_S)
+        self._wait_for(
+            lambda: len(self._hellos) == self._num_ranks,
+            lambda: self._lateness("start", set(self._hellos)),
+        )
         self._seconds["start"] = time.monotonic() - started
         for hello in self._hellos.values():
             if hello.version != __version__:
@@ -171,16 +172,14 @@ class DistributedExecutor:
 
     def next_result(self) -> StepResult:
         """That of the oldest step whose result was not taken yet."""
-        try:
-            result = self._results.get(timeout=self._timeout_s)
-        except queue.Empty:
-            self._fail(
+        self._wait_for(
+            lambda: bool(self._results),
+            lambda: (
                 f"a step did not end within {self._timeout_s:g} s (distributed_timeout_seconds). "
                 + NETWORK
-            )
-        if result is None:
-            self._raise_failure()
-        return result
+            ),
+        )
+        return self._results.popleft()
 
     def memory(self) -> DeviceMemory:
         return msgspec.convert(self._call("memory")[0], DeviceMemory)
@@ -192,18 +191,12 @@ class DistributedExecutor:
 
     def _call(self, name: str, **arguments: Any) -> list[Any]:
         self._send(Call(name, arguments))
-        deadline = time.monotonic() + self._timeout_s
-        values: dict[int, Any] = {}
-        while len(values) < self._num_ranks:
-            try:
-                answer = self._returned.get(timeout=max(deadline - time.monotonic(), 0.0))
-            except queue.Empty:
-                self._fail(self._lateness(name, set(values)))
-            if answer is None:
-                self._raise_failure()
-            rank, returned = answer
-            values[rank] = returned.value
-        return [values[rank] for rank in range(self._num_ranks)]
+        self._wait_for(
+            lambda: len(self._returned) == self._num_ranks,
+            lambda: self._lateness(name, set(self._returned)),
+        )
+        returned, self._returned = self._returned, {}
+        return [returned[rank].value for rank in range(self._num_ranks)]
 
     def _send(self, order: Order) -> None:
         if self.failure is not None:
@@ -213,8 +206,8 @@ class DistributedExecutor:
         except TimeoutError:
             self._fail(f"a rank has taken in no orders for {self._timeout_s:g} s. {NETWORK}")
         except OSError as error:
-            self._stopping.wait(GRACE_S)  # the watch knows which one, or will in a moment
-            self._fail(f"a rank is gone: {error}")
+            self._search_cause(f"a rank is gone: {error}")
+            self._raise_failure()
 
     # --- failures ---------------------------------------------------------------------------------
 
@@ -241,51 +234,71 @@ class DistributedExecutor:
         raise EngineDeadError(self.failure)
 
     def _note_failure(self, cause: str) -> None:
-        """From any thread: nothing goes on, and all that wait are told."""
-        if self.failure is None and not self._stopping.is_set():
+        """The first cause counts: others follow from it."""
+        if self.failure is None:
             self.failure = cause
-        self._results.put(None)
-        self._returned.put(None)
 
-    # --- the watch, a thread ----------------------------------------------------------------------
+    # --- answers ----------------------------------------------------------------------------------
+
+    def _wait_for(self, arrived: Callable[[], bool], lateness: Callable[[], str]) -> None:
+        """Until something has arrived. The thread that waits takes answers in itself: no other has
+        to wake up for it."""
+        deadline = time.monotonic() + self._timeout_s
+        while not arrived():
+            if self.failure is not None:
+                self._raise_failure()
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self._fail(lateness())
+            self._receive(min(left, LOOK_S))
 
     def _run_watch(self) -> None:
-        try:
-            self._watch_ranks()
-        except Exception as error:
-            logger.debug("the watch over the ranks failed", exc_info=error)
-            self._note_failure(f"an answer of a rank could not be read: {error}")
+        """A thread: notice what happens while no other waits for answers, and end the processes
+        after a failure."""
+        while self.failure is None and not self._stopping.wait(LOOK_S):
+            self._receive(0.0)
         if self.failure is not None:
             self._launcher.stop()
 
-    def _watch_ranks(self) -> None:
-        decoder: Decoder[Answer] = Decoder(Answer)
-        selector = selectors.DefaultSelector()
-        watched: dict[int, Channel] = {}
-        while not self._stopping.is_set() and self.failure is None:
-            for rank, channel in list(self._launcher.channels.items()):
-                if rank not in watched:
-                    selector.register(channel.line, selectors.EVENT_READ, rank)
-                    watched[rank], self._heard[rank] = channel, time.monotonic()
-                    for data in channel.read_buffered():
-                        self._take(rank, decoder.decode(data))
-            for key, _ in selector.select(LOOK_S):
-                rank = key.data
-                try:
-                    messages = watched[rank].read_ready()
-                except EOFError:
-                    self._search_cause(f"{self._name(rank)} is gone")
-                    return
-                self._heard[rank] = time.monotonic()
-                for data in messages:
-                    self._take(rank, decoder.decode(data))
-            self._look()
+    def _receive(self, wait_s: float) -> None:
+        """Take in what has come, or comes within `wait_s`, and look after the ranks."""
+        with self._receiving:
+            if self.failure is not None:
+                return
+            self._listen_to_new_ones()
+            try:
+                for key, _ in self._selector.select(wait_s):
+                    self._read(*key.data)
+            except (OSError, msgspec.MsgspecError) as error:
+                self._note_failure(f"an answer of a rank could not be read: {error}")
+            if (now := time.monotonic()) >= self._look_due and self.failure is None:
+                self._look_due = now + LOOK_S
+                self._look(now)
+
+    def _listen_to_new_ones(self) -> None:
+        for rank, channel in list(self._launcher.channels.items()):
+            if rank not in self._heard:
+                self._selector.register(channel.line, selectors.EVENT_READ, (rank, channel))
+                self._hear(rank, channel.read_buffered())
+
+    def _read(self, rank: int, channel: Channel) -> None:
+        try:
+            messages = channel.read_ready()
+        except EOFError:
+            self._search_cause(f"{self._name(rank)} is gone")
+        else:
+            self._hear(rank, messages)
+
+    def _hear(self, rank: int, messages: list[bytes]) -> None:
+        self._heard[rank] = time.monotonic()
+        for data in messages:
+            self._take(rank, self._decoder.decode(data))
 
     def _take(self, rank: int, answer: Answer) -> None:
         if isinstance(answer, Sampled):
-            self._results.put(answer.result)
+            self._results.append(answer.result)
         elif isinstance(answer, Returned):
-            self._returned.put((rank, answer))
+            self._returned[rank] = answer
         elif isinstance(answer, Hello):
             self._hellos[rank] = answer
         elif isinstance(answer, RankFailed):
@@ -298,13 +311,12 @@ class DistributedExecutor:
             else:
                 self._note_failure(sign)
 
-    def _look(self) -> None:
+    def _look(self, now: float) -> None:
         """For ranks that have ended or stand still."""
-        if self.failure is None and self._launcher.ended():
+        if self._launcher.ended():
             self._search_cause("a rank has ended")
         if not self._in_service:
             return
-        now = time.monotonic()
         for rank, heard in self._heard.items():
             if now - heard > SILENCE_S:
                 self._note_failure(

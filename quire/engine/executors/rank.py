@@ -3,6 +3,7 @@ do, and so dies with the engine."""
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import logging
@@ -144,6 +145,9 @@ class RankLoop:
             return None
         if order.name == "capture":
             worker.capture()
+            # Whatever exists now lives as long as the worker: the collector need not look at it.
+            gc.collect()
+            gc.freeze()
             windows = worker.layout.windows
             return windows, worker.groups_prefixes, worker.graph_tokens
         assert order.name == "memory", order.name
