@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -101,6 +102,10 @@ class LLM:
         self.model_config = self._session.model_config
         self._enqueued: list[OpenRequest] = []
         self._llm_engine: LLMEngine | None = None
+        # Processes of ranks end with the object; where there are none, nothing else holds the
+        # worker.
+        ending = weakref.finalize(self, self._core.executor.shutdown)
+        ending.atexit = False
 
     # --- generating -----------------------------------------------------------------------------
 

@@ -13,6 +13,9 @@ import msgspec
 from quire.protocol.messages import ErrorRecord
 from quire.protocol.plan import Int32Array, StepPlan, StepResult
 
+MISSES_OTHERS = 3
+"""Exit status of a rank that waited for another one in vain, and has said so: not the cause."""
+
 
 class Inherited(msgspec.Struct, tag=True):
     """The files of a rank that its executor has started itself, by number."""
@@ -92,7 +95,6 @@ class Sample(msgspec.Struct, tag=True):
 
 class Returned(msgspec.Struct, tag=True):
     value: Any = None
-    seconds: float = 0.0
 
 
 class Sampled(msgspec.Struct, tag=True):

@@ -14,9 +14,8 @@ import numpy as np
 
 CAPACITY = 1 << 24
 HEADER_BYTES = 4096
-"""Numbers of bytes: written by the writer, and read by each reader; then when each reader last said
-that it is alive, in seconds of the clock that all processes share."""
-MAX_READERS = 255
+"""Numbers of bytes: written by the writer, and read by each reader."""
+MAX_READERS = HEADER_BYTES // 8 - 1
 POLL_S = 0.0005
 LENGTH = struct.Struct("<q")
 
@@ -28,7 +27,6 @@ class _Ring:
         memory = mmap.mmap(fd, HEADER_BYTES + CAPACITY)
         self.written = np.frombuffer(memory, np.int64, 1)
         self.read = np.frombuffer(memory, np.int64, MAX_READERS, 8)
-        self.alive = np.frombuffer(memory, np.float64, MAX_READERS, 8 + 8 * MAX_READERS)
         self._data = memoryview(memory)[HEADER_BYTES:]
 
     def put(self, position: int, data: memoryview) -> None:
@@ -55,11 +53,6 @@ class OrderWriter:
         """`bells` wake the readers."""
         self._ring, self._bells = _Ring(fd), bells
         self._readers = self._ring.read[: len(bells)]
-
-    def silence_s(self) -> list[float]:
-        """For how long each reader has not said that it is alive."""
-        alive = self._ring.alive[: len(self._bells)]
-        return [time.monotonic() - at if at else 0.0 for at in alive.tolist()]
 
     def write(self, message: bytes, deadline: float) -> None:
         """Raises `TimeoutError` where a reader leaves no room until then."""
@@ -90,9 +83,6 @@ class OrderWriter:
 class OrderReader:
     def __init__(self, fd: int, rank: int, bell: socket.socket) -> None:
         self._ring, self._rank, self._bell = _Ring(fd), rank, bell
-
-    def say_alive(self) -> None:
-        self._ring.alive[self._rank] = time.monotonic()
 
     def read(self) -> bytes | None:
         """The next message; None once the writer is gone."""

@@ -3,6 +3,7 @@ them dies, stands still or never gets to the end of a step."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -166,6 +167,41 @@ def test_step_that_does_not_end(tmp_path: Path) -> None:
         prompt = {"prompt_token_ids": random_tokens(50_000, seed=1)}
         with pytest.raises(EngineDeadError, match=r"0\.5 s \(distributed_timeout_seconds\)"):
             llm.generate([prompt], SamplingParams(max_tokens=1), use_tqdm=False)
+
+
+def test_results_of_forgotten_steps_are_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine recovers from a failure of its own while a step is in flight, whose result comes
+    nevertheless."""
+    save_tiny(tmp_path, "llama")
+    options: Any = {"model": str(tmp_path), **SMALL, "num_gpu_blocks_override": 200}
+    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    with LLM(**options, pipeline_parallel_size=2) as llm:
+        expected = [list(o.outputs[0].token_ids) for o in llm.generate(prompts(4), greedy)]
+        fill, num_calls = llm._core.grammars.masks, 0
+
+        def fill_or_fail(*arguments: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls in (7, 8, 15):
+                raise RuntimeError("no masks")
+            return fill(*arguments)
+
+        monkeypatch.setattr(llm._core.grammars, "masks", fill_or_fail)
+        found = [list(o.outputs[0].token_ids) for o in llm.generate(prompts(4), greedy)]
+    assert found == expected and num_calls > 15
+
+
+def test_ranks_end_with_the_object(tmp_path: Path) -> None:
+    """A script that drops its `LLM` to make room for another."""
+    save_tiny(tmp_path, "llama")
+    llm = LLM(model=str(tmp_path), tensor_parallel_size=2, **SMALL)
+    assert len(rank_pids()) == 2
+    del llm
+    gc.collect()
+    assert rank_pids() == []
+    assert "quire-ranks" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_ranks_die_with_the_engine(tmp_path: Path) -> None:

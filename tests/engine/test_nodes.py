@@ -18,6 +18,9 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.config.options import EngineOptions
+from quire.engine.executors import nodes
+from quire.protocol.errors import QuireError
 from tests.models.reference import random_tokens
 from tests.tiny import save_tiny
 
@@ -192,6 +195,36 @@ def test_engine_that_does_not_come(model: Path) -> None:
     said = output_of(process)
     assert process.returncode != 0
     assert "does not answer for 2 s" in said and "--node-rank 0" in said, said
+
+
+def test_host_waits_for_the_next_engine(model: Path) -> None:
+    """A rank dies: the engine ends, and the hosts join the one that takes its place."""
+    port = free_port()
+    second = start(*follower(model, "--master-port", str(port)))
+    first = start(sys.executable, "-c", head(model, 45_000, master_port=port))
+    assert first.stdout is not None
+    while "ready" not in (line := first.stdout.readline()):
+        assert line, "it did not start"
+    words = ["pgrep", "-f", "-P", str(second.pid), "quire.engine.executors.rank"]
+    found = subprocess.run(words, capture_output=True, text=True, check=True)
+    os.kill(int(found.stdout), signal.SIGKILL)
+    said = output_of(first)
+    assert "EngineDeadError" in said and "rank 1" in said and "SIGKILL" in said, said
+    said = output_of(start(sys.executable, "-c", head(model, 4, master_port=port)))
+    assert "tokens" in said, said
+    said = output_of(second)
+    assert second.returncode == 0 and "is lost; waiting for it" in said, said
+
+
+def test_port_of_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes the connection, and says nothing."""
+    monkeypatch.setattr(nodes, "GREETING_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        options = EngineOptions().replace(
+            nnodes=2, node_rank=1, tensor_parallel_size=2, master_port=silent.getsockname()[1]
+        )
+        with pytest.raises(QuireError, match=r"not answered for 0\.2 s.*master_port"):
+            nodes.run_node(options)
 
 
 def test_port_in_use(model: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import struct
@@ -64,6 +65,9 @@ class Channel:
         return bool(events.poll(0))
 
     def close(self) -> None:
+        """Another thread that sends or reads here ends, too."""
+        with contextlib.suppress(OSError):  # it is not connected any more
+            self.line.shutdown(socket.SHUT_RDWR)
         self.line.close()
 
     def _receive(self) -> bool:
@@ -88,12 +92,16 @@ class Channel:
         return message
 
 
-def notice_cut(line: socket.socket, timeout_s: float) -> None:
-    """Have the system end a TCP connection whose other end has not answered for so long, be it
-    with something to send or not."""
+def notice_cut(line: socket.socket, timeout_s: float, *, is_read: bool = False) -> None:
+    """Have the system end a TCP connection whose other end has not answered for so long.
+
+    With something to send that holds only where the other end `is_read` all the time: a process
+    that is too busy to read would count as cut off, too.
+    """
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(int(timeout_s) - 1, 1))
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * timeout_s))
+    if is_read:
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * timeout_s))

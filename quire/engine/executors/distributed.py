@@ -168,12 +168,13 @@ class DistributedExecutor:
     def sample(self, step: int, masks: TokenMasks | None = None) -> _PendingResult:
         given = () if masks is None else (masks.lines, masks.bits)
         self._send(Sample(step, *given))
-        return _PendingResult(self)
+        return _PendingResult(self, step)
 
-    def next_result(self) -> StepResult:
-        """That of the oldest step whose result was not taken yet."""
+    def result_of(self, step: int) -> StepResult:
+        """Results of steps before it that were not asked for are dropped: an engine that recovers
+        forgets the steps in flight."""
         self._wait_for(
-            lambda: bool(self._results),
+            lambda: self._has_result(step),
             lambda: (
                 f"a step did not end within {self._timeout_s:g} s (distributed_timeout_seconds). "
                 + NETWORK
@@ -181,12 +182,18 @@ class DistributedExecutor:
         )
         return self._results.popleft()
 
+    def _has_result(self, step: int) -> bool:
+        while self._results and self._results[0].step < step:
+            self._results.popleft()
+        return bool(self._results)
+
     def memory(self) -> DeviceMemory:
         return msgspec.convert(self._call("memory")[0], DeviceMemory)
 
     def shutdown(self) -> None:
         self._stopping.set()
-        self._watch.join()
+        if self._watch is not threading.current_thread():  # where the collector may have run
+            self._watch.join()
         self._launcher.stop()
 
     def _call(self, name: str, **arguments: Any) -> list[Any]:
@@ -258,7 +265,7 @@ class DistributedExecutor:
         while self.failure is None and not self._stopping.wait(LOOK_S):
             self._receive(0.0)
         if self.failure is not None:
-            self._launcher.stop()
+            self._launcher.stop(comes_back=self._in_service)
 
     def _receive(self, wait_s: float) -> None:
         """Take in what has come, or comes within `wait_s`, and look after the ranks."""
@@ -334,8 +341,8 @@ class DistributedExecutor:
 
 
 class _PendingResult:
-    def __init__(self, executor: DistributedExecutor) -> None:
-        self._executor = executor
+    def __init__(self, executor: DistributedExecutor, step: int) -> None:
+        self._executor, self._step = executor, step
 
     def result(self) -> StepResult:
-        return self._executor.next_result()
+        return self._executor.result_of(self._step)

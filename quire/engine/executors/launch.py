@@ -17,7 +17,7 @@ from quire.config.options import EngineOptions
 from quire.engine.executors.channel import Channel
 from quire.protocol.codec import line
 from quire.protocol.processes import exit_cause
-from quire.protocol.ranks import Connected, Inherited, StartRank
+from quire.protocol.ranks import MISSES_OTHERS, Connected, Inherited, StartRank
 from quire.protocol.ring import OrderWriter, new_ring
 from quire.worker.groups import new_store, share_memory, shared_files
 
@@ -43,8 +43,9 @@ class Launcher(Protocol):
     def missing(self) -> str:
         """What has not come yet, and what to look at."""
 
-    def stop(self) -> None:
-        """End all processes."""
+    def stop(self, comes_back: bool = False) -> None:
+        """End all processes. Hosts that were started by hand wait for an engine that may come
+        back."""
 
 
 class LocalProcesses:
@@ -85,7 +86,7 @@ class LocalProcesses:
     def missing(self) -> str:
         return "What their processes wrote may say more."
 
-    def stop(self) -> None:
+    def stop(self, comes_back: bool = False) -> None:
         for channel in self.channels.values():
             channel.close()
         self._processes.stop()
@@ -115,7 +116,7 @@ class RankProcesses:
         return {
             rank: exit_cause(f"process {process.pid}", process.returncode)
             for rank, process in self._by_rank.items()
-            if process.poll() is not None
+            if process.poll() not in (None, MISSES_OTHERS)
         }
 
     def stop(self) -> None:
@@ -129,10 +130,6 @@ class RankProcesses:
                 process.wait()
             if process.stdin is not None:
                 process.stdin.close()
-
-    def kill(self) -> None:
-        for process in self._by_rank.values():
-            process.kill()
 
 
 def rank_starts(options: EngineOptions, ranks: Sequence[int], num_local: int) -> list[StartRank]:

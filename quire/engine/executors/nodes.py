@@ -60,6 +60,8 @@ class Reception:
         self._secret, self._welcome = secret, welcome
         self._listener = socket.create_server(address)
         self.port: int = self._listener.getsockname()[1]
+
+    def open(self) -> None:
         threading.Thread(target=self._accept, name="quire-reception", daemon=True).start()
 
     def close(self) -> None:
@@ -109,6 +111,7 @@ class ConnectedRanks:
                 "a free port."
             ) from None
         self._store = new_store(host, options.parallel.timeout_s)
+        self.reception.open()
 
     def welcome(self, channel: Channel, message: Hello | JoinNode) -> None:
         if isinstance(message, Hello):
@@ -202,10 +205,12 @@ class NodeProcesses(ConnectedRanks):
             "(firewall, interface)."
         )
 
-    def stop(self) -> None:
+    def stop(self, comes_back: bool = False) -> None:
+        self.reception.close()  # before hosts that lose their connection try again
         for channel in list(self._nodes.values()):
-            with contextlib.suppress(OSError):  # it is gone already
-                channel.send(encode(Refused("")))
+            if not comes_back:
+                with contextlib.suppress(OSError):  # it is gone already
+                    channel.send(encode(Refused("")))
             channel.close()
         self.close()
         self._processes.stop()
@@ -240,6 +245,7 @@ def run_node(options: EngineOptions) -> int:
         if node.run():
             return 0
         logger.error("%s is lost; waiting for it", _address(options))
+        time.sleep(RETRY_S)
 
 
 class _Node:
@@ -249,12 +255,17 @@ class _Node:
         self._channel, self._processes = channel, RankProcesses()
         parallel = options.parallel
         hello = JoinNode(parallel.node_rank, socket.gethostname(), __version__, options.flat())
+        channel.line.settimeout(GREETING_S)
         channel.send(encode(hello))
         reply = self._read()
         if isinstance(reply, Refused):
-            raise QuireError(reply.reason)
+            raise QuireError(reply.reason or f"{_address(options)} has ended.")
         if reply is None:
-            raise QuireError(f"{_address(options)} has closed the connection; its log says why.")
+            raise QuireError(
+                f"{_address(options)} has closed the connection, or not answered for "
+                f"{GREETING_S:g} s; its log may say why. Check that master_port is that of host 0."
+            )
+        channel.line.settimeout(None)
         logger.info("ranks %s run here for %s", _listed(reply.ranks), _address(options))
         shares = core_shares(len(reply.ranks))
         for start, share in zip(reply.ranks, shares, strict=True):
@@ -304,8 +315,7 @@ def _connect(options: EngineOptions) -> Channel:
                     "the firewall."
                 ) from None
             time.sleep(RETRY_S)
-    line.settimeout(None)
-    notice_cut(line, CUT_S)
+    notice_cut(line, CUT_S, is_read=True)
     return Channel(line)
 
 

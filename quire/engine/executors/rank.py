@@ -23,10 +23,11 @@ from quire.engine.executors.channel import CUT_S, Channel, notice_cut
 from quire.engine.startup import read_model
 from quire.protocol import __version__
 from quire.protocol.codec import Decoder, encode, read_line
-from quire.protocol.errors import QuireError
+from quire.protocol.errors import QuireError, RankMissing
 from quire.protocol.messages import ErrorRecord
 from quire.protocol.plan import TokenMasks
 from quire.protocol.ranks import (
+    MISSES_OTHERS,
     Alive,
     Answer,
     Call,
@@ -64,7 +65,7 @@ class RankLoop:
         else:
             line = socket.create_connection((start.channel.host, start.channel.port), CUT_S)
             line.settimeout(None)
-            notice_cut(line, CUT_S)
+            notice_cut(line, CUT_S, is_read=True)
             self._channel = self._orders = Channel(line)
         self._decoder: Decoder[Order] = Decoder(Order)
         self._pending: queue.SimpleQueue[PendingStep] = queue.SimpleQueue()
@@ -77,9 +78,13 @@ class RankLoop:
                 self._obey(self._decoder.decode(data))
         except Exception as error:
             logger.debug("rank %d fails", self._start.rank, exc_info=error)
-            self._answer(RankFailed(ErrorRecord.of(error)))
-            return 1
+            return self._say_failed(error)
         return 0
+
+    def _say_failed(self, error: Exception) -> int:
+        """Returns the exit status."""
+        self._answer(RankFailed(ErrorRecord.of(error)))
+        return MISSES_OTHERS if isinstance(error, RankMissing) else 1
 
     def _say_hello(self) -> None:
         self._options = EngineOptions().replace(**self._start.options)
@@ -166,8 +171,7 @@ class RankLoop:
             while True:
                 self._answer(Sampled(self._pending.get().result()))
         except Exception as error:
-            self._answer(RankFailed(ErrorRecord.of(error)))
-            os._exit(1)
+            os._exit(self._say_failed(error))
 
     def _answer(self, answer: Answer) -> None:
         try:

@@ -90,7 +90,7 @@ class RayActors(ConnectedRanks):
         cut = {
             rank: f"its actor on node {self._nodes[rank]} has closed its connection"
             for rank, channel in list(self.channels.items())
-            if channel.is_closed()
+            if channel.is_closed() and rank in self._runs.values()
         }
         return {**cut, **self._causes}
 
@@ -108,7 +108,7 @@ class RayActors(ConnectedRanks):
             "firewall between the nodes."
         )
 
-    def stop(self) -> None:
+    def stop(self, comes_back: bool = False) -> None:
         with self._stopping:
             if not self._has_stopped:
                 self._has_stopped = True
