@@ -205,7 +205,7 @@ def test_ranks_end_with_the_object(tmp_path: Path) -> None:
 
 
 def test_ranks_die_with_the_engine(tmp_path: Path) -> None:
-    """Even where that is killed. The script has no `if __name__` guard."""
+    """Even where that is killed and has forked. The script has no `if __name__` guard."""
     save_tiny(tmp_path, "llama")
     script = tmp_path / "script.py"
     script.write_text(
@@ -213,6 +213,10 @@ def test_ranks_die_with_the_engine(tmp_path: Path) -> None:
         f"llm = LLM(model={str(tmp_path)!r}, tensor_parallel_size=2, **{SMALL!r})\n"
         "prompt = {'prompt_token_ids': [1, 2, 3]}\n"
         "llm.generate([prompt], SamplingParams(max_tokens=3), use_tqdm=False)\n"
+        "import os, time\n"
+        "if os.fork() == 0:\n"
+        "    time.sleep(20)  # with all that the engine has open\n"
+        "    os._exit(0)\n"
         "print('ready', flush=True)\n"
         "input()\n"
     )
@@ -231,7 +235,7 @@ def test_ranks_die_with_the_engine(tmp_path: Path) -> None:
     assert len(pids) == 2
     process.kill()
     process.wait()
-    wait_for(lambda: gone(pids), "the end of the ranks")
+    wait_for(lambda: gone(pids), "the end of the ranks", timeout_s=10)
 
 
 def test_refusals_of_a_rank_reach_the_user(tmp_path: Path) -> None:
@@ -246,8 +250,8 @@ def test_refusals_of_a_rank_reach_the_user(tmp_path: Path) -> None:
     assert rank_pids() == []
 
 
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 60
+def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come"
         time.sleep(0.05)

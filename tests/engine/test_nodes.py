@@ -216,6 +216,14 @@ def test_host_waits_for_the_next_engine(model: Path) -> None:
     assert second.returncode == 0 and "is lost; waiting for it" in said, said
 
 
+def test_what_a_host_keeps_to_itself() -> None:
+    """Its token, its folder and its threads, which its ranks divide."""
+    options = EngineOptions().replace(hf_token="hf_secret", num_threads=8, download_dir="/models")
+    own = {"hf_token": "hf_secret", "num_threads": 2, "download_dir": "/models"}
+    assert nodes.own_options(options, 4) == own
+    assert nodes.own_options(EngineOptions(), 4) == {"hf_token": None}
+
+
 def test_port_of_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which takes the connection, and says nothing."""
     monkeypatch.setattr(nodes, "GREETING_S", 0.2)

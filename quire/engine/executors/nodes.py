@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -154,7 +155,9 @@ class NodeProcesses(ConnectedRanks):
     def _starts(self, node: int) -> list[StartRank]:
         count = self._ranks_per_node
         ranks = range(node * count, (node + 1) * count)
-        return [self.connect(one) for one in rank_starts(self._options, ranks, count)]
+        # A token stays on its host: connections are not encrypted.
+        options = self._options.replace(hf_token=None) if node else self._options
+        return [self.connect(one) for one in rank_starts(options, ranks, count)]
 
     def welcome(self, channel: Channel, message: Hello | JoinNode) -> None:
         if isinstance(message, Hello):
@@ -234,6 +237,16 @@ def difference(node: JoinNode, options: EngineOptions) -> str | None:
     return None
 
 
+def own_options(options: EngineOptions, num_local: int) -> dict[str, Any]:
+    """What the ranks of a host do not take from host 0."""
+    own: dict[str, Any] = {"hf_token": options.model.hf_token}
+    if options.model.download_dir is not None:
+        own["download_dir"] = options.model.download_dir
+    if options.device.num_threads is not None:
+        own["num_threads"] = max(options.device.num_threads // num_local, 1)
+    return own
+
+
 # --- the other hosts ----------------------------------------------------------------------------
 
 
@@ -254,7 +267,8 @@ class _Node:
     def __init__(self, options: EngineOptions, channel: Channel) -> None:
         self._channel, self._processes = channel, RankProcesses()
         parallel = options.parallel
-        hello = JoinNode(parallel.node_rank, socket.gethostname(), __version__, options.flat())
+        said = options.replace(hf_token=None).flat()
+        hello = JoinNode(parallel.node_rank, socket.gethostname(), __version__, said)
         channel.line.settimeout(GREETING_S)
         channel.send(encode(hello))
         reply = self._read()
@@ -270,6 +284,7 @@ class _Node:
         shares = core_shares(len(reply.ranks))
         for start, share in zip(reply.ranks, shares, strict=True):
             start.processors = share if start.processors else []  # those here, not of host 0
+            start.options |= own_options(options, len(reply.ranks))
             self._processes.start(start)
 
     def _read(self) -> StartRanks | Refused | None:

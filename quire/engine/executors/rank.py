@@ -56,7 +56,7 @@ class RankLoop:
     """Does what it is ordered to, in order."""
 
     def __init__(self, start: StartRank) -> None:
-        self._start = start
+        self._start, self._parent = start, os.getppid()
         self._orders: OrderReader | Channel
         if isinstance(start.channel, Inherited):
             line = socket.socket(fileno=start.channel.answers_fd)
@@ -180,7 +180,8 @@ class RankLoop:
             os._exit(1)  # the engine is gone, and with it the reason to go on
 
     def _say_alive(self) -> None:
-        while not self._channel.is_closed():
+        # A process that the engine's has forked may keep the channel open after its end.
+        while not self._channel.is_closed() and os.getppid() == self._parent:
             self._answer(Alive())
             time.sleep(HEARTBEAT_S)
         os._exit(1)  # a collective may keep the other thread from noticing
