@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import BinaryIO
 
@@ -42,6 +43,9 @@ from quire.protocol.messages import (
 from quire.protocol.output import StepOutput
 
 logger = logging.getLogger(__name__)
+
+LAST_S = 3.0
+"""How long the end of ranks may take."""
 
 
 class EngineLoop:
@@ -117,7 +121,9 @@ def main() -> int:
     reports = _claim_stdout()
     _leave_signals_to_parent()
     start: StartEngine = read_line(sys.stdin.buffer.readline(), StartEngine)
-    threading.Thread(target=_die_with_parent, name="quire-parent-watch", daemon=True).start()
+    at_end: list[Callable[[], None]] = []
+    watch = threading.Thread(target=_die_with_parent, args=(at_end,), daemon=True)
+    watch.start()
     configure_logging(start.log_level, for_server=True)
     try:
         options = EngineOptions().replace(**start.options)
@@ -136,6 +142,8 @@ def main() -> int:
     # Whatever exists now lives as long as the engine: the collector need not look at it again.
     gc.collect()
     gc.freeze()
+    if engine.core.executor.look_s is not None:
+        at_end.append(engine.core.executor.shutdown)  # ranks of other hosts need not wait
     ready = EngineReady(start.address, engine.options.flat(), scheduler.limits.num_blocks)
     reports.write(line(ready))
     death = EngineLoop(engine.core, socket).run()
@@ -175,10 +183,14 @@ def _leave_signals_to_parent() -> None:
         signal.signal(number, lambda number, frame: None)
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(at_end: list[Callable[[], None]]) -> None:
     # Raw reads: a buffered reader would hold a lock that Python wants when it ends.
     while os.read(0, 4096):
         pass
+    threading.Timer(LAST_S, os._exit, (0,)).start()
+    logging.disable()  # what is cut off has nothing to say
+    for end in at_end:
+        end()
     os._exit(0)
 
 

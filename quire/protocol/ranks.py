@@ -134,7 +134,7 @@ class StartRanks(msgspec.Struct, tag=True):
 
 
 class Refused(msgspec.Struct, tag=True):
-    """Why a host cannot join, or why all of it ends."""
+    """Why a host cannot join."""
 
     reason: str
 
@@ -147,4 +147,10 @@ class RankEnded(msgspec.Struct, tag=True):
 
 
 FromNode = JoinNode | RankEnded | Alive
-ToNode = StartRanks | Refused
+
+
+class EngineEnded(msgspec.Struct, tag=True):
+    """As it should: hosts need not wait for another one."""
+
+
+ToNode = StartRanks | Refused | EngineEnded

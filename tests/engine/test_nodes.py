@@ -182,6 +182,38 @@ def test_hosts_that_do_not_agree(
     assert cause in output_of(second) and second.returncode != 0
 
 
+def test_other_version(model: Path) -> None:
+    port = str(free_port())
+    other = "import quire.protocol as p; p.__version__ = '9.9'; from quire.cli import main; main()"
+    words = [sys.executable, "-c", other, *follower(model, "--master-port", port)[3:]]
+    second = start(*words)
+    options = {"distributed_timeout_seconds": 30, "master_port": int(port)}
+    first = start(sys.executable, "-c", head(model, 4, **options))
+    assert "runs Quire 9.9, host 0 runs" in output_of(first)
+    assert "runs Quire 9.9, host 0 runs" in output_of(second)
+
+
+def test_other_files(hosts: Hosts, model: Path, tmp_path: Path) -> None:
+    """Under the same name: the second host has another model mounted there."""
+    save_tiny(tmp_path, "llama", max_position_embeddings=100_000, rms_norm_eps=1e-3)
+    words = follower(model, "--master-addr", ADDRESSES[0])
+    mounting = f'mount --bind {tmp_path} {model} && exec "$@"'
+    second = hosts.start(1, "unshare", "-m", "sh", "-c", mounting, "sh", *words)
+    first = hosts.start(0, sys.executable, "-c", head(model, 4, master_addr=ADDRESSES[0]))
+    said = output_of(first)
+    assert "rank 1" in said and "reads another model than rank 0" in said, said
+    second.wait(30)
+
+
+def test_small_shared_memory(hosts: Hosts, model: Path) -> None:
+    """Nothing of ours lies in /dev/shm."""
+    script = head(model, 4, nnodes=1)
+    mounting = 'mount -t tmpfs -o size=64k none /dev/shm && exec "$@"'
+    words = ("unshare", "-m", "sh", "-c", mounting, "sh", sys.executable, "-c", script)
+    said = output_of(hosts.start(0, *words))
+    assert "tokens [" in said, said
+
+
 def test_host_that_does_not_come(model: Path) -> None:
     options = {"distributed_timeout_seconds": 10, "master_port": free_port()}
     said = output_of(start(sys.executable, "-c", head(model, 4, **options)))

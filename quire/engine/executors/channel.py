@@ -18,8 +18,9 @@ CUT_S = 4.0
 class Channel:
     """One end. Any thread may send; one receives."""
 
-    def __init__(self, line: socket.socket) -> None:
-        self.line = line
+    def __init__(self, line: socket.socket, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        """No message may be longer than `max_bytes`."""
+        self.line, self.max_bytes = line, max_bytes
         self._buffer = bytearray()
         self._sending = threading.Lock()
 
@@ -82,7 +83,7 @@ class Channel:
         if len(self._buffer) < LENGTH.size:
             return None
         size = LENGTH.unpack_from(self._buffer)[0]
-        if not 0 <= size <= MAX_MESSAGE_BYTES:
+        if not 0 <= size <= self.max_bytes:
             raise OSError(f"a message of {size} bytes is announced")
         end = LENGTH.size + size
         if len(self._buffer) < end:

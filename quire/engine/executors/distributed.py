@@ -54,7 +54,7 @@ REMEDIES = {
 
 
 class DistributedExecutor:
-    look_s: float | None = 1.0
+    look_s: float | None = 0.5
 
     def __init__(
         self,
@@ -272,12 +272,13 @@ class DistributedExecutor:
         with self._receiving:
             if self.failure is not None:
                 return
-            self._listen_to_new_ones()
             try:
+                self._listen_to_new_ones()
                 for key, _ in self._selector.select(wait_s):
                     self._read(*key.data)
-            except (OSError, msgspec.MsgspecError) as error:
-                self._note_failure(f"an answer of a rank could not be read: {error}")
+            except Exception as error:
+                logger.debug("an answer of a rank cannot be read", exc_info=error)
+                self._note_failure(f"an answer of a rank could not be read: {error!r}")
             if (now := time.monotonic()) >= self._look_due and self.failure is None:
                 self._look_due = now + LOOK_S
                 self._look(now)

@@ -64,18 +64,23 @@ class LocalProcesses:
             self._store = new_store(LOOPBACK, parallel.timeout_s)
             store = LOOPBACK, self._store.port
         shared = [orders, *group_fds, *(fd for fds in link_fds for fd in fds)]
-        self.channels: dict[int, Channel] = {}
+        self.channels = {rank: Channel(ours) for rank, (ours, _) in enumerate(lines)}
         self._processes = RankProcesses()
-        starts = rank_starts(options, range(num_ranks), num_ranks)
-        for start, (ours, theirs) in zip(starts, lines, strict=True):
-            start.channel = Inherited(orders, theirs.fileno(), group_fds, link_fds)
-            start.store = store
-            self._processes.start(start, [*shared, theirs.fileno()])
-            theirs.close()
-            self.channels[start.rank] = Channel(ours)
         self._writer = OrderWriter(orders, [ours for ours, _ in lines])
-        for fd in shared:
-            os.close(fd)
+        starts = rank_starts(options, range(num_ranks), num_ranks)
+        try:
+            for start, (_, theirs) in zip(starts, lines, strict=True):
+                start.channel = Inherited(orders, theirs.fileno(), group_fds, link_fds)
+                start.store = store
+                self._processes.start(start, [*shared, theirs.fileno()])
+        except BaseException:
+            self.stop()
+            raise
+        finally:
+            for fd in shared:
+                os.close(fd)
+            for _, theirs in lines:
+                theirs.close()
 
     def send(self, order: bytes, deadline: float) -> None:
         self._writer.write(order, deadline)

@@ -19,7 +19,7 @@ import msgspec
 
 from quire.config.device import core_shares
 from quire.config.options import EngineOptions
-from quire.engine.executors.channel import CUT_S, Channel, notice_cut
+from quire.engine.executors.channel import CUT_S, MAX_MESSAGE_BYTES, Channel, notice_cut
 from quire.engine.executors.launch import RankProcesses, rank_starts
 from quire.protocol import __version__
 from quire.protocol.codec import Decoder, encode
@@ -27,6 +27,7 @@ from quire.protocol.errors import OptionError, QuireError
 from quire.protocol.ranks import (
     Alive,
     Connected,
+    EngineEnded,
     FromNode,
     Hello,
     JoinNode,
@@ -41,6 +42,7 @@ from quire.worker.groups import new_store
 logger = logging.getLogger(__name__)
 
 GREETING_S = 10.0
+MAX_GREETING_BYTES = 1 << 20
 RETRY_S = 0.5
 OWN_OPTIONS = {
     *("node_rank", "num_threads", "hf_token", "download_dir", "log_level", "disable_log_stats"),
@@ -82,7 +84,7 @@ class Reception:
     def _greet(self, line: socket.socket) -> None:
         line.settimeout(GREETING_S)
         notice_cut(line, CUT_S)
-        channel = Channel(line)
+        channel = Channel(line, MAX_GREETING_BYTES)
         decoder: Decoder[Hello | JoinNode] = Decoder(Hello | JoinNode)
         try:
             data = channel.peek()
@@ -93,6 +95,7 @@ class Reception:
         if isinstance(message, Hello) and message.secret != self._secret:
             channel.close()
             return
+        channel.max_bytes = MAX_MESSAGE_BYTES
         self._welcome(channel, message)
 
 
@@ -149,8 +152,12 @@ class NodeProcesses(ConnectedRanks):
         self._names = {0: socket.gethostname()}
         self._ended: dict[int, str] = {}
         super().__init__(options, parallel.master_addr, parallel.master_port)
-        for start in self._starts(0):
-            self._processes.start(start)
+        try:
+            for start in self._starts(0):
+                self._processes.start(start)
+        except BaseException:
+            self.stop()
+            raise
 
     def _starts(self, node: int) -> list[StartRank]:
         count = self._ranks_per_node
@@ -213,7 +220,7 @@ class NodeProcesses(ConnectedRanks):
         for channel in list(self._nodes.values()):
             if not comes_back:
                 with contextlib.suppress(OSError):  # it is gone already
-                    channel.send(encode(Refused("")))
+                    channel.send(encode(EngineEnded()))
             channel.close()
         self.close()
         self._processes.stop()
@@ -273,8 +280,8 @@ class _Node:
         channel.send(encode(hello))
         reply = self._read()
         if isinstance(reply, Refused):
-            raise QuireError(reply.reason or f"{_address(options)} has ended.")
-        if reply is None:
+            raise QuireError(reply.reason)
+        if not isinstance(reply, StartRanks):
             raise QuireError(
                 f"{_address(options)} has closed the connection, or not answered for "
                 f"{GREETING_S:g} s; its log may say why. Check that master_port is that of host 0."
@@ -287,7 +294,7 @@ class _Node:
             start.options |= own_options(options, len(reply.ranks))
             self._processes.start(start)
 
-    def _read(self) -> StartRanks | Refused | None:
+    def _read(self) -> ToNode | None:
         decoder: Decoder[ToNode] = Decoder(ToNode)
         data = self._channel.read()
         return None if data is None else decoder.decode(data)
@@ -298,7 +305,7 @@ class _Node:
         reply = self._read()
         self._channel.close()
         self._processes.stop()
-        return isinstance(reply, Refused)
+        return isinstance(reply, EngineEnded)
 
     def _report(self) -> None:
         told: set[int] = set()
