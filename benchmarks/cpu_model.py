@@ -7,8 +7,6 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from quire.config.model import load_model_config
 from quire.text.tokenizer import load_tokenizer
 
@@ -20,13 +18,11 @@ def write_safetensors(folder: Path, model: ModelConfig | None = None) -> Path:
     """A folder as transformers saves it, with the dequantised weights in float32."""
     from safetensors.torch import save_file
 
-    from quire.loading.weights import iter_weights
+    from quire.loading.weights import read_weights
 
     model = model or load_model_config(None)
     weights = {
-        name: tensor.float().contiguous()
-        for name, tensor in iter_weights(model.source)
-        if isinstance(tensor, Tensor)  # none is left in blocks
+        name: tensor.float().contiguous() for name, tensor in read_weights(model.source).items()
     }
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

@@ -512,4 +512,4 @@ def test_colours(page: Page) -> None:
 
 def test_narrow_screens(page: Page) -> None:
     page.set_viewport_size({"width": 400, "height": 800})
-    assert page.evaluate("() => document.documentElement.scrollWidth") <= 400
+    page.wait_for_function("() => document.documentElement.scrollWidth <= 400")
