@@ -12,6 +12,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from threading import Lock, RLock
@@ -25,6 +26,7 @@ from quire.protocol.request import NewRequest
 from quire.protocol.sampling import RequestOutputKind
 
 NEVER = 1 << 30
+PATIENCE_S = 5.0
 """Collections of the youngest objects before one of the oldest."""
 _lock = Lock()
 _num_blocks = 0
@@ -58,7 +60,8 @@ def no_full_collections() -> Iterator[None]:
 @contextlib.contextmanager
 def deferred_interrupts(notify: Callable[[], None] | None = None) -> Iterator[list[int]]:
     """Hold SIGINT back until the end of the block, then pass it on to the handler before: Ctrl-C
-    takes effect between engine steps, never inside one.
+    takes effect between engine steps, never inside one. One that comes `PATIENCE_S` after another
+    does not wait any more: a step with ranks may stand still for minutes.
 
     Yields the signals held back so far. `notify` is called when one comes, to end a wait; it runs
     between any two instructions of the main thread, and so must not take a lock.
@@ -70,7 +73,14 @@ def deferred_interrupts(notify: Callable[[], None] | None = None) -> Iterator[li
         yield caught
         return
 
+    first_at = 0.0
+
     def hold_back(number: int, frame: object) -> None:
+        nonlocal first_at
+        if caught and time.monotonic() - first_at > PATIENCE_S:
+            caught.clear()
+            raise KeyboardInterrupt
+        first_at = first_at if caught else time.monotonic()
         caught.append(number)
         if notify is not None:
             notify()

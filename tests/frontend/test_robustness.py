@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from quire import (
     RequestError,
     SamplingParams,
 )
+from quire.frontend import step_loop
 from tests.frontend.conftest import Tiny
 from tests.models.reference import random_tokens
 from tests.tiny import assert_at_rest, tiny_llm
@@ -176,3 +178,15 @@ def test_stopped_requests_have_an_end_time(llm: LLM) -> None:
     assert output.outputs[0].stop_reason == free[3:5]
     assert output.metrics is not None
     assert output.metrics.finished_time >= output.metrics.first_token_time > 0
+
+
+def test_second_interrupt_of_a_step_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first waits for the step's end; a later one does not, and is the only one raised."""
+    monkeypatch.setattr(step_loop, "PATIENCE_S", 0.05)
+    with pytest.raises(KeyboardInterrupt), step_loop.deferred_interrupts() as held:
+        signal.raise_signal(signal.SIGINT)
+        assert held == [signal.SIGINT]
+        time.sleep(0.2)
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(5)
+        pytest.fail("it was held back")
