@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from quire.config.device import DeviceInfo
 from quire.config.model import ModelConfig, load_model_config
@@ -17,9 +15,6 @@ from quire.engine.core import EngineCore
 from quire.engine.executors.base import Executor
 from quire.protocol.errors import OptionError
 from quire.scheduler.sequence import SchedulerLimits
-
-if TYPE_CHECKING:
-    from quire.engine.executors.launch import Launcher
 
 logger = logging.getLogger(__name__)
 
@@ -89,24 +84,7 @@ def _start_executor(
         return LocalExecutor(options, model, device, fits_max_model_len=fits_max_model_len)
     from quire.engine.executors.distributed import DistributedExecutor
 
-    return DistributedExecutor(
-        options, _launcher(options, backend), fits_max_model_len=fits_max_model_len
-    )
-
-
-def _launcher(options: EngineOptions, backend: str) -> Callable[[], Launcher]:
-    """How the processes of the ranks are started."""
-    if backend == "ray":
-        from quire.engine.executors.ray import RayActors
-
-        return lambda: RayActors(options)
-    if options.parallel.nnodes > 1:
-        from quire.engine.executors.nodes import NodeProcesses
-
-        return lambda: NodeProcesses(options)
-    from quire.engine.executors.launch import LocalProcesses
-
-    return lambda: LocalProcesses(options)
+    return DistributedExecutor(options, fits_max_model_len=fits_max_model_len)
 
 
 def _description(options: EngineOptions, model: ModelConfig, device: DeviceInfo) -> str:

@@ -15,7 +15,8 @@ import numpy as np
 
 from quire.config.options import EngineOptions
 from quire.engine.executors.channel import Channel
-from quire.engine.executors.launch import Launcher
+from quire.engine.executors.launch import Launcher, LocalProcesses
+from quire.engine.executors.nodes import NodeProcesses
 from quire.protocol import __version__
 from quire.protocol.codec import Decoder, encode
 from quire.protocol.errors import EngineDeadError, QuireError, RankMissing
@@ -56,13 +57,7 @@ REMEDIES = {
 class DistributedExecutor:
     look_s: float | None = 0.5
 
-    def __init__(
-        self,
-        options: EngineOptions,
-        launch: Callable[[], Launcher],
-        *,
-        fits_max_model_len: bool = False,
-    ) -> None:
+    def __init__(self, options: EngineOptions, *, fits_max_model_len: bool = False) -> None:
         parallel = options.parallel
         self._num_ranks, self._timeout_s = parallel.num_ranks, parallel.timeout_s
         self.failure: str | None = None
@@ -78,7 +73,7 @@ class DistributedExecutor:
         self._look_due = 0.0
         self._stopping = threading.Event()
         self._seconds: dict[str, float] = {}
-        self._launcher = launch()
+        self._launcher = _launch(options)
         self._watch = threading.Thread(target=self._run_watch, name="quire-ranks", daemon=True)
         self._watch.start()
         try:
@@ -339,6 +334,17 @@ class DistributedExecutor:
             if self._refusal is None:
                 self._note_failure(f"{self._name(rank)}: {cause}")
         self._note_failure(sign)
+
+
+def _launch(options: EngineOptions) -> Launcher:
+    """Begin to start the processes of all ranks."""
+    if options.parallel.distributed_executor_backend == "ray":
+        from quire.engine.executors.ray import RayActors
+
+        return RayActors(options)
+    if options.parallel.nnodes > 1:
+        return NodeProcesses(options)
+    return LocalProcesses(options)
 
 
 class _PendingResult:
