@@ -21,7 +21,6 @@ namespace {
 
 // Nanoseconds. Ranks may have to share a core: one that waits leaves it to others soon.
 constexpr int64_t kAwake = 4000, kYielding = 60000;
-constexpr int kLooks = 16;
 [[maybe_unused]] constexpr int64_t kNap = 50000;
 
 // A number that one rank counts up, and that others wait for. It wraps around.
@@ -38,18 +37,8 @@ struct alignas(64) Counter {
   // Waits until it is no longer `seen`, and acquires what was published; false if that takes longer than
   // `timeout`. `started` is 0, or when a wait of the same operation began.
   bool wait_while(uint32_t seen, int64_t timeout, int64_t& started) {
-    for (int64_t waited = 0; waited < kAwake + kYielding;) {
-      for (int i = 0; i < kLooks; ++i) {
-        if (value.load(std::memory_order_acquire) != seen) return true;
-        if (waited < kAwake)
-          pause_briefly();
-        else
-          sched_yield();
-      }
-      const int64_t now = nanoseconds();
-      if (started == 0) started = now;
-      waited = now - started;
-    }
+    const auto has_come = [&] { return value.load(std::memory_order_acquire) != seen; };
+    if (is_met_soon(has_come, kAwake, kYielding, started)) return true;
     // No wake-up is missed: see `Waiters` in waiting.h.
     num_asleep.fetch_add(1);
     bool has_changed = value.load() != seen;
