@@ -33,6 +33,7 @@ from quire.terminal import (
     CHAT_HELP,
     Message,
     note,
+    progress_line,
     prompt_from_input,
     report,
     run_chat,
@@ -113,6 +114,7 @@ def build_parser(words: Sequence[str] = ()) -> CommandParser:
     _add_serve(commands)
     _add_remote(commands)
     _add_pull(commands)
+    _add_quantize(commands)
     _add_bench(commands, words)
     return parser
 
@@ -187,6 +189,51 @@ def _add_pull(commands: Any) -> None:
         help="Branch, tag or commit on the hub. (default: the main branch)",
     )
     parser.add_argument("--quiet", action="store_true", help="Print where the files are alone.")
+
+
+def _add_quantize(commands: Any) -> None:
+    text = "Write a model in 8 or 4 bits."
+    parser = _add_command(commands, "quantize [MODEL] OUT", text, _quantize)
+    parser.description = (
+        f"{text} The folder is in the format of compressed-tensors, which Quire, vLLM and "
+        "transformers read. Embeddings, norms and the output head stay in 16 bits. `quire quality` "
+        "tells what it costs."
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="A folder, a .gguf file, or a name on the hub. (default: the embedded model)",
+    )
+    parser.add_argument("out", metavar="OUT", help="The folder to write; it must not exist yet.")
+    parser.add_argument(
+        "--method",
+        required=True,
+        metavar="{fp8,w8a8,w4a16}",
+        help="fp8 and w8a8: weights and inputs in 8 bits, floats or integers; w4a16: weights in 4 "
+        "bits.",
+    )
+    parser.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        help="A text, or a .jsonl file with a prompt in each line: weights are scaled and rounded "
+        "so that it costs least on such inputs. (default: all inputs count alike)",
+    )
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        metavar="{32,64,128}",
+        help="Inputs that share a scale in w4a16. (default: 128)",
+    )
+    parser.add_argument(
+        "--device", default="auto", metavar="{auto,cpu,cuda}", help="(default: auto)"
+    )
+    parser.add_argument(
+        "--revision",
+        metavar="TEXT",
+        help="Branch, tag or commit on the hub. (default: the main branch)",
+    )
+    parser.add_argument("--quiet", action="store_true", help="Show no progress.")
 
 
 def _add_bench(commands: Any, words: Sequence[str]) -> None:
@@ -293,6 +340,28 @@ def _pull(arguments: Arguments) -> int:
 
         path = locate_model(arguments.model, revision=arguments.revision).path
     print(path)
+    return 0
+
+
+def _quantize(arguments: Arguments) -> int:
+    if arguments.method not in ("fp8", "w8a8", "w4a16"):
+        raise OptionError(f"--method must be fp8, w8a8 or w4a16, got {arguments.method!r}.")
+    from quire.quantize.command import quantize
+
+    with progress_line(not arguments.quiet) as progress:
+        summary = quantize(
+            arguments.model,
+            arguments.out,
+            arguments.method,
+            group_size=arguments.group_size,
+            calibrate_file=arguments.calibrate,
+            revision=arguments.revision,
+            device=arguments.device,
+            progress=progress,
+        )
+    for line in summary.lines():
+        print(line)
+    print(arguments.out)
     return 0
 
 

@@ -113,6 +113,23 @@ def write(text: str) -> None:
     print(text, end="", flush=True)
 
 
+@contextlib.contextmanager
+def progress_line(is_wanted: bool) -> Iterator[Callable[[str], None]]:
+    """Shows what is being done in one line of standard error that is written over; nothing where
+    that is no terminal."""
+    shows = is_wanted and sys.stderr is not None and sys.stderr.isatty()
+
+    def show(line: str) -> None:
+        if shows:
+            sys.stderr.write(f"\r\x1b[K{line}")
+            sys.stderr.flush()
+
+    try:
+        yield show
+    finally:
+        show("")
+
+
 def note(text: str) -> None:
     """Say something that is not the model's, and so stays out of pipes."""
     print(text, file=sys.stderr, flush=True)

@@ -44,8 +44,9 @@ BELOW = {
     "client": COMMON,
     "bench": COMMON
     | {"client", "frontend", "text", "engine.executors", "loading", "models", "quire"},
+    "quantize": COMMON | {"files", "text", "worker", "models", "loading", "layers", "kernels"},
     "entrypoints": {"server", "config", "quire"},
-    "quire": COMMON | {"frontend", "server", "client", "bench", "engine.executors"},
+    "quire": COMMON | {"frontend", "server", "client", "bench", "quantize", "engine.executors"},
 }
 """What each package may import in addition to itself; "quire" stands for the files in the root."""
 
@@ -57,6 +58,7 @@ TORCH_AT_TOP_LEVEL = (
     "layers",
     "kernels",
     "decoding",
+    "quantize",
     "engine.executors",
 )
 HEAVY = ("torch", "triton", "transformers")

@@ -38,7 +38,7 @@ def test_codes_are_the_nearest(
     bits: int, group_size: int, dtype: torch.dtype, is_symmetric: bool
 ) -> None:
     weight = matrix(dtype=dtype)
-    made = to_groups(weight, bits, group_size, is_symmetric=is_symmetric)
+    made = to_groups(weight.float(), bits, group_size, False, is_symmetric, scale_dtype=dtype)
     groups = -(-40 // group_size)
     assert made.codes.shape == (6, 40) and made.scales.shape == (6, groups)
     assert made.scales.dtype == dtype and int(made.codes.max()) < 2**bits

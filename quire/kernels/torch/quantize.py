@@ -23,20 +23,22 @@ def to_groups(
     search: bool = False,
     is_symmetric: bool = True,
     importance: Tensor | None = None,
+    scale_dtype: torch.dtype | None = None,
 ) -> GroupedWeights:
-    """Codes to the nearest, scales in the weight's own dtype.
+    """Codes to the nearest; scales are of `scale_dtype`, or of the weight's own.
 
     `search` chooses the range of each group that has the least squared error, in which an input
     counts by its `importance` [inputs], such as the mean of its squares. Zeros are among the codes,
     so weights of 0 stay 0.
     """
     num_outputs, num_inputs = weight.shape
+    dtype = weight.dtype if scale_dtype is None else scale_dtype
     padding = -num_inputs % group_size
     counts = torch.ones(num_inputs) if importance is None else importance.float()
     counts = torch.nn.functional.pad(counts, (0, padding)).to(weight.device)
     num_groups = len(counts) // group_size
     codes = weight.new_empty(num_outputs, num_inputs, dtype=torch.uint8)
-    scales = weight.new_empty(num_outputs, num_groups)
+    scales = weight.new_empty(num_outputs, num_groups, dtype=dtype)
     zeros = None
     if not is_symmetric:
         zeros = weight.new_empty(num_outputs, num_groups, dtype=torch.uint8)
@@ -44,18 +46,18 @@ def to_groups(
         padded = torch.nn.functional.pad(weight[part].float(), (0, padding))
         groups = padded.unflatten(1, (num_groups, group_size))
         find = _symmetric_range if is_symmetric else _asymmetric_range
-        scale, zero = find(groups, bits, weight.dtype, 1.0)
+        scale, zero = find(groups, bits, dtype, 1.0)
         if search:
             least = _error(groups, scale, zero, bits, counts)
             for share in SHARES:
-                other, other_zero = find(groups, bits, weight.dtype, share)
+                other, other_zero = find(groups, bits, dtype, share)
                 error = _error(groups, other, other_zero, bits, counts)
                 is_better = error < least
                 least = torch.where(is_better, error, least)
                 scale = torch.where(is_better, other, scale)
                 zero = torch.where(is_better, other_zero, zero)
         codes[part] = _codes(groups, scale, zero, bits).flatten(1)[:, :num_inputs].to(torch.uint8)
-        scales[part] = scale[..., 0].to(weight.dtype)
+        scales[part] = scale[..., 0].to(dtype)
         if zeros is not None:
             zeros[part] = zero[..., 0].to(torch.uint8)
     return GroupedWeights(codes, bits, scales, group_size, zeros)

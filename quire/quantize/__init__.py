@@ -1,0 +1,1 @@
+"""`quire quantize`: quantised checkpoints of models, written as folders that other engines read."""
