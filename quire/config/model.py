@@ -11,6 +11,7 @@ from typing import Any
 from quire.config import embedded
 from quire.config.gguf_model import translate_gguf
 from quire.config.locate import ModelSource, locate_model
+from quire.config.quantization import QuantizationConfig, read_quantization
 from quire.files.gguf import GGUFFile
 from quire.files.json_file import REPAIR, REQUIRED, CheckedValues, read_json_object
 from quire.files.shards import weight_files
@@ -89,8 +90,8 @@ class ModelConfig:
     """As stored: bfloat16, float16 or float32."""
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    quantization: dict[str, Any] | None
-    """`quantization_config` of config.json."""
+    quantization: QuantizationConfig | None
+    """What config.json, or a file beside it, says of quantised weights."""
     generation: dict[str, Any]
     """generation_config.json, empty if there is none."""
     raw: dict[str, Any]
@@ -230,6 +231,7 @@ def _build(source: ModelSource, values: CheckedValues, generation: dict[str, Any
     rope_scaling = _rope_scaling(values)
     # GPT-2 leaves its MLP width null to mean four times the model width.
     ffn_default = 4 * hidden if model_type == "gpt2" else REQUIRED
+    folder = None if source.kind == "gguf" else source.path
     generated = CheckedValues(source.path / "generation_config.json", generation)
     bos = values.token_ids("bos_token_id") or generated.token_ids("bos_token_id")
     return ModelConfig(
@@ -255,7 +257,7 @@ def _build(source: ModelSource, values: CheckedValues, generation: dict[str, Any
         dtype=_dtype(values),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=generated.token_ids("eos_token_id") or values.token_ids("eos_token_id"),
-        quantization=values.mapping("quantization_config"),
+        quantization=read_quantization(values, folder),
         generation=generation,
         raw=values.values,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from quire.config.device import DeviceInfo, ranks_share_devices
 from quire.config.model import ModelConfig
 from quire.config.options import AUTO_LENGTH, CacheOptions, EngineOptions
+from quire.config.quantization import METHODS, SAME_METHODS
 from quire.protocol.errors import OptionError
 
 GIB = 1 << 30
@@ -18,7 +19,9 @@ TOY_WEIGHTS = 500_000
 
 GGUF_BLOCKS = ("gguf", "gguf-a16")
 """Ways to compute from the blocks of a GGUF file."""
-QUANTIZATIONS = (None, *GGUF_BLOCKS, "int8")
+WHILE_LOADING = ("fp8", "int8", "int4")
+"""Formats that weights of 16 bits are rounded to."""
+QUANTIZATIONS = (*GGUF_BLOCKS, *WHILE_LOADING, *METHODS, *SAME_METHODS)
 # Tokens and sequences per step.
 _CPU_LIMITS = (4096, 256)
 _LARGE_GPU_LIMITS = (16384, 1024)
@@ -94,10 +97,11 @@ def check_options(options: EngineOptions) -> None:
     """Refuse what can be refused before a model is looked for, and maybe downloaded."""
     _check_parallel(options)
     wanted = options.model.quantization
-    if wanted not in QUANTIZATIONS:
+    if wanted is not None and wanted not in QUANTIZATIONS:
         raise OptionError(
-            f"quantization={wanted!r} is not supported yet. Use 'int8', 'gguf' or 'gguf-a16' on a "
-            "CPU, or leave it unset and use an unquantised checkpoint or a GGUF file."
+            f"quantization={wanted!r} is not supported; supported are {', '.join(QUANTIZATIONS)}. "
+            "Leave it unset for a quantised checkpoint or a GGUF file; for an unquantised one use "
+            "'fp8', 'int8' or 'int4', or quantise it once with `quire quantize`."
         )
     if wanted in GGUF_BLOCKS and options.model.dtype == "float32":
         raise OptionError(
@@ -201,27 +205,30 @@ def _check_device_count(options: EngineOptions, device: DeviceInfo) -> None:
 
 
 def _check_quantization(options: EngineOptions, model: ModelConfig, device: DeviceInfo) -> None:
-    wanted = options.model.quantization
+    wanted, quantized = options.model.quantization, model.quantization
     if wanted in GGUF_BLOCKS and model.source.kind != "gguf":
         raise OptionError(
             f"quantization={wanted!r} needs a .gguf file, but model={model.source.name!r} has "
             "none. Leave quantization unset, or use 'int8'."
         )
-    if wanted is not None and device.type != "cpu":
+    method = None if wanted is None else SAME_METHODS.get(wanted, wanted)
+    if quantized is not None and method not in (None, quantized.method):
         raise OptionError(
-            f"quantization={wanted!r} runs on a CPU only yet, not on {device.name}. Leave it unset "
-            "(a GGUF file is dequantised then), or set device='cpu'."
+            f"quantization={wanted!r} contradicts {quantized.file}, which says that the weights of "
+            f"{model.source.name!r} are quantised by {quantized.method!r}. Leave quantization "
+            "unset."
         )
-    if wanted is not None and options.model.dtype not in ("auto", "float32"):
+    if quantized is None and method in METHODS and method not in WHILE_LOADING:
         raise OptionError(
-            f"quantization={wanted!r} computes activations in float32; leave dtype unset instead "
-            f"of {options.model.dtype!r}."
+            f"quantization={wanted!r} needs a checkpoint in this format, but "
+            f"model={model.source.name!r} says nothing of it in config.json. Leave quantization "
+            "unset, or use 'fp8', 'int8' or 'int4' to quantise the weights while they are loaded."
         )
-    if model.quantization is not None:
-        method = model.quantization.get("quant_method", "an unnamed method")
+    is_quantized = wanted is not None or quantized is not None
+    if is_quantized and device.type == "cpu" and options.model.dtype not in ("auto", "float32"):
         raise OptionError(
-            f"model={model.source.name!r} is quantised with {method!r}, which is not supported "
-            "yet. Use an unquantised checkpoint or a GGUF file."
+            f"quantization={wanted or (quantized and quantized.method)!r} computes activations in "
+            f"float32 on a CPU; leave dtype unset instead of {options.model.dtype!r}."
         )
 
 
@@ -245,6 +252,8 @@ def _quantization(
     options: EngineOptions, model: ModelConfig, device: DeviceInfo, notes: list[str]
 ) -> str | None:
     wanted = options.model.quantization
+    if model.quantization is not None:
+        return model.quantization.method
     if wanted is not None or device.type != "cpu" or options.model.dtype != "auto":
         return wanted
     if model.source.kind != "gguf" or not device.has_native_kernels:

@@ -3,7 +3,7 @@ quantisation method of a matrix must do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -37,6 +37,27 @@ Weight = Share | StoredMatrix
 """As a file stores it."""
 Bring = Callable[[torch.Tensor], torch.Tensor]
 """Carries a tensor to the device of a model."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One of the tensors that stand for a matrix in a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    """Those that it may have, the usual one first."""
+    fill: Callable[[torch.Tensor, torch.Generator], None]
+    """Writes plausible values into such a tensor."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a rank keeps of a checkpoint's matrix."""
+
+    outputs: slice
+    inputs: slice
+    shape: tuple[int, int]
+    """With padding."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +206,17 @@ class WeightedLayer(nn.Module):
             if not _is_indexed(axis, shard_key)
         )
 
+    def stored_tensors(self, name: str, shard_key: ShardKey) -> Mapping[str, StoredTensor | None]:
+        """The tensors of a checkpoint that belong in parameter `name`, by the last parts of their
+        names; None where it is the parameter itself."""
+        return {name: None}
+
+    def rank_cuts(self, name: str, shard_key: ShardKey) -> list[Cut]:
+        """What this rank keeps of a checkpoint's matrix, from the first output on."""
+        outputs, (inputs,) = (list(_selected(axis, shard_key)) for axis in self.axes[name])
+        width = inputs.shard.size
+        return [Cut(one.source, inputs.source, (one.shard.size, width)) for one in outputs]
+
     def rank_share(self, name: str, shard_key: ShardKey, weight: Weight) -> Share:
         """What this rank keeps of a checkpoint's matrix, with padding; nothing else is read."""
         shape = self.rank_shape(name, shard_key)
@@ -299,19 +331,25 @@ class MatrixLayer(WeightedLayer):
     def __init__(self, build: Build) -> None:
         super().__init__(build)
         self.method = build.method_for(build.path)
-        self.loaders: dict[str, Callable[[ShardKey, Weight], None]] = {}
+        self.loaders: dict[str, Callable[[ShardKey, Weight, Bring | None], None]] = {}
         """What takes in the tensors of weights that are not kept as parameters."""
+        self.stored: dict[ShardKey, Mapping[str, StoredTensor]] = {}
+        """The tensors that stand for shards of the matrix, where it is not one tensor."""
         self.matrices: list[Matrix] = []
         """What became of them."""
 
     def weight_dtype(self, name: str) -> torch.dtype | None:
         return None if name in self.loaders else super().weight_dtype(name)
 
+    def stored_tensors(self, name: str, shard_key: ShardKey) -> Mapping[str, StoredTensor | None]:
+        stored = self.stored.get(shard_key) if name == "weight" else None
+        return super().stored_tensors(name, shard_key) if stored is None else stored
+
     def load(
         self, name: str, shard_key: ShardKey, tensor: Weight, bring: Bring | None = None
     ) -> None:
         if name in self.loaders:
-            self.loaders[name](shard_key, tensor)
+            self.loaders[name](shard_key, tensor, bring)
         else:
             super().load(name, shard_key, tensor, bring)
 
@@ -327,7 +365,9 @@ class QuantizationMethod(Protocol):
         """Whether weights are to be loaded as blocks, where a file stores them so."""
         ...
 
-    def extra_bytes(self, num_outputs: int, num_inputs: int, stored: str | None) -> int:
+    def extra_bytes(
+        self, shard_key: ShardKey, num_outputs: int, num_inputs: int, stored: str | None
+    ) -> int:
         """Memory of a checkpoint's matrix beside the parameters of its layer. `stored` is its kind
         of blocks in the file, if `reads_blocks`."""
         ...

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from quire.config.locate import ModelSource
-from quire.files.shards import DOWNLOAD_AGAIN, find_shards
+from quire.files.safetensors import TensorInfo, tensor_infos, tensor_names
+from quire.files.shards import DOWNLOAD_AGAIN, choose_tensors, find_shards
 from quire.layers.weights import Weight
 from quire.loading.gguf import iter_gguf_weights, none_of_them
 from quire.loading.safetensors import iter_safetensors
@@ -45,6 +47,32 @@ def iter_weights(
         if shards:
             return iter_torch_bin(shards, skips)
     raise _no_weights(folder, load_format)
+
+
+def stored_tensors(source: ModelSource, load_format: str = "auto") -> dict[str, TensorInfo]:
+    """What the weight files of a folder hold, by headers where they have such."""
+    if load_format in ("auto", "safetensors"):
+        shards = find_shards(source.path, "model.safetensors", (".safetensors",))
+        if shards:
+            infos = {file: tensor_infos(file) for file in shards}
+            chosen = choose_tensors(shards, {file: list(infos[file]) for file in infos})
+            return {name: infos[file][name] for file, names in chosen.items() for name in names}
+    return {
+        name: TensorInfo(_TYPE_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
+        for name, tensor in iter_weights(source, load_format)
+        if isinstance(tensor, Tensor)
+    }
+
+
+def file_of(source: ModelSource, tensor: str, rename: Callable[[str], str]) -> Path:
+    """Where a tensor is, for an error about it; `rename` gives it the name that it is known by."""
+    for file in find_shards(source.path, "model.safetensors", (".safetensors",)):
+        if any(rename(name) == tensor for name in tensor_names(file)):
+            return file
+    return source.path
+
+
+_TYPE_NAMES = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8"}
 
 
 def read_weights(source: ModelSource) -> dict[str, Tensor]:

@@ -10,21 +10,26 @@ from zlib import crc32
 import torch
 
 from quire.config.model import ModelConfig
+from quire.config.quantization import MatrixFormat
 from quire.files.gguf import GGUFTensor
+from quire.files.safetensors import TensorInfo
+from quire.files.shards import DOWNLOAD_AGAIN
 from quire.layers.parallel import Parallel
-from quire.layers.quantization.choose import choose_methods, largest_block
+from quire.layers.quantization.choose import FormatsFor, choose_methods, largest_block
+from quire.layers.quantization.readers import TensorError
 from quire.layers.weights import (
     Bring,
     Build,
     MatrixLayer,
     MethodFor,
     ShardKey,
+    StoredTensor,
     Weight,
     WeightedLayer,
 )
 from quire.loading.gguf import stored_blocks
 from quire.loading.upload import Upload, stays_here
-from quire.loading.weights import iter_weights
+from quire.loading.weights import file_of, iter_weights, stored_tensors
 from quire.models.fusion import fuse
 from quire.models.registry import CausalLM, model_class
 from quire.protocol.errors import ModelError
@@ -41,16 +46,23 @@ class Target:
     parameter: str
     shard_key: ShardKey
     transposed: bool
+    stored: StoredTensor | None = None
+    """Where it is one of several that stand for a matrix."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the tensor in the checkpoint."""
-        shape = self.layer.checkpoint_shape(self.parameter, self.shard_key)
+        if self.stored is not None:
+            shape = self.stored.shape
+        else:
+            shape = self.layer.checkpoint_shape(self.parameter, self.shard_key)
         return shape[::-1] if self.transposed else shape
 
     @property
     def dtype(self) -> torch.dtype | None:
         """Of the parameter; None where the weight is not kept as one."""
+        if self.stored is not None:
+            return self.stored.dtypes[0]
         return self.layer.weight_dtype(self.parameter)
 
     @property
@@ -61,20 +73,32 @@ class Target:
 
     def accepts_shape(self, shape: tuple[int, ...]) -> bool:
         """Scales are stored with and without a dimension of their own."""
-        return shape == self.shape or prod(shape) == 1 == prod(self.shape)
+        if shape == self.shape or prod(shape) == 1 == prod(self.shape):
+            return True
+        return self.stored is not None and shape == tuple(n for n in self.shape if n != 1)
 
     def accepts_dtype(self, weight: Weight) -> bool:
         """Numbers are cast as they are loaded, but for those that would lose their fractions."""
+        if self.stored is not None:
+            return isinstance(weight, torch.Tensor) and weight.dtype in self.stored.dtypes
         is_whole = self.dtype is not None and not self.dtype.is_floating_point
         return not (is_whole and isinstance(weight, torch.Tensor) and weight.is_floating_point())
 
     def extra_bytes(self, stored: str | None) -> int:
         """Memory of the tensor beside the layer's parameters."""
-        layer = self.layer
+        layer, key = self.layer, self.shard_key
         if not isinstance(layer, MatrixLayer) or self.parameter not in layer.loaders:
             return 0
-        num_outputs, num_inputs = layer.rank_shape(self.parameter, self.shard_key)
-        return layer.method.extra_bytes(num_outputs, num_inputs, stored)
+        if self.stored is not None and self.parameter != next(iter(layer.stored[key])):
+            return 0  # counted with the first tensor of the matrix
+        num_outputs, num_inputs = layer.rank_shape("weight", key)
+        return layer.method.extra_bytes(key, num_outputs, num_inputs, stored)
+
+    def fill_dummy(self, tensor: torch.Tensor, generator: torch.Generator) -> None:
+        if self.stored is not None:
+            self.stored.fill(tensor, generator)
+        else:
+            self.layer.fill_dummy(self.parameter, tensor, generator)
 
     def load(self, weight: Weight, bring: Bring = stays_here) -> None:
         if self.transposed:
@@ -105,16 +129,12 @@ def load_model(
     `method_for` takes the place of what follows from `quantization`. Layers that are not `fused`
     compute as their model's file says, step by step.
     """
-    if config.quantization:
-        raise ModelError(
-            f"{config.source.name} is quantised: quant_method "
-            f"{config.quantization.get('quant_method')!r} in quantization_config is not supported "
-            f"yet; use the unquantised model or a GGUF file of it."
-        )
     if method_for is None:
-        method_for = choose_methods(quantization, dtype, device, parallel)
-    block = largest_block(quantization)
-    build = Build(dtype, torch.device(device), parallel, method_for, block)
+        formats_for = _formats_for(config, load_format)
+        method_for = choose_methods(quantization, dtype, device, parallel, formats_for)
+    build = Build(
+        dtype, torch.device(device), parallel, method_for, _largest_block(config, quantization)
+    )
     model = model_class(config.architecture)(config, build)
     if load_format == "dummy":
         load_dummy_weights(model, build, seed)
@@ -137,6 +157,37 @@ def load_model(
     if fused:
         fuse(model)
     return model.eval()
+
+
+def _largest_block(config: ModelConfig, quantization: str | None) -> int:
+    quantized = config.quantization
+    return largest_block(quantization) if quantized is None else quantized.block
+
+
+def _formats_for(config: ModelConfig, load_format: str) -> FormatsFor | None:
+    """The formats of a quantised checkpoint's matrices: what its files have, or, without files,
+    what its configuration says of all but embeddings and head."""
+    quantized = config.quantization
+    if quantized is None:
+        return None
+    weight_map = model_class(config.architecture).weight_map
+    ends = [name.removesuffix(".weight") for name in (weight_map.embedding, weight_map.head)]
+    by_module: dict[str, dict[str, TensorInfo]] = {}
+    if load_format != "dummy":
+        by_module = {name: {} for name in ends}
+        for name, info in stored_tensors(config.source, load_format).items():
+            module, _, own_name = weight_map.rename(name).rpartition(".")
+            by_module.setdefault(module, {})[own_name] = info
+
+    def formats_for(path: str) -> dict[ShardKey, tuple[str, MatrixFormat | None]]:
+        formats: dict[ShardKey, tuple[str, MatrixFormat | None]] = {}
+        for key, module in weight_map.modules(path).items():
+            tensors = by_module.get(module)
+            is_plain = module in ends and not tensors
+            formats[key] = module, None if is_plain else quantized.format_of(module, tensors)
+        return formats
+
+    return formats_for
 
 
 def _other_stages(config: ModelConfig, build: Build) -> set[str]:
@@ -167,8 +218,10 @@ def count_weight_bytes(
     """What the weights will take as `load_model` keeps them, from the configuration and, of a GGUF
     file, the kinds of its tensors."""
     if method_for is None:
-        method_for = choose_methods(quantization, dtype, device, parallel)
-    build = Build(dtype, torch.device("meta"), parallel, method_for, largest_block(quantization))
+        formats_for = _formats_for(config, load_format)
+        method_for = choose_methods(quantization, dtype, device, parallel, formats_for)
+    block = _largest_block(config, quantization)
+    build = Build(dtype, torch.device("meta"), parallel, method_for, block)
     model = model_class(config.architecture)(config, build)
     blocks: dict[str, GGUFTensor] = {}
     if config.source.kind == "gguf" and load_format != "dummy":
@@ -199,14 +252,12 @@ def weight_targets(model: CausalLM) -> dict[str, Target]:
         if not isinstance(layer, WeightedLayer):
             continue
         assert layer.path == path, f"the layer at {path} was built as {layer.path!r}"
-        parent, _, own_name = path.rpartition(".")
-        fused = weight_map.fused.get(own_name)
-        sources: list[tuple[ShardKey, str]] = [*fused.items()] if fused else [((), own_name)]
         for parameter in layer.axes:
-            for shard_key, module_name in sources:
-                name = ".".join(filter(None, (parent, module_name, parameter)))
-                transposed = name.endswith(weight_map.transposed)
-                targets[name] = Target(layer, parameter, shard_key, transposed)
+            for shard_key, module in weight_map.modules(path).items():
+                for tensor, stored in layer.stored_tensors(parameter, shard_key).items():
+                    name = f"{module}.{tensor}"
+                    transposed = name.endswith(weight_map.transposed)
+                    targets[name] = Target(layer, tensor, shard_key, transposed, stored)
     return targets
 
 
@@ -237,12 +288,18 @@ def load_weights(
             if name not in tied_rows and not name.endswith(weight_map.ignored):
                 extra.append(original_name)
         elif not target.accepts_dtype(tensor):
-            mistyped.append(f"{original_name} (expected {target.dtype})")
+            mistyped.append(f"{original_name} (expected {target.dtype}, found {_dtype(tensor)})")
         elif not target.accepts_shape(tuple(tensor.shape)):
             found = list(tensor.shape)
             misshapen.append(f"{original_name} (expected {list(target.shape)}, found {found})")
         else:
-            target.load(tensor, bring)
+            try:
+                target.load(tensor, bring)
+            except TensorError as error:
+                file = file_of(config.source, error.tensor, weight_map.rename)
+                raise ModelError(
+                    f"{file}: tensor {error.tensor} {error.problem}; {DOWNLOAD_AGAIN}."
+                ) from error
     problems = [
         _listed("missing", list(missing)),
         _listed("not part of the model", extra),
@@ -260,6 +317,10 @@ def load_weights(
             f"{'; '.join(filter(None, problems))}. Check that config.json belongs to these weights "
             f"and that the download is complete."
         )
+
+
+def _dtype(weight: Weight) -> str:
+    return str(weight.dtype) if isinstance(weight, torch.Tensor) else "blocks"
 
 
 def _some_rows(weight: Weight) -> torch.Tensor:
@@ -284,5 +345,5 @@ def load_dummy_weights(model: CausalLM, build: Build, seed: int) -> None:
     for name, target in weight_targets(model).items():
         generator.manual_seed(crc32(f"{seed} {name}".encode()))
         tensor = torch.empty(target.shape, dtype=target.dtype or build.dtype, device=build.device)
-        target.layer.fill_dummy(target.parameter, tensor, generator)
+        target.fill_dummy(tensor, generator)
         target.load(tensor)

@@ -39,6 +39,12 @@ class WeightMap:
     head: str = "lm_head.weight"
     """The output head's own name: where tied, a checkpoint may repeat the embedding under it."""
 
+    def modules(self, path: str) -> dict[ShardKey, str]:
+        """The checkpoint's modules that the layer with this path stands for."""
+        parent, _, own_name = path.rpartition(".")
+        fused = self.fused.get(own_name) or {(): own_name}
+        return {key: ".".join(filter(None, (parent, name))) for key, name in fused.items()}
+
 
 class CausalLM(nn.Module, ABC):
     """A language model over one flat line of tokens, which may belong to many requests.

@@ -285,10 +285,21 @@ def test_end_of_sequence_ids(tmp_path: Path) -> None:
     assert load_model_config(write(tmp_path / "d", config, {"top_p": 0.9})).eos_token_ids == (2,)
 
 
-def test_quantization_is_reported_not_judged(tmp_path: Path) -> None:
+def test_quantization_may_be_in_a_file_of_its_own(tmp_path: Path) -> None:
     quantization = {"quant_method": "awq", "bits": 4}
-    folder = write(tmp_path, {**LLAMA, "quantization_config": quantization})
-    assert load_model_config(folder).quantization == quantization
+    folder = write(tmp_path / "a", {**LLAMA, "quantization_config": quantization})
+    found = load_model_config(folder).quantization
+    assert found is not None and found.method == "awq" and found.file.name == "config.json"
+    for name, content, method in (
+        ("quantize_config.json", {"bits": 4, "group_size": 64}, "gptq"),
+        ("quant_config.json", {"w_bit": 4, "q_group_size": 64, "zero_point": True}, "awq"),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "modelopt"),
+    ):
+        folder = write(tmp_path / name, LLAMA)
+        (tmp_path / name / name).write_text(json.dumps(content))
+        found = load_model_config(folder).quantization
+        assert found is not None and found.method == method and found.file.name == name
+    assert load_model_config(write(tmp_path / "none", LLAMA)).quantization is None
 
 
 @pytest.mark.parametrize("name", ["MixtralForCausalLM", "LlamaForSequenceClassification"])

@@ -331,7 +331,8 @@ def test_context_length() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"quantization": "awq"}, "quantization='awq' is not supported yet"),
+        ({"quantization": "bitsandbytes"}, "'bitsandbytes' is not supported.*`quire quantize`"),
+        ({"quantization": "awq"}, "'awq' needs a checkpoint in this format.*'some/model'.*'int4'"),
         ({"quantization": "gguf"}, "quantization='gguf' needs a .gguf file.*'some/model'"),
         ({"quantization": "gguf-a16"}, "quantization='gguf-a16' needs a .gguf file"),
         ({"quantization": "gguf", "dtype": "float32"}, "Leave one of them unset"),
@@ -347,11 +348,6 @@ def test_what_cannot_be_done_is_refused(values: dict[str, Any], message: str) ->
     """Before any weights are read."""
     with pytest.raises(OptionError, match=message):
         resolved(**values)
-
-
-def test_packed_weights_are_refused_on_a_gpu() -> None:
-    with pytest.raises(OptionError, match="quantization='int8' runs on a CPU only"):
-        resolved(GPU, MODEL, quantization="int8")
 
 
 @pytest.mark.parametrize(
@@ -427,11 +423,17 @@ def test_other_types_of_keys_and_values_are_refused(
         resolved(device, **changes)
 
 
-def test_quantised_checkpoints_are_refused_by_method() -> None:
-    """Their tensors would be read as weights that they are not."""
-    model = replace(MODEL, quantization={"quant_method": "gptq"})
-    with pytest.raises(OptionError, match="'some/model' is quantised with 'gptq'"):
-        resolved(CPU, model)
+def test_a_quantised_checkpoint_names_its_method() -> None:
+    described = CheckedValues(Path("model/config.json"), {"quant_method": "gptq", "bits": 4})
+    model = replace(MODEL, quantization=parse_quantization(described), dtype="float16")
+    for wanted in (None, "gptq", "gptq_marlin"):
+        assert resolved(CPU, model, quantization=wanted)["quantization"] == "gptq"
+    found = resolved(GPU, model)
+    assert (found["quantization"], found["dtype"]) == ("gptq", "float16")
+    for other in ("awq", "fp8", "int8"):
+        message = rf"quantization='{other}' contradicts model/config.json.*'gptq'"
+        with pytest.raises(OptionError, match=message):
+            resolved(CPU, model, quantization=other)
 
 
 def test_whole_prompts_make_room_for_themselves() -> None:

@@ -141,8 +141,8 @@ def test_options_are_checked_before_a_model_is_looked_for() -> None:
     """A 140 GB download must not precede the news that the ranks cannot be placed."""
     with pytest.raises(OptionError, match=r"tensor_parallel_size=3 .*nnodes=2 hosts"):
         LLM(model="meta-llama/Llama-2-70b-hf", tensor_parallel_size=3, nnodes=2)
-    with pytest.raises(OptionError, match="quantization='awq' is not supported yet"):
-        LLM(model="meta-llama/Llama-2-70b-hf", quantization="awq")
+    with pytest.raises(OptionError, match="quantization='hqq' is not supported"):
+        LLM(model="meta-llama/Llama-2-70b-hf", quantization="hqq")
 
 
 async def test_cancelling_while_a_request_is_handed_over(tiny: Tiny) -> None:

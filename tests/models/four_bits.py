@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.layers.weights import Axis, Build, MatrixLayer, NormWeight, Shard
+from quire.layers.weights import Axis, Build, MatrixLayer, NormWeight, Shard, ShardKey
 
 GROUP = 16
 WORD = 8
@@ -46,7 +46,9 @@ def counted_in(axis: Axis, unit: int) -> Axis:
 class FourBits:
     reads_blocks = False
 
-    def extra_bytes(self, num_outputs: int, num_inputs: int, stored: str | None) -> int:
+    def extra_bytes(
+        self, shard_key: ShardKey, num_outputs: int, num_inputs: int, stored: str | None
+    ) -> int:
         return 0
 
     def create_weights(self, layer: MatrixLayer, outputs: Axis, inputs: Axis, build: Build) -> None:

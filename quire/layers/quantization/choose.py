@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
+from quire.config.quantization import MatrixFormat
 from quire.kernels import cpu
 from quire.kernels.cpu.memory import Arena
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES
@@ -17,9 +18,10 @@ from quire.layers.quantization.packed import (
     Packer,
     PackFloats,
     PackInt8,
+    PackQuantized,
 )
 from quire.layers.quantization.unquantized import Unquantized
-from quire.layers.weights import MethodFor, QuantizationMethod
+from quire.layers.weights import MethodFor, QuantizationMethod, ShardKey
 
 PACKERS: dict[str, Callable[[], Packer]] = {
     "gguf": PackBlocks,
@@ -28,12 +30,33 @@ PACKERS: dict[str, Callable[[], Packer]] = {
 }
 
 
+FormatsFor = Callable[[str], Mapping[ShardKey, tuple[str, MatrixFormat | None]]]
+"""How a checkpoint has the matrix of the layer with a path: for each of its tensors, the module
+there and the format."""
+
+
 def choose_methods(
-    quantization: str | None, dtype: torch.dtype, device: torch.device | str, parallel: Parallel
+    quantization: str | None,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    parallel: Parallel,
+    formats_for: FormatsFor | None = None,
 ) -> MethodFor:
-    """The format of weights that is asked for, or the quickest that keeps every number."""
-    method = _choose_method(quantization, dtype, torch.device(device), parallel)
-    return lambda path: method
+    """The format of weights that is asked for, that of a quantised checkpoint, or the quickest that
+    keeps every number."""
+    where = torch.device(device)
+    if formats_for is None:
+        method = _choose_method(quantization, dtype, where, parallel)
+        return lambda path: method
+    plain, packer = _choose_method(None, dtype, where, parallel), PackQuantized(dtype)
+
+    def method_for(path: str) -> QuantizationMethod:
+        formats = formats_for(path)
+        if all(found is None for _, found in formats.values()):
+            return plain
+        return Packed(packer, formats=formats)
+
+    return method_for
 
 
 def largest_block(quantization: str | None) -> int:

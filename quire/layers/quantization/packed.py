@@ -1,8 +1,8 @@
-"""Weights on a CPU, packed for their kernels as they arrive and kept in that format alone."""
+"""Weights that are packed for their kernels as they arrive and kept in that format alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from types import ModuleType
@@ -11,16 +11,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from quire.config.quantization import MatrixFormat
 from quire.kernels import cpu, dispatch
 from quire.kernels.cpu.memory import Arena, Empty
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES, BlockRows
+from quire.kernels.torch.quantized_weights import QuantizedWeights
+from quire.layers.quantization.matrices import DenseMatrix, make_matrix
+from quire.layers.quantization.readers import Reader, join_alike, make_reader
 from quire.layers.weights import (
     Axis,
+    Bring,
     Build,
     Matrix,
     MatrixLayer,
     NormWeight,
-    ShardId,
     ShardKey,
     Share,
     Weight,
@@ -43,7 +47,7 @@ class Packer(Protocol):
     reads_blocks: bool
     """Whether blocks of a GGUF file are taken as they are stored."""
 
-    def pack(self, weights: Sequence[Share]) -> list[Matrix]:
+    def pack(self, weights: Sequence[Share | QuantizedWeights]) -> list[Matrix]:
         """Makes matrices of the weights that a layer joins."""
         ...
 
@@ -60,7 +64,7 @@ class PackFloats:
     def __init__(self, empty: Empty = torch.empty) -> None:
         self._empty = empty
 
-    def pack(self, weights: Sequence[Share]) -> list[Matrix]:
+    def pack(self, weights: Sequence[Share | QuantizedWeights]) -> list[Matrix]:
         assert all(isinstance(weight, Tensor) for weight in weights), "blocks are for `PackBlocks`"
         return [kernels().pack_floats(weights, self._empty)]
 
@@ -74,7 +78,7 @@ class PackInt8:
 
     reads_blocks = False
 
-    def pack(self, weights: Sequence[Share]) -> list[Matrix]:
+    def pack(self, weights: Sequence[Share | QuantizedWeights]) -> list[Matrix]:
         if weights[0].shape[1] % INT8_BLOCK:
             return PackFloats().pack(weights)
         tensors = [weight for weight in weights if isinstance(weight, Tensor)]
@@ -95,7 +99,7 @@ class PackBlocks:
     def __init__(self, input_planes: int = 1) -> None:
         self._input_planes = input_planes
 
-    def pack(self, weights: Sequence[Share]) -> list[Matrix]:
+    def pack(self, weights: Sequence[Share | QuantizedWeights]) -> list[Matrix]:
         matrices: list[Matrix] = []
         for kind, group in groupby(weights, lambda weight: getattr(weight, "kind", None)):
             shards = list(group)
@@ -115,46 +119,109 @@ class PackBlocks:
         return count
 
 
+class PackQuantized:
+    """As checkpoints have quantised them; what they have not, in the model's dtype."""
+
+    reads_blocks = False
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def pack(self, weights: Sequence[Share | QuantizedWeights]) -> list[Matrix]:
+        matrices: list[Matrix] = []
+        for one in join_alike(weights):
+            if not isinstance(one, Tensor):
+                matrices.append(make_matrix(one))
+            elif one.device.type == "cpu" and self._dtype == torch.float32:
+                matrices += PackFloats().pack([one])
+            else:
+                matrices.append(DenseMatrix(one.to(self._dtype)))
+        return matrices
+
+    def nbytes(self, num_outputs: int, num_inputs: int, stored: str | None) -> int:
+        return num_outputs * num_inputs * self._dtype.itemsize
+
+
+def _brought(share: Share, bring: Bring) -> Share:
+    if isinstance(share, Tensor):
+        return bring(share)
+    return BlockRows(share.kind, bring(share.rows), share.shape[1])
+
+
+def _stays(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 class Packed:
     """A layer's weight becomes one matrix, or several where its shards differ in format. An `arena`
-    is where the packer gets its memory from."""
+    is where the packer gets its memory from; `formats` are those of shards that a checkpoint has
+    quantised, with the names of their modules there."""
 
-    def __init__(self, packer: Packer, arena: Arena | None = None) -> None:
+    def __init__(
+        self,
+        packer: Packer,
+        arena: Arena | None = None,
+        formats: Mapping[ShardKey, tuple[str, MatrixFormat | None]] | None = None,
+    ) -> None:
         self._packer = packer
         self._arena = arena
+        self._formats = formats or {}
 
     @property
     def reads_blocks(self) -> bool:
         return self._packer.reads_blocks
 
-    def extra_bytes(self, num_outputs: int, num_inputs: int, stored: str | None) -> int:
+    def extra_bytes(
+        self, shard_key: ShardKey, num_outputs: int, num_inputs: int, stored: str | None
+    ) -> int:
+        module, found = self._formats.get(shard_key, ("", None))
+        if found is not None:
+            return make_reader(module, found, (num_outputs, num_inputs)).nbytes
         return self._packer.nbytes(num_outputs, num_inputs, stored)
 
     def create_weights(self, layer: MatrixLayer, outputs: Axis, inputs: Axis, build: Build) -> None:
         layer.axes["weight"] = (outputs, inputs)
-        waiting: dict[ShardId | None, Share | None] = {shard.name: None for shard in outputs}
-        layer.loaders["weight"] = partial(self._load, layer, waiting)
+        readers: dict[ShardKey, Reader] = {}
+        names = {"weight"}
+        for shard_key, (module, found) in self._formats.items():
+            if found is None:
+                continue
+            shape = layer.checkpoint_shape("weight", shard_key)
+            reader = make_reader(module, found, (shape[0], shape[1]))
+            readers[shard_key] = reader
+            layer.stored[shard_key] = reader.tensors
+            names |= reader.tensors.keys()
+        waiting: dict[ShardKey, dict[str, tuple[Weight, Bring]]] = {}
+        shard_keys: list[ShardKey] = [(shard.name,) for shard in outputs if shard.name is not None]
+        for name in names:
+            layer.loaders[name] = partial(self._load, layer, readers, waiting, shard_keys, name)
         layer.matrices = []
 
     def _load(
         self,
         layer: MatrixLayer,
-        waiting: dict[ShardId | None, Share | None],
+        readers: Mapping[ShardKey, Reader],
+        waiting: dict[ShardKey, dict[str, tuple[Weight, Bring]]],
+        shard_keys: list[ShardKey],
+        name: str,
         shard_key: ShardKey,
         weight: Weight,
+        bring: Bring | None,
     ) -> None:
-        """Keep a weight until all shards of the layer are there, then pack them."""
-        share = layer.rank_share("weight", shard_key, weight)
-        if not shard_key:
-            arrived = [share]
-        else:
-            (name,) = shard_key
-            waiting[name] = share
-            arrived = [one for one in waiting.values() if one is not None]
-            if len(arrived) < len(waiting):
+        """Keep a tensor until all of the layer are there, then pack them."""
+        waiting.setdefault(shard_key, {})[name] = weight, bring or _stays
+        arrived: list[Share | QuantizedWeights] = []
+        for key in shard_keys if shard_key else [shard_key]:
+            if len(waiting.get(key, ())) < len(layer.stored_tensors("weight", key)):
                 return
+        for key in shard_keys if shard_key else [shard_key]:
+            tensors = waiting.pop(key)
+            if key in readers:
+                arrived += readers[key].read(tensors, layer.rank_cuts("weight", key))
+                continue
+            stored, bring = tensors["weight"]
+            arrived.append(_brought(layer.rank_share("weight", key, stored), bring))
         layer.matrices = self._packer.pack(arrived)
-        waiting.clear()
 
     def finish_loading(self, layer: MatrixLayer) -> None:
         """The weight was packed when its last shard arrived."""
@@ -168,7 +235,7 @@ class Packed:
             return layer.matrices[0].multiply(x, bias, out)
         if out is None:
             total = sum(matrix.num_outputs for matrix in layer.matrices)
-            out = torch.empty((len(x), total), dtype=torch.float32)
+            out = x.new_empty((len(x), total))
         first = 0
         for matrix in layer.matrices:
             columns = slice(first, first + matrix.num_outputs)

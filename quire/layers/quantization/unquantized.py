@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.kernels import dispatch
-from quire.layers.weights import Axis, Build, MatrixLayer, NormWeight
+from quire.layers.weights import Axis, Build, MatrixLayer, NormWeight, ShardKey
 
 
 class Unquantized:
@@ -13,7 +13,9 @@ class Unquantized:
 
     reads_blocks = False
 
-    def extra_bytes(self, num_outputs: int, num_inputs: int, stored: str | None) -> int:
+    def extra_bytes(
+        self, shard_key: ShardKey, num_outputs: int, num_inputs: int, stored: str | None
+    ) -> int:
         return 0
 
     def create_weights(self, layer: MatrixLayer, outputs: Axis, inputs: Axis, build: Build) -> None:
