@@ -130,11 +130,9 @@ def load_model(
     compute as their model's file says, step by step.
     """
     if method_for is None:
-        formats_for = _formats_for(config, load_format)
-        method_for = choose_methods(quantization, dtype, device, parallel, formats_for)
-    build = Build(
-        dtype, torch.device(device), parallel, method_for, _largest_block(config, quantization)
-    )
+        method_for = _methods(config, quantization, dtype, device, parallel, load_format)
+    block = largest_block(quantization, config.quantization)
+    build = Build(dtype, torch.device(device), parallel, method_for, block)
     model = model_class(config.architecture)(config, build)
     if load_format == "dummy":
         load_dummy_weights(model, build, seed)
@@ -159,9 +157,22 @@ def load_model(
     return model.eval()
 
 
-def _largest_block(config: ModelConfig, quantization: str | None) -> int:
-    quantized = config.quantization
-    return largest_block(quantization) if quantized is None else quantized.block
+def _methods(
+    config: ModelConfig,
+    quantization: str | None,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    parallel: Parallel,
+    load_format: str,
+) -> MethodFor:
+    formats_for = _formats_for(config, load_format)
+    return choose_methods(quantization, dtype, device, parallel, formats_for, _ends(config))
+
+
+def _ends(config: ModelConfig) -> list[str]:
+    """Paths of the embedding and the head."""
+    weight_map = model_class(config.architecture).weight_map
+    return [name.removesuffix(".weight") for name in (weight_map.embedding, weight_map.head)]
 
 
 def _formats_for(config: ModelConfig, load_format: str) -> FormatsFor | None:
@@ -171,7 +182,7 @@ def _formats_for(config: ModelConfig, load_format: str) -> FormatsFor | None:
     if quantized is None:
         return None
     weight_map = model_class(config.architecture).weight_map
-    ends = [name.removesuffix(".weight") for name in (weight_map.embedding, weight_map.head)]
+    ends = _ends(config)
     by_module: dict[str, dict[str, TensorInfo]] = {}
     if load_format != "dummy":
         by_module = {name: {} for name in ends}
@@ -218,9 +229,8 @@ def count_weight_bytes(
     """What the weights will take as `load_model` keeps them, from the configuration and, of a GGUF
     file, the kinds of its tensors."""
     if method_for is None:
-        formats_for = _formats_for(config, load_format)
-        method_for = choose_methods(quantization, dtype, device, parallel, formats_for)
-    block = _largest_block(config, quantization)
+        method_for = _methods(config, quantization, dtype, device, parallel, load_format)
+    block = largest_block(quantization, config.quantization)
     build = Build(dtype, torch.device("meta"), parallel, method_for, block)
     model = model_class(config.architecture)(config, build)
     blocks: dict[str, GGUFTensor] = {}

@@ -15,8 +15,10 @@ from quire.config.device import DeviceInfo, cpu_device, cpu_memory
 from quire.config.locate import ModelSource
 from quire.config.model import ModelConfig, load_model_config
 from quire.config.options import CacheOptions, EngineOptions, option_groups
+from quire.config.quantization import parse_quantization
 from quire.config.resolve import GIB, cpu_cache_bytes, resolve
 from quire.config.server import ServingOptions
+from quire.files.json_file import CheckedValues
 from quire.protocol.errors import OptionError, QuireError
 
 CPU = DeviceInfo("cpu", "a CPU", 16 * GIB, num_threads=8)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 
-from quire.config.quantization import MatrixFormat
+from quire.config.quantization import MatrixFormat, QuantizationConfig
 from quire.kernels import cpu
 from quire.kernels.cpu.memory import Arena
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES
 from quire.layers.parallel import Parallel
 from quire.layers.quantization.packed import (
+    INT4_GROUP,
     INT8_BLOCK,
     PackBlocks,
     Packed,
@@ -19,11 +20,12 @@ from quire.layers.quantization.packed import (
     PackFloats,
     PackInt8,
     PackQuantized,
+    PackRounded,
 )
 from quire.layers.quantization.unquantized import Unquantized
 from quire.layers.weights import MethodFor, QuantizationMethod, ShardKey
 
-PACKERS: dict[str, Callable[[], Packer]] = {
+PACKERS: dict[str | None, Callable[[], Packer]] = {
     "gguf": PackBlocks,
     "gguf-a16": lambda: PackBlocks(input_planes=2),
     "int8": PackInt8,
@@ -41,16 +43,21 @@ def choose_methods(
     device: torch.device | str,
     parallel: Parallel,
     formats_for: FormatsFor | None = None,
+    exact_paths: Collection[str] = (),
 ) -> MethodFor:
     """The format of weights that is asked for, that of a quantised checkpoint, or the quickest that
-    keeps every number."""
-    where = torch.device(device)
-    if formats_for is None:
-        method = _choose_method(quantization, dtype, where, parallel)
-        return lambda path: method
-    plain, packer = _choose_method(None, dtype, where, parallel), PackQuantized(dtype)
+    keeps every number. What is rounded here is all but `exact_paths`."""
+    is_cpu = torch.device(device).type == "cpu"
+    if formats_for is None and quantization in PACKERS and (is_cpu or quantization == "gguf"):
+        packed = Packed(PACKERS[quantization]())
+        return lambda path: packed
+    plain = _exact_method(dtype, torch.device(device))
+    packer = PackQuantized(dtype) if formats_for is not None else None
+    rounded = None if quantization is None else Packed(PackRounded(quantization))
 
     def method_for(path: str) -> QuantizationMethod:
+        if formats_for is None or packer is None:
+            return plain if rounded is None or path in exact_paths else rounded
         formats = formats_for(path)
         if all(found is None for _, found in formats.values()):
             return plain
@@ -59,23 +66,20 @@ def choose_methods(
     return method_for
 
 
-def largest_block(quantization: str | None) -> int:
-    """Inputs of the largest blocks in which a format has weights."""
-    if quantization is None:
+def largest_block(quantization: str | None, quantized: QuantizationConfig | None = None) -> int:
+    """Inputs of the largest blocks in which weights are, of a quantised checkpoint or else of the
+    format that is asked for."""
+    if quantized is not None:
+        return quantized.block
+    if quantization in (None, "fp8"):
         return 1
-    if quantization == "int8":
-        return INT8_BLOCK
+    if quantization in ("int8", "int4"):
+        return INT8_BLOCK if quantization == "int8" else INT4_GROUP
     return max(elements for elements, _ in BLOCK_SIZES.values())
 
 
-def _choose_method(
-    quantization: str | None, dtype: torch.dtype, device: torch.device, parallel: Parallel
-) -> QuantizationMethod:
-    if quantization is not None:
-        return Packed(PACKERS[quantization]())
-    if device.type != "cpu" or dtype != torch.float32:
-        return Unquantized()
-    if not cpu.available()[0]:
+def _exact_method(dtype: torch.dtype, device: torch.device) -> QuantizationMethod:
+    if device.type != "cpu" or dtype != torch.float32 or not cpu.available()[0]:
         return Unquantized()
     arena = Arena()
     return Packed(PackFloats(arena.empty), arena)

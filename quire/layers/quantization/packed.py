@@ -15,6 +15,7 @@ from quire.config.quantization import MatrixFormat
 from quire.kernels import cpu, dispatch
 from quire.kernels.cpu.memory import Arena, Empty
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES, BlockRows
+from quire.kernels.torch.quantize import to_fp8, to_groups, to_int8
 from quire.kernels.torch.quantized_weights import QuantizedWeights
 from quire.layers.quantization.matrices import DenseMatrix, make_matrix
 from quire.layers.quantization.readers import Reader, join_alike, make_reader
@@ -31,6 +32,7 @@ from quire.layers.weights import (
 )
 
 INT8_BLOCK = 32
+INT4_GROUP = 128
 
 
 def kernels() -> ModuleType:
@@ -140,6 +142,30 @@ class PackQuantized:
 
     def nbytes(self, num_outputs: int, num_inputs: int, stored: str | None) -> int:
         return num_outputs * num_inputs * self._dtype.itemsize
+
+
+class PackRounded:
+    """Weights of 16 bits rounded to fewer, on the device where they will be."""
+
+    reads_blocks = False
+
+    def __init__(self, quantization: str) -> None:
+        self._quantization = quantization
+
+    def pack(self, weights: Sequence[Share | QuantizedWeights]) -> list[Matrix]:
+        tensors = [one for one in weights if isinstance(one, Tensor)]
+        rounded = join_alike([self._rounded(tensor) for tensor in tensors])
+        return [make_matrix(one) for one in rounded if not isinstance(one, Tensor)]
+
+    def _rounded(self, weight: Tensor) -> QuantizedWeights:
+        if self._quantization == "int4":
+            return to_groups(weight, group_size=min(INT4_GROUP, weight.shape[1]))
+        return to_fp8(weight) if self._quantization == "fp8" else to_int8(weight)
+
+    def nbytes(self, num_outputs: int, num_inputs: int, stored: str | None) -> int:
+        if self._quantization == "int4":
+            return num_outputs * (num_inputs // 2 + 2 * -(-num_inputs // INT4_GROUP))
+        return num_outputs * (num_inputs + 4)
 
 
 def _brought(share: Share, bring: Bring) -> Share:
