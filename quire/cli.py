@@ -66,6 +66,8 @@ examples:
   quire chat --system "Answer in one sentence."
   quire serve --port 8000
   quire chat --url http://127.0.0.1:8000
+  quire quantize ./my-model ./my-model-4bit --method w4a16
+  quire quality ./my-model-4bit --against ./my-model
   quire bench prefix
 
 `quire COMMAND --help` shows the flags of a command."""
@@ -115,6 +117,7 @@ def build_parser(words: Sequence[str] = ()) -> CommandParser:
     _add_remote(commands)
     _add_pull(commands)
     _add_quantize(commands)
+    _add_quality(commands, words)
     _add_bench(commands, words)
     return parser
 
@@ -234,6 +237,13 @@ def _add_quantize(commands: Any) -> None:
         help="Branch, tag or commit on the hub. (default: the main branch)",
     )
     parser.add_argument("--quiet", action="store_true", help="Show no progress.")
+
+
+def _add_quality(commands: Any, words: Sequence[str]) -> None:
+    text = "Tell what a quantised model costs next to another."
+    parser = _add_command(commands, "quality [MODEL]", text, _quality)
+    if list(words[:1]) == ["quality"]:
+        importlib.import_module("quire.bench.quality").add_arguments(parser)
 
 
 def _add_bench(commands: Any, words: Sequence[str]) -> None:
@@ -363,6 +373,11 @@ def _quantize(arguments: Arguments) -> int:
         print(line)
     print(arguments.out)
     return 0
+
+
+def _quality(arguments: Arguments) -> int:
+    status: int = importlib.import_module("quire.bench.quality").run(arguments)
+    return status
 
 
 def _bench(arguments: Arguments) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,6 +81,9 @@ class ModelRunner:
         self._parallel, self._stage = parallel, parallel.stage
         self.graphs: StepGraphs | None = None
         self.drafter: Drafter | None = None
+        self.on_prompt_logits: Callable[[Int32Array, Tensor], None] | None = None
+        """Given the positions of prompt tokens whose logprobs are asked for, in pieces, and the
+        logits [positions, vocabulary] before each: the first rank's."""
         self._pooled_rows: dict[int, PooledRow] = {}
         self._prompt_logprob_rows: dict[int, _PromptLogprobRow] = {}
         self._executed: _Executed | None = None
@@ -269,6 +272,8 @@ class ModelRunner:
         for cut in cuts:
             logits = self.model.lm_head.gather(self.model.logits(hidden[cut]))
             if self._parallel.answers:
+                if self.on_prompt_logits is not None:
+                    self.on_prompt_logits(positions[cut], logits)
                 measured = measure_prompt(added, logits, targets[cut], positions[cut])
                 parts.append(measured.tensors)
         if not parts:

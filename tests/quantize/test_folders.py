@@ -119,7 +119,7 @@ def test_calibration_lessens_the_error_of_outputs(
         logprobs = reference_logits(made, TOKENS).log_softmax(-1)
         divergences.append(float((exact.exp() * (exact - logprobs)).sum(-1).mean()))
     plain, calibrated = divergences
-    # OPT's layers are not scaled; only their clipping ranges follow the inputs of these few prompts.
+    # Layers of OPT are not scaled; only their clipping ranges follow the inputs of these prompts.
     assert calibrated < (2 if family == "opt" else 0.8) * plain
     assert json.loads((out / "config.json").read_text())["architectures"] == [type(model).__name__]
 
