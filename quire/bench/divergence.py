@@ -70,7 +70,7 @@ class Comparison:
         return float((self.base.likeliest == self.model.likeliest).mean())
 
 
-class BasePredictions:
+class RecordedPredictions:
     """Those of the first engine, kept to be compared with."""
 
     def __init__(self, windows: Windows, vocab_size: int) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quire.bench.divergence import BasePredictions, Comparison
+from quire.bench.divergence import Comparison, RecordedPredictions
 from quire.bench.report import INK, Report, check_outputs, percent, publish
 from quire.bench.sample_text import SAMPLE_TEXT
 from quire.config.cli import Arguments, add_engine_arguments, engine_arguments
@@ -145,7 +145,7 @@ def run(arguments: Arguments) -> int:
     windows = _windows(arguments, model, base)
     longest = max(map(len, windows))
     with progress_line(True) as progress:
-        recorded = BasePredictions(windows, base.config.vocab_size)
+        recorded = RecordedPredictions(windows, base.config.vocab_size)
         _, base_options = base.measure(longest, lambda llm: recorded.record(llm, progress))
         found, model_options = model.measure(longest, lambda llm: recorded.compare(llm, progress))
     subject = Subject(model_options, base_options)
