@@ -78,9 +78,14 @@ class InputRounding:
     group_size: int | None = None
     """Inputs that share a scale; None: all of a token."""
 
+    @property
+    def largest(self) -> float:
+        """What the largest input becomes where scales follow the inputs."""
+        return 448.0 if self.dtype == torch.float8_e4m3fn else 127.0
+
     def round(self, x: Tensor) -> Tensor:
         """x [tokens, inputs] as the product sees it, in float32."""
-        largest = 448.0 if self.dtype == torch.float8_e4m3fn else 127.0
+        largest = self.largest
         size = self.group_size or x.shape[1]
         groups = F.pad(x.float(), (0, -x.shape[1] % size)).unflatten(1, (-1, size))
         scale = self.scale

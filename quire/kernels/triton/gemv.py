@@ -1,5 +1,8 @@
 """Matrix times vector, the linear layers of a single token: reads the weight at memory speed.
 
+Weights of 8 bits are multiplied with the input as it is, also where larger batches round it: that
+is no slower, and more exact.
+
 Each program computes a few outputs over the whole input. In a small model a kernel of its own costs
 more than its work, so what stands before and after the layer is done in passing: the residual is
 added and normalised while the input is read, gate and up are combined when they are summed. cuBLAS
@@ -24,6 +27,17 @@ MAX_FUSED_INPUTS = 2048
 
 
 @triton.jit
+def widen(weight):
+    """Weights as float32. Bytes are float8_e4m3fn, for GPUs that do not know it."""
+    if weight.dtype == tl.uint8:
+        # The same bits in a float16, whose exponents start 8 lower.
+        bits = weight.to(tl.uint16)
+        half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        return half.to(tl.float32) * 256.0
+    return weight.to(tl.float32)
+
+
+@triton.jit
 def _gemv_kernel(
     x_ptr,
     residual_ptr,
@@ -31,20 +45,25 @@ def _gemv_kernel(
     norm_ptr,
     eps,
     weight_ptr,
+    scales_ptr,
     bias_ptr,
     out_ptr,
     num_outputs,
     num_inputs,
     stride_weight,
+    stride_scales,
     HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_GATED: tl.constexpr,
+    BLOCK_OUTPUTS: tl.constexpr,
+    BLOCK_INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    rows = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    first = tl.program_id(0) * OUTPUTS
+    rows = first + tl.arange(0, OUTPUTS)
     columns = tl.arange(0, INPUTS)
     in_rows = rows < num_outputs
     weight_rows = weight_ptr + rows.to(tl.int64)[:, None] * stride_weight
@@ -68,13 +87,25 @@ def _gemv_kernel(
         if HAS_NORM:
             squares += wide * wide
             wide *= tl.load(norm_ptr + at, in_columns, 0.0).to(tl.float32)
-        acc += weight.to(tl.float32) * wide[None, :]
+        wide_up = wide
+        if BLOCK_INPUTS > 0:
+            # A program's rows lie in one block, so scales can go to the input.
+            blocks = scales_ptr + at // BLOCK_INPUTS
+            if IS_GATED:
+                up_blocks = blocks + (num_outputs + first) // BLOCK_OUTPUTS * stride_scales
+                wide_up = wide * tl.load(up_blocks, in_columns, 0.0)
+            wide *= tl.load(blocks + first // BLOCK_OUTPUTS * stride_scales, in_columns, 0.0)
+        acc += widen(weight) * wide[None, :]
         if IS_GATED:
             up_rows = weight_rows + num_outputs.to(tl.int64) * stride_weight
             up = tl.load(up_rows + at[None, :], mask, 0.0)
-            acc_up += up.to(tl.float32) * wide[None, :]
+            acc_up += widen(up) * wide_up[None, :]
     total = tl.sum(acc, 1)
     total_up = tl.sum(acc_up, 1)
+    if scales_ptr is not None and BLOCK_INPUTS == 0:
+        total *= tl.load(scales_ptr + rows, in_rows, 0.0)
+        if IS_GATED:
+            total_up *= tl.load(scales_ptr + num_outputs + rows, in_rows, 0.0)
     if HAS_NORM:
         # The norm's scale is common to all inputs, so it can come last.
         scale = tl.rsqrt(tl.sum(squares, 0) / num_inputs + eps)
@@ -107,6 +138,11 @@ def _tile(num_inputs: int, has_norm: bool) -> _Tile:
     return _Tile(2, 1024, 4) if num_inputs < 4096 else _Tile(2, 2048, 2)
 
 
+def _tile8(num_inputs: int) -> _Tile:
+    """The same for weights of 8 bits."""
+    return _Tile(4, 512, 1) if num_inputs <= 1024 else _Tile(2, 2048, 2)
+
+
 @dataclass(frozen=True)
 class NormInput:
     """The input is x plus the residual, if any, RMS-normalised."""
@@ -123,10 +159,14 @@ def gemv(
     norm: NormInput | None = None,
     gated: bool = False,
     out: Tensor | None = None,
+    scales: Tensor | None = None,
+    block: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x W^T + bias for x [1, inputs] and W [outputs, inputs], and x plus the residual.
 
-    If `gated`, the first half of the outputs is the gate, and the result silu(gate) * up.
+    If `gated`, the first half of the outputs is the gate, and the result silu(gate) * up. A W of 8
+    bits has `scales` of its rows, or of each `block` as in `ScaledWeights`. Tiles do not cut
+    blocks if these have a power of two of outputs, at least 16; gate and up must not either.
     """
     num_rows, num_inputs = weight.shape
     num_outputs = num_rows // 2 if gated else num_rows
@@ -134,7 +174,7 @@ def gemv(
         out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
     residual = norm.residual if norm is not None else None
     total = torch.empty_like(x) if residual is not None else x
-    tile = _tile(num_inputs, norm is not None)
+    tile = _tile(num_inputs, norm is not None) if scales is None else _tile8(num_inputs)
     _gemv_kernel[(triton.cdiv(num_outputs, tile.outputs),)](
         x,
         residual,
@@ -142,15 +182,19 @@ def gemv(
         norm.weight if norm is not None else None,
         norm.eps if norm is not None else 0.0,
         weight,
+        scales,
         bias,
         out,
         num_outputs,
         num_inputs,
         weight.stride(0),
+        0 if scales is None else scales.stride(0),
         HAS_NORM=norm is not None,
         HAS_RESIDUAL=residual is not None,
         HAS_BIAS=bias is not None,
         IS_GATED=gated,
+        BLOCK_OUTPUTS=0 if block is None else block[0],
+        BLOCK_INPUTS=0 if block is None else block[1],
         OUTPUTS=tile.outputs,
         INPUTS=tile.inputs,
         num_warps=tile.num_warps,

@@ -1,4 +1,4 @@
-"""RMSNorm with the residual addition fused in."""
+"""RMSNorm with the residual addition fused in, and the rounding of a layer that reads the result."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.hopper.overlap import launch_options, wait_for_inputs
+from quire.kernels.torch.quantized_weights import InputRounding
+from quire.kernels.triton.rounding import RoundedInput, empty_rounded, rounding_options, store_rounded
 
 
 @triton.jit
@@ -19,7 +21,13 @@ def _rms_norm_kernel(
     eps,
     stride_x,
     dim,
+    scales_ptr,
+    stride_scales,
+    fixed_ptr,
+    zero_ptr,
     HAS_RESIDUAL: tl.constexpr,
+    GROUP: tl.constexpr,
+    LARGEST: tl.constexpr,
     WIDTH: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -37,7 +45,24 @@ def _rms_norm_kernel(
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / dim + eps)
     normal = (wide * scale).to(x.dtype)
-    tl.store(out_ptr + row * dim + columns, (normal * weight).to(x.dtype), mask)
+    out = (normal * weight).to(x.dtype)
+    if scales_ptr is None:
+        tl.store(out_ptr + row * dim + columns, out, mask)
+    else:
+        store_rounded(
+            out,
+            row,
+            columns,
+            dim,
+            out_ptr,
+            scales_ptr,
+            stride_scales,
+            fixed_ptr,
+            zero_ptr,
+            GROUP,
+            LARGEST,
+            WIDTH,
+        )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
@@ -45,9 +70,33 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
     With `residual` it is norm(x + residual), and the sum replaces the residual in place.
     """
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, weight, eps, residual, out, None)
+    return out
+
+
+def rounded_rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, rounding: InputRounding
+) -> RoundedInput:
+    """`rms_norm` as a layer with this rounding takes it."""
+    out = empty_rounded(rounding, *x.shape, x)
+    _launch(x, weight, eps, residual, out.values, out.scales, rounding)
+    return out
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    out: Tensor,
+    scales: Tensor | None,
+    rounding: InputRounding | None = None,
+) -> None:
     rows, dim = x.shape
-    out = torch.empty((rows, dim), dtype=x.dtype, device=x.device)
     width = triton.next_power_of_2(dim)
+    if rounding is not None:
+        width = max(width, rounding.group_size or 1)
     _rms_norm_kernel[(rows,)](
         x,
         residual if residual is not None else x,
@@ -59,6 +108,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         HAS_RESIDUAL=residual is not None,
         WIDTH=width,
         num_warps=min(max(width // 512, 1), 16),
+        **rounding_options(scales, rounding, width),
         **launch_options(out),
     )
-    return out
