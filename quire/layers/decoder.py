@@ -17,7 +17,7 @@ from quire.kernels.cpu import decoder as native
 from quire.layers.activation import GatedActivation
 from quire.layers.attention.cpu import CpuStep
 from quire.layers.attention.layer import QKV, Attention, QKNorms, Rotation, StepContext
-from quire.layers.linear import Linear, QKVLinear
+from quire.layers.linear import Linear, QKVLinear, RowLinear
 from quire.layers.norm import Norm, RMSNorm
 
 
@@ -65,7 +65,7 @@ class LayerParts:
     network_norm: RMSNorm
     gate_up: Linear
     activation: GatedActivation
-    down: Linear
+    down: RowLinear
 
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, step: StepContext
@@ -74,6 +74,10 @@ class LayerParts:
         joined, residual = self.qkv.after_norm(self.attention_norm, x, residual)
         qkv = QKV(*self.qkv.split(joined), rotation, self.qk_norms)
         x = self.output(self.attend(qkv, step))
+        gated = self.down.gated_matrix(len(x)) if self.activation.is_silu else None
+        if gated is not None:
+            gate_up, residual = self.gate_up.after_norm(self.network_norm, x, residual)
+            return self.down.after_gates(gated, gate_up), residual
         inner, residual = self.gate_up.after_norm(self.network_norm, x, residual, self.activation)
         return self.down(inner), residual
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from quire.layers.activation import GatedActivation
 from quire.layers.norm import Norm, RMSNorm
-from quire.layers.weights import Axis, Build, MatrixLayer, Shard, divided, whole
+from quire.layers.weights import Axis, Build, GatedMatrix, MatrixLayer, Shard, divided, whole
 
 ThreeTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -118,8 +118,22 @@ class RowLinear(Linear):
         super().__init__(inputs, whole(out_features), bias, build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        bias = self.bias if self.parallel.rank == 0 else None
-        return self.parallel.all_reduce(self.method.apply(self, x, bias))
+        return self.parallel.all_reduce(self.method.apply(self, x, self._own_bias))
+
+    def gated_matrix(self, num_tokens: int) -> GatedMatrix | None:
+        """What `after_gates` multiplies; None where gates are better applied before."""
+        matrix = self.matrices[0] if len(self.matrices) == 1 else None
+        if isinstance(matrix, GatedMatrix) and matrix.takes_gates(num_tokens):
+            return matrix
+        return None
+
+    def after_gates(self, matrix: GatedMatrix, gate_up: torch.Tensor) -> torch.Tensor:
+        """forward(silu(gate) * up)."""
+        return self.parallel.all_reduce(matrix.multiply_gates(gate_up, self._own_bias))
+
+    @property
+    def _own_bias(self) -> nn.Parameter | None:
+        return self.bias if self.parallel.rank == 0 else None
 
 
 class OutputLinear(RowLinear):

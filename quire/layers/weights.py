@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -322,6 +322,20 @@ class Matrix(Protocol):
     @property
     def handle(self) -> MatrixHandle | None:
         """The matrix as the native library knows it; None if references compute with it."""
+        ...
+
+
+@runtime_checkable
+class GatedMatrix(Matrix, Protocol):
+    """A matrix that takes gates with what they are multiplied with, before its inputs are made of
+    these."""
+
+    def takes_gates(self, num_tokens: int) -> bool:
+        """Whether `multiply_gates` is the quicker way for a batch."""
+        ...
+
+    def multiply_gates(self, gate_up: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """`multiply` of silu(gate) * up, for gate and up side by side."""
         ...
 
 

@@ -9,7 +9,12 @@ from torch import Tensor
 
 from quire.kernels.hopper.overlap import launch_options, wait_for_inputs
 from quire.kernels.torch.quantized_weights import InputRounding
-from quire.kernels.triton.rounding import RoundedInput, empty_rounded, rounding_options, store_rounded
+from quire.kernels.triton.rounding import (
+    RoundedInput,
+    empty_rounded,
+    rounding_options,
+    store_rounded,
+)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""RMSNorm with the residual addition fused in, and the rounding of a layer that reads the result."""
+"""RMSNorm with the residual addition fused in, and the rounding of the layer that reads it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from torch import Tensor
 
 from quire.kernels.hopper.overlap import launch_options, wait_for_inputs
 from quire.kernels.torch.quantized_weights import InputRounding
-from quire.kernels.triton.rounding import RoundedInput, empty_rounded, rounding_options, store_rounded
+from quire.kernels.triton.rounding import (
+    RoundedInput,
+    empty_rounded,
+    rounding_options,
+    store_rounded,
+)
 
 
 @triton.jit

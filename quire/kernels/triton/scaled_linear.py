@@ -12,12 +12,11 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 
 from quire.kernels.torch.quantized_weights import InputRounding, ScaledWeights
-from quire.kernels.triton.activation import silu_and_mul
+from quire.kernels.triton.activation import rounded_silu_and_mul, silu_and_mul
 from quire.kernels.triton.gemv import MAX_FUSED_INPUTS, NormInput, gemv
 from quire.kernels.triton.norm import rms_norm, rounded_rms_norm
 from quire.kernels.triton.rounding import RoundedInput, round_inputs
@@ -73,18 +72,11 @@ class ScaledMatrix:
     def nbytes(self) -> int:
         return self._values.nbytes + self._scales.nbytes
 
-    def input_rounding(self, num_tokens: int) -> InputRounding | None:
-        """How `multiply` rounds the inputs of a batch; it also takes them rounded already."""
-        return self._rounding if num_tokens > MAX_EXACT_TOKENS else None
-
-    def multiply(
-        self, x: Tensor | RoundedInput, bias: Tensor | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        if isinstance(x, RoundedInput):
-            return self._multiply_rounded(x, bias, out)
+    def multiply(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """x W^T + bias, into `out` if given."""
         if len(x) == 1 and x.is_contiguous():
             return gemv(x, self._values, bias, None, False, out, self._scales, self._block)[0]
-        rounding = self.input_rounding(len(x))
+        rounding = self._rounding_of(len(x))
         if rounding is not None:
             return self._multiply_rounded(round_inputs(x, rounding), bias, out)
         if out is None:
@@ -104,7 +96,7 @@ class ScaledMatrix:
         """(`multiply` of norm(x + residual), x + residual), with silu(gate) * up of the first if
         `gated`; the residual may be overwritten."""
         total = x if residual is None else residual
-        rounding = self.input_rounding(len(x))
+        rounding = self._rounding_of(len(x))
         if rounding is not None:
             rounded = rounded_rms_norm(x, norm_weight, eps, residual, rounding)
             out = self._multiply_rounded(rounded, bias, None)
@@ -120,6 +112,16 @@ class ScaledMatrix:
         out = self.multiply(rms_norm(x, norm_weight, eps, residual), bias)
         return silu_and_mul(out) if gated else out, total
 
+    def takes_gates(self, num_tokens: int) -> bool:
+        """Whether gates are applied and the result rounded at once."""
+        return self._rounding_of(num_tokens) is not None
+
+    def multiply_gates(self, gate_up: Tensor, bias: Tensor | None) -> Tensor:
+        """`multiply` of silu(gate) * up, for a number of tokens that it takes gates of."""
+        rounding = self._rounding_of(len(gate_up))
+        assert rounding is not None
+        return self._multiply_rounded(rounded_silu_and_mul(gate_up, rounding), bias, None)
+
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight in float32, for an embedding."""
         bits = self._values.view(torch.uint8)[ids]
@@ -129,6 +131,10 @@ class ScaledMatrix:
             return values * self._scales[ids, None]
         scales = self._scales[ids // self._block[0]].repeat_interleave(self._block[1], 1)
         return values * scales[:, : values.shape[1]]
+
+    def _rounding_of(self, num_tokens: int) -> InputRounding | None:
+        """How inputs of a batch are rounded; None: not at all."""
+        return self._rounding if num_tokens > MAX_EXACT_TOKENS else None
 
     def _cuts_gates(self) -> bool:
         """Whether a block has rows of gates and of what they are multiplied with."""
@@ -140,9 +146,7 @@ class ScaledMatrix:
     def _multiply_by_cublas(self, x: RoundedInput, bias: Tensor | None) -> Tensor:
         raise NotImplementedError
 
-    def _multiply_rounded(
-        self, x: RoundedInput, bias: Tensor | None, out: Tensor | None
-    ) -> Tensor:
+    def _multiply_rounded(self, x: RoundedInput, bias: Tensor | None, out: Tensor | None) -> Tensor:
         if self._suits_cublas(x) and out is None:
             return self._multiply_by_cublas(x, bias)
         if out is None:
@@ -168,6 +172,6 @@ def _padded(scales: Tensor) -> Tensor:
 @cache
 def _has_float8(device: torch.device) -> bool:
     """Whether the GPU multiplies 8-bit floats."""
-    if not device.type == "cuda":
+    if device.type != "cuda":
         return True  # the interpreter does
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)

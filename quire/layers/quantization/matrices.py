@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from quire.kernels import dispatch
-from quire.kernels.torch.quantized_weights import QuantizedWeights, ReferenceMatrix
+from quire.kernels.torch.quantized_weights import QuantizedWeights, ReferenceMatrix, ScaledWeights
 from quire.layers.weights import Matrix
+
+logger = logging.getLogger(__name__)
 
 
 def make_matrix(weights: QuantizedWeights) -> Matrix:
     """Packs the weights for their device; their own memory may be reused."""
+    if isinstance(weights, ScaledWeights) and weights.values.is_cuda:
+        from quire.kernels.triton import scaled_linear
+
+        reason = scaled_linear.why_not(weights)
+        if reason is None:
+            return scaled_linear.ScaledMatrix(weights)
+        _say_once(f"Weights are dequantised for each product, which is slow: {reason}.")
     return ReferenceMatrix(weights)
+
+
+@cache
+def _say_once(message: str) -> None:
+    logger.warning(message)
 
 
 @dataclass(frozen=True)
