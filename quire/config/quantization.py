@@ -333,8 +333,8 @@ def _scaled(
     scale = tensors.get(name)
     if scale is None or len(weight.shape) != 2:
         raise ModelError(
-            f"tensor {module}.{name} is missing in the files that have {module}.weight as "
-            f"{weight.dtype} {list(weight.shape)}; download the model again."
+            f"{config.file.parent}: tensor {module}.{name} is missing, although the files have "
+            f"{module}.weight as {weight}; download the model again."
         )
     num_outputs = weight.shape[0]
     found_block = None

@@ -284,6 +284,7 @@ def load_weights(
     """
     weight_map = model.weight_map
     missing = weight_targets(model)
+    quantized = {name.rpartition(".")[0] for name, one in missing.items() if one.stored is not None}
     extra: list[str] = []
     misshapen: list[str] = []
     mistyped: list[str] = []
@@ -295,7 +296,8 @@ def load_weights(
         if name in tied:
             tied_rows[name] = _some_rows(tensor)
         if target is None:
-            if name not in tied_rows and not name.endswith(weight_map.ignored):
+            is_known = name in tied_rows or name.endswith(weight_map.ignored)
+            if not is_known and not _is_no_bias(name, tensor, quantized):
                 extra.append(original_name)
         elif not target.accepts_dtype(tensor):
             mistyped.append(f"{original_name} (expected {target.dtype}, found {_dtype(tensor)})")
@@ -327,6 +329,13 @@ def load_weights(
             f"{'; '.join(filter(None, problems))}. Check that config.json belongs to these weights "
             f"and that the download is complete."
         )
+
+
+def _is_no_bias(name: str, tensor: Weight, quantized: set[str]) -> bool:
+    """Some packers write a bias of zeros for each matrix."""
+    module, _, own_name = name.rpartition(".")
+    is_bias = own_name == "bias" and module in quantized
+    return is_bias and isinstance(tensor, torch.Tensor) and not tensor.any()
 
 
 def _dtype(weight: Weight) -> str:

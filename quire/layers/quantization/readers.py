@@ -340,6 +340,8 @@ _GROUP_READERS: dict[str, Callable[[str, GroupFormat, tuple[int, int]], GroupRea
 def common_size(groups: Tensor, size: int) -> int:
     """The largest divisor of `size` such that as many neighbours, from the first on, are in one
     group each."""
+    if not len(groups):
+        return size
     for divisor in range(1, size + 1):
         candidate, rest = divmod(size, divisor)
         if rest:
@@ -535,7 +537,8 @@ def num_words(count: int, bits: int) -> int:
 
 def unpack_bits(words: Tensor, bits: int) -> Tensor:
     """Integers [..., n] -> their codes of `bits` bits, lowest first, uint8 [..., m]."""
-    stored = words.contiguous().view(torch.uint8)
+    shape = (*words.shape[:-1], words.shape[-1] * words.element_size())
+    stored = words.contiguous().view(-1).view(torch.uint8).view(shape)
     if bits == 8:
         return stored
     if bits == 3:  # three bytes have eight codes

@@ -1,0 +1,297 @@
+"""Quantised checkpoints against the models of the numbers that they stand for."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from quire.config.model import load_model_config
+from quire.config.quantization import parse_quantization
+from quire.files.json_file import CheckedValues
+from quire.files.safetensors import TensorInfo
+from quire.layers.linear import ColumnLinear, RowLinear
+from quire.layers.parallel import Parallel, Stage
+from quire.layers.quantization.packed import Packed, PackQuantized
+from quire.layers.weights import Build, MatrixLayer
+from quire.models.loader import held_weight_bytes, load_model
+from quire.protocol.errors import ModelError
+from tests.layers.ranks import on_ranks
+from tests.models import packers
+from tests.models.packers import CASES, Case, save_quantized
+from tests.models.reference import (
+    PagedRun,
+    random_model,
+    random_tokens,
+    reference_logits,
+    save_safetensors,
+)
+
+TOKENS = random_tokens(19)
+WIDE = {"hidden_size": 160, "intermediate_size": 224, "num_attention_heads": 5, "head_dim": 32}
+
+
+def small_model(name: str) -> PreTrainedModel:
+    # Blocks of 128 need matrices with more than one of them, and with edges.
+    sizes = {**WIDE, "num_key_value_heads": 5} if "block" in name else {}
+    return random_model("llama", num_hidden_layers=2, **sizes)
+
+
+def round_inputs(model: PreTrainedModel, one: Case) -> None:
+    """As the format says of the layers that it has quantised."""
+    for name, module in model.named_modules():
+        rounding = one.rounding_for(f"{name}.weight")
+        if rounding is not None:
+            module.register_forward_pre_hook(lambda _, given, rounding=rounding: rounding(given[0]))
+
+
+def logits(folder: Path, parallel: Parallel = Parallel(), fused: bool = True) -> Tensor:  # noqa: B008
+    config = load_model_config(str(folder))
+    model = load_model(config, dtype=torch.float32, device="cpu", parallel=parallel, fused=fused)
+    run = PagedRun(model, config, [TOKENS], num_ranks=parallel.size)
+    for count in (13, 1, 5):
+        run.step({0: count})
+    return run.all_logits()[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_the_numbers(name: str, tmp_path: Path) -> None:
+    one, model = CASES[name], small_model(name)
+    original = reference_logits(model, TOKENS)
+    save_quantized(model, tmp_path, one)
+    numbers = reference_logits(model, TOKENS)
+    assert (numbers - original).abs().max() > 1e-2
+    round_inputs(model, one)
+    expected = reference_logits(model, TOKENS)
+    noise = float((expected - numbers).std())
+
+    def check(found: Tensor, share: float) -> None:
+        if one.rounding is None:
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+        else:
+            assert (found - expected).std() < share * noise
+
+    # Now and then an input is rounded to a neighbour of what the reference has.
+    check(logits(tmp_path), 0.5)
+    check(logits(tmp_path, fused=False), 0.5)
+    if "block" not in name:  # its heads are not for two
+        for part in on_ranks(2, lambda parallel: logits(tmp_path, parallel)):
+            check(part, 1.5)  # a rank rounds by the largest of its own inputs
+
+
+def make_layer(name: str, parallel: Parallel, by_rows: bool, block: int) -> tuple[Any, Tensor]:
+    """A layer with this rank's share of a random matrix, and the whole matrix."""
+    one = CASES[name]
+    weight = torch.randn(96, 96, generator=torch.Generator().manual_seed(3))
+    packer = one.packer_for("model.layers.0.self_attn.q_proj.weight")
+    assert packer is not None
+    tensors, exact = packer(weight)
+    described = CheckedValues(Path("config.json"), {"quant_method": "modelopt", **one.config})
+    if one.file == "quantize_config.json":
+        described.values["quant_method"] = "gptq"
+    if one.file == "quant_config.json":
+        described.values["quant_method"] = "awq"
+    infos = {key: info_of(tensor) for key, tensor in tensors.items()}
+    config = parse_quantization(described)
+    module = "model.layers.0.self_attn.q_proj"
+    formats = {(): (module, config.format_of(module, infos))}
+    method = Packed(PackQuantized(torch.float32), formats=formats)
+    build = Build(torch.float32, torch.device("cpu"), parallel, lambda path: method, block)
+    make = RowLinear if by_rows else ColumnLinear
+    layer = make(96, 96, False, build)
+    for key, tensor in tensors.items():
+        layer.load(key, (), tensor)
+    return layer, exact
+
+
+def info_of(tensor: Tensor) -> TensorInfo:
+    names = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8"}
+    return TensorInfo(names.get(tensor.dtype, "F16"), tuple(tensor.shape))
+
+
+def matrix_of(layer: MatrixLayer) -> Tensor:
+    """What it multiplies with; inputs that are powers of two are not changed by rounding."""
+    width = sum(shard.size for shard in layer.axes["weight"][1])
+    return layer.method.apply(layer, torch.eye(width), None).t()
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "static" not in name])
+def test_ranks_have_their_shares_and_padding_is_zero(name: str) -> None:
+    """Where words, groups and blocks are cut, where there is padding, and nothing but that."""
+    if name == "modelopt":
+        return  # its scale of inputs does not hold 1
+    for size, block, by_rows in ((5, 1, True), (5, 8, True), (2, 1, True), (5, 1, False)):
+        shares = []
+        for rank in range(size):
+            layer, exact = make_layer(name, Parallel(rank, size), by_rows, block)
+            shares.append(matrix_of(layer))
+        joined = torch.cat(shares, 1 if by_rows else 0)
+        whole = exact if by_rows else exact.t()
+        joined = joined if by_rows else joined.t()
+        torch.testing.assert_close(joined[:, :96], whole, rtol=1e-5, atol=1e-6)
+        assert joined.shape[1] > 96 or size == 2
+        assert not joined[:, 96:].any()
+
+
+def test_shards_that_differ_stay_apart(tmp_path: Path) -> None:
+    save_quantized(small_model(""), tmp_path, CASES["gptq dynamic"])
+    model = load_model(load_model_config(str(tmp_path)), dtype=torch.float32, device="cpu")
+    sizes = {
+        path: [matrix.num_outputs for matrix in layer.matrices]
+        for path, layer in model.named_modules()
+        if isinstance(layer, MatrixLayer)
+    }
+    assert sizes["model.layers.0.self_attn.qkv_proj"] == [128]
+    assert sizes["model.layers.1.self_attn.qkv_proj"] == [96, 32]
+    assert sizes["model.layers.0.mlp.gate_up_proj"] == [96, 96]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_random_weights_are_like_those_of_a_model(name: str, tmp_path: Path) -> None:
+    """Without files the configuration decides."""
+    one, base = CASES[name], small_model(name)
+    save_quantized(base, tmp_path, one)
+    (tmp_path / "model.safetensors").unlink()
+    config = load_model_config(str(tmp_path), load_format="dummy")
+    options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "load_format": "dummy"}
+    model = load_model(config, **options)
+    quantized = 0
+    for path, layer in model.named_modules():
+        if isinstance(layer, MatrixLayer):
+            found = matrix_of(layer)
+            if layer.path != "model.embed_tokens":
+                assert 0.01 < found.std() < 0.04 and found.mean().abs() < 0.01, path
+            is_exact = len(layer.matrices) == 1 and hasattr(layer.matrices[0], "weight")
+            quantized += not is_exact and "layers" in path
+    assert quantized >= 6
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "change", "message"),
+    [
+        ("gptq", "scales", lambda x: x.mul_(float("nan")), "infinite or no numbers"),
+        ("awq", "scales", lambda x: x.fill_(float("inf")), "infinite or no numbers"),
+        ("w4a16", "weight_scale", lambda x: x.mul_(float("nan")), "infinite or no numbers"),
+        ("fp8", "weight_scale", lambda x: x.mul_(float("nan")), "infinite or no numbers"),
+        ("fp8 static", "input_scale", lambda x: x.mul_(float("nan")), "infinite or no numbers"),
+        ("mxfp4", "weight_scale", lambda x: x.fill_(255), "infinite or no numbers"),
+        ("gptq", "g_idx", lambda x: x.add_(1), "names groups from 1 to 2, but there are 2"),
+        ("gptq", "g_idx", lambda x: x.sub_(1), "names groups from -1 to 0, but there are 2"),
+        ("w4a16", "weight_shape", lambda x: x.add_(1), r"is \[65, 65\], but the layer is"),
+        ("gptq", "qzeros", lambda x: x[:1].clone(), r"expected \[2, 8\], found \[1, 8\]"),
+        ("gptq", "qweight", lambda x: x[:6].clone(), r"expected \[8, 64\], found \[6, 64\]"),
+        ("awq", "scales", lambda x: x[:, :8].clone(), r"expected \[2, 64\], found \[2, 8\]"),
+        ("gptq", "scales", lambda x: x.int(), "expected torch.float16, found torch.int32"),
+        ("awq", "qweight", lambda x: x.float(), "expected torch.int32, found torch.float32"),
+        ("gptq", "scales", None, "1 tensor missing"),
+        ("awq", "qzeros", None, "1 tensor missing"),
+        ("w4a16", "weight_scale", None, "1 tensor missing"),
+        ("fp8", "weight_scale", None, "is missing"),
+        ("fp8 static", "input_scale", None, "is missing"),
+        ("fp8 block", "weight_scale_inv", lambda x: x[:1].clone(), r"expected \[2, 2\]"),
+    ],
+)
+def test_damage_is_named_with_its_tensor(
+    name: str, tensor: str, change: Any, message: str, tmp_path: Path
+) -> None:
+    stored = save_quantized(small_model(name), tmp_path, CASES[name])
+    damaged = f"model.layers.1.self_attn.q_proj.{tensor}"
+    if change is None:
+        del stored[damaged]
+    else:
+        stored[damaged] = change(stored[damaged])
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=message) as caught:
+        load_model(load_model_config(str(tmp_path)), dtype=torch.float32, device="cpu")
+    assert damaged in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method='bitsandbytes'.*`quire quantize`"),
+        ({"quant_method": "aqlm"}, "quant_method='aqlm', which is not supported"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo='NVFP4'"),
+        ({**packers.GPTQ, "bits": 5}, "bits must be 2 or 3 or 4 or 8, got 5"),
+        ({**packers.GPTQ, "group_size": 12}, "group_size must be a multiple of 8"),
+        ({**packers.GPTQ, "group_size": "128"}, "group_size must be a positive integer"),
+        ({**packers.GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format must be gptq"),
+        ({**packers.GPTQ, "dynamic": {"+:(": {}}}, "regular expression"),
+        ({**packers.AWQ, "bits": 8}, "bits must be 4, got 8"),
+        ({**packers.AWQ, "version": "gemv"}, "version must be gemm"),
+        ({"quant_method": "fp8", "activation_scheme": "half"}, "activation_scheme must be"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt must be e4m3"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two"),
+        (
+            packers.compressed({**packers.INT4, "num_bits": 3}, format="pack-quantized"),
+            r"weights.num_bits must be 4 or 8 \(type int\), got 3",
+        ),
+        (packers.compressed(packers.INT4, format="nvfp4-pack-quantized"), "format must be one of"),
+        ({"quant_method": "compressed-tensors"}, "config_groups must be an object"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(
+    config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    save_safetensors(small_model(""), tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": config}))
+    with pytest.raises(ModelError, match=message) as caught:
+        load_model_config(str(tmp_path))
+    assert str(file) in str(caught.value)
+
+
+def test_an_unexpected_tensor_is_named_with_what_the_configuration_says(tmp_path: Path) -> None:
+    stored = save_quantized(small_model(""), tmp_path, CASES["gptq"])
+    file = tmp_path / "config.json"
+    described = {**json.loads(file.read_text()), "quantization_config": CASES["w4a16"].config}
+    file.write_text(json.dumps(described))
+    with pytest.raises(ModelError, match=r"'compressed-tensors' does not explain.*qweight"):
+        load_model(load_model_config(str(tmp_path)), dtype=torch.float32, device="cpu")
+    # A bias that says nothing is in many files of old, one that says something is not the model's.
+    file.write_text(json.dumps({**described, "quantization_config": CASES["gptq"].config}))
+    name = "model.layers.0.mlp.up_proj.bias"
+    save_file({**stored, name: torch.zeros(96)}, tmp_path / "model.safetensors")
+    load_model(load_model_config(str(tmp_path)), dtype=torch.float32, device="cpu")
+    save_file({**stored, name: torch.ones(96)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=f"not part of the model: {re.escape(name)}"):
+        load_model(load_model_config(str(tmp_path)), dtype=torch.float32, device="cpu")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "opt", "gpt2"])
+def test_other_families_and_stages(family: str, tmp_path: Path) -> None:
+    """Biases, and matrices that an unquantised checkpoint has transposed."""
+    model = random_model(family, tie_word_embeddings=family != "qwen2")
+    one = CASES["gptq"]
+    save_safetensors(model, tmp_path)
+    stored: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        is_matrix = tensor.dim() == 2 and (".layers." in name or ".h." in name)
+        if not is_matrix:
+            if name != "lm_head.weight" or family == "qwen2":
+                stored[name] = tensor.clone()
+            continue
+        matrix = tensor.t() if family == "gpt2" else tensor
+        parts, exact = one.packer(matrix.contiguous())
+        stored |= {name.removesuffix("weight") + key: part for key, part in parts.items()}
+        tensor.copy_(exact.t() if family == "gpt2" else exact)
+    save_file(stored, tmp_path / "model.safetensors")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": one.config}))
+    expected = reference_logits(model, TOKENS)
+    torch.testing.assert_close(logits(tmp_path), expected, rtol=0, atol=1e-3)
+    config = load_model_config(str(tmp_path))
+    options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    whole = held_weight_bytes(load_model(config, **options))
+    parts_bytes = [
+        held_weight_bytes(load_model(config, parallel=Parallel(stage=Stage(i, 2)), **options))
+        for i in range(2)
+    ]
+    assert max(parts_bytes) < whole <= sum(parts_bytes)
