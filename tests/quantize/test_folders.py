@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from quire.cli import main
 from quire.config.model import load_model_config
 from quire.protocol.errors import ModelError, OptionError
 from quire.quantize import command, shards
@@ -234,3 +235,34 @@ def test_summary_names_the_worst(tmp_path: Path) -> None:
     assert [line.split() for line in lines[1:]] == [
         [f"layer.{i}", f"{i}.00%"] for i in (7, 6, 5, 4, 3)
     ]
+
+
+@pytest.mark.parametrize(("method", "group_size"), METHODS)
+def test_quire_computes_with_what_it_wrote(
+    tmp_path: Path, method: str, group_size: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the command line: quantise, then measure; transformers finds about the same."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    reference = save_tiny(model)
+    words = ["quantize", str(model), str(out), "--method", method]
+    assert main([*words, *(["--group-size", str(group_size)] if group_size else [])]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert "21 matrices are quantised" in printed[0] and printed[-1] == str(out)
+    text = "A text of some length, whose tokens are predicted one by one, by both of them."
+    (tmp_path / "text.jsonl").write_text(json.dumps(text))
+    words = [
+        "quality",
+        str(out),
+        "--against",
+        str(model),
+        "--prompts",
+        str(tmp_path / "text.jsonl"),
+    ]
+    words += ["--json", str(tmp_path / "found.json"), "--quiet", "--kv-cache-memory-bytes", "32MiB"]
+    assert main(words) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    ids = text_ids(text)
+    made = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    base, logprobs = (reference_logits(one, ids)[:-1].log_softmax(-1) for one in (reference, made))
+    divergence = float((base.exp() * (base - logprobs)).sum(-1).mean())
+    assert found["kl_mean"] == pytest.approx(divergence, rel=0.3)
