@@ -130,10 +130,11 @@ class ModelOptions(CheckedOptions):
     )
     quantization: str | None = option(
         None,
-        "On a CPU, compute from 8-bit weights (int8), or from a GGUF file's blocks as they are "
-        "stored, with activations of 8 bits (gguf) or 15 (gguf-a16: slower in batches).",
-        default_text="for GGUF files on a CPU, if dtype is unset: gguf-a16 for the embedded model "
-        "and with max_num_seqs=1, else gguf; otherwise none",
+        "Round weights while they load (fp8, int8, int4), or compute from a GGUF file's blocks as "
+        "they are stored: on a CPU with activations of 8 bits (gguf) or 15 (gguf-a16: slower in "
+        "batches). The name of a checkpoint's format (awq, gptq, ...) may be given.",
+        default_text="that of a quantised checkpoint; for GGUF files on a CPU, if dtype is unset: "
+        "gguf-a16 for the embedded model and with max_num_seqs=1, else gguf; otherwise none",
     )
     load_format: str = option(
         "auto",

@@ -351,6 +351,8 @@ class MatrixLayer(WeightedLayer):
         """The tensors that stand for shards of the matrix, where it is not one tensor."""
         self.matrices: list[Matrix] = []
         """What became of them."""
+        self.why_slower: list[str] = []
+        """Why the layer computes slower than others of its format."""
 
     def weight_dtype(self, name: str) -> torch.dtype | None:
         return None if name in self.loaders else super().weight_dtype(name)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
@@ -33,6 +36,8 @@ from quire.loading.weights import file_of, iter_weights, stored_tensors
 from quire.models.fusion import fuse
 from quire.models.registry import CausalLM, model_class
 from quire.protocol.errors import ModelError
+
+logger = logging.getLogger(__name__)
 
 MAX_NAMED_TENSORS = 10
 ONE_RANK = Parallel(0, 1)
@@ -152,9 +157,22 @@ def load_model(
     for layer in model.modules():
         if isinstance(layer, WeightedLayer):
             layer.finish_loading()
+    _log_slower(model)
     if fused:
         fuse(model)
     return model.eval()
+
+
+def _log_slower(model: CausalLM) -> None:
+    """Layers that do not compute as fast as others, those with one name together."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for layer in model.modules():
+        if isinstance(layer, MatrixLayer):
+            name = re.sub(r"\.\d+\.", ".*.", layer.path)
+            counts.update((name, reason) for reason in set(layer.why_slower))
+    for (name, reason), count in counts.items():
+        layers = "1 layer" if count == 1 else f"{count} layers"
+        logger.info("slower: %s (%s): %s", name, layers, reason)
 
 
 def _methods(

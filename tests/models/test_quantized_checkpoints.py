@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -140,8 +141,9 @@ def test_ranks_have_their_shares_and_padding_is_zero(name: str) -> None:
         assert not joined[:, 96:].any()
 
 
-def test_shards_that_differ_stay_apart(tmp_path: Path) -> None:
+def test_shards_that_differ_stay_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_quantized(small_model(""), tmp_path, CASES["gptq dynamic"])
+    caplog.set_level(logging.INFO)
     model = load_model(load_model_config(str(tmp_path)), dtype=torch.float32, device="cpu")
     sizes = {
         path: [matrix.num_outputs for matrix in layer.matrices]
@@ -151,6 +153,14 @@ def test_shards_that_differ_stay_apart(tmp_path: Path) -> None:
     assert sizes["model.layers.0.self_attn.qkv_proj"] == [128]
     assert sizes["model.layers.1.self_attn.qkv_proj"] == [96, 32]
     assert sizes["model.layers.0.mlp.gate_up_proj"] == [96, 96]
+    assert "layers.*.mlp.gate_up_proj (2 layers): 2 matrices, because" in caplog.text
+    assert "layers.*.self_attn.qkv_proj (1 layer): 2 matrices, because" in caplog.text
+    assert "down_proj (2 layers): 2 matrices" not in caplog.text
+    caplog.clear()
+    save_quantized(small_model(""), tmp_path, CASES["gptq asym order"])
+    config = load_model_config(str(tmp_path))
+    load_model(config, dtype=torch.float32, device="cpu", parallel=Parallel(0, 2))
+    assert "layers.*.mlp.down_proj (2 layers): kept as floats, because ranks cut" in caplog.text
 
 
 @pytest.mark.parametrize("name", CASES)

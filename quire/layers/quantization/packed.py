@@ -16,7 +16,7 @@ from quire.kernels import cpu, dispatch
 from quire.kernels.cpu.memory import Arena, Empty
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES, BlockRows
 from quire.kernels.torch.quantize import to_fp8, to_groups, to_int8
-from quire.kernels.torch.quantized_weights import QuantizedWeights
+from quire.kernels.torch.quantized_weights import QuantizedWeights, ReferenceMatrix
 from quire.layers.quantization.matrices import DenseMatrix, make_matrix
 from quire.layers.quantization.readers import Reader, join_alike, make_reader
 from quire.layers.weights import (
@@ -243,11 +243,19 @@ class Packed:
         for key in shard_keys if shard_key else [shard_key]:
             tensors = waiting.pop(key)
             if key in readers:
-                arrived += readers[key].read(tensors, layer.rank_cuts("weight", key))
+                read = readers[key].read(tensors, layer.rank_cuts("weight", key))
+                if any(isinstance(one, Tensor) for one in read):
+                    layer.why_slower.append("kept as floats, because ranks cut groups of inputs")
+                arrived += read
                 continue
             stored, bring = tensors["weight"]
             arrived.append(_brought(layer.rank_share("weight", key, stored), bring))
         layer.matrices = self._packer.pack(arrived)
+        if len(layer.matrices) > 1:
+            count = len(layer.matrices)
+            layer.why_slower.append(f"{count} matrices, because its shards differ in format")
+        if any(isinstance(matrix, ReferenceMatrix) for matrix in layer.matrices):
+            layer.why_slower.append("dequantised for each product, because no kernel has it")
 
     def finish_loading(self, layer: MatrixLayer) -> None:
         """The weight was packed when its last shard arrived."""
