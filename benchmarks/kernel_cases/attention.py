@@ -92,7 +92,7 @@ def _attention_sides(
             decode_queries=decode_queries,
         )
         step = backend.plan(inputs)
-        return lambda: step.attend_prepared(kv[0], q[copy], scale, None)
+        return lambda: step.attend_prepared(0, q[copy], scale, None)
 
     def torchs(copy: int) -> Call:
         contiguous = [gather_kv(kv[0], table, 0, context) for table in tables[copy]]

@@ -12,7 +12,7 @@ from quire.config.arguments import accepted_arguments
 from quire.config.fields import check, option
 from quire.config.log import LEVELS
 from quire.config.structured import GrammarSettings
-from quire.protocol.kv_spec import BLOCK_SIZES, ITEM_BYTES
+from quire.protocol.kv_spec import BLOCK_SIZES, FLOAT8, ITEM_BYTES
 from quire.protocol.request import SchedulingPolicy
 
 AUTO_LENGTH = -1
@@ -39,6 +39,12 @@ def _dtype(value: Any) -> Any:
     """Names and torch.dtype objects alike, without importing torch."""
     name = str(value).removeprefix("torch.")
     return _DTYPE_ALIASES.get(name, name)
+
+
+def _kv_cache_dtype(value: Any) -> Any:
+    name = _dtype(value)
+    names = {"fp8": "fp8_e4m3", **{torch_name: name for name, torch_name in FLOAT8.items()}}
+    return names.get(name, name)
 
 
 def _device(value: Any) -> Any:
@@ -191,9 +197,9 @@ class CacheOptions(CheckedOptions):
     kv_cache_dtype: str = option(
         "auto",
         "Type of keys and values. auto: as dtype, but float16 where a CPU computes from 8-bit or "
-        "packed weights.",
-        choices=DTYPES,
-        convert=_dtype,
+        "packed weights. fp8 is fp8_e4m3.",
+        choices=(*DTYPES, *FLOAT8),
+        convert=_kv_cache_dtype,
     )
 
 

@@ -9,6 +9,7 @@ from quire.config.model import ModelConfig
 from quire.config.options import AUTO_LENGTH, CacheOptions, EngineOptions
 from quire.config.quantization import METHODS, SAME_METHODS
 from quire.protocol.errors import OptionError
+from quire.protocol.kv_spec import FLOAT8
 
 GIB = 1 << 30
 DEFAULT_MEMORY_UTILIZATION = 0.9
@@ -308,9 +309,18 @@ def _kv_cache_dtype(options: EngineOptions, notes: list[str]) -> str:
             "much of a step of many requests; kv_cache_dtype='float32' keeps them as computed"
         )
         return "float16"
+    if wanted in FLOAT8:
+        if not narrows or options.device.attention_backend == "torch":
+            return wanted
+        notes.append(
+            f"kv_cache_dtype became float16 because the CPU library has no {wanted}; "
+            "attention_backend='torch' has it, and is slow"
+        )
+        return "float16"
     if wanted == dtype or (narrows and wanted == "float16"):
         return wanted
     allowed = "'float32' or 'float16'" if narrows else f"{dtype!r}, the type of activations"
+    allowed += f", or {' or '.join(map(repr, FLOAT8))}"
     raise OptionError(
         f"kv_cache_dtype={wanted!r} is not supported with dtype={dtype!r} on "
         f"{options.device.device!r}: it can be {allowed}. Leave it unset, or use one of these."

@@ -17,6 +17,7 @@ from quire.config.quantization import MatrixFormat
 from quire.files.gguf import GGUFTensor
 from quire.files.safetensors import TensorInfo
 from quire.files.shards import DOWNLOAD_AGAIN
+from quire.layers.attention.kv_scales import load_kv_scale
 from quire.layers.parallel import Parallel
 from quire.layers.quantization.choose import FormatsFor, choose_methods, largest_block
 from quire.layers.quantization.readers import TensorError
@@ -315,7 +316,8 @@ def load_weights(
             tied_rows[name] = _some_rows(tensor)
         if target is None:
             is_known = name in tied_rows or name.endswith(weight_map.ignored)
-            if not is_known and not _is_no_bias(name, tensor, quantized):
+            is_known = is_known or _is_no_bias(name, tensor, quantized)
+            if not is_known and not _is_kv_scale(model, config, name, tensor):
                 extra.append(original_name)
         elif not target.accepts_dtype(tensor):
             mistyped.append(f"{original_name} (expected {target.dtype}, found {_dtype(tensor)})")
@@ -358,6 +360,12 @@ def _is_no_bias(name: str, tensor: Weight, quantized: set[str]) -> bool:
 
 def _dtype(weight: Weight) -> str:
     return str(weight.dtype) if isinstance(weight, torch.Tensor) else "blocks"
+
+
+def _is_kv_scale(model: CausalLM, config: ModelConfig, name: str, tensor: Weight) -> bool:
+    return isinstance(tensor, torch.Tensor) and load_kv_scale(
+        model, name, tensor, config.num_kv_heads
+    )
 
 
 def _some_rows(weight: Weight) -> torch.Tensor:

@@ -60,7 +60,7 @@ class CausalLM(nn.Module, ABC):
         """Makes the layers of a rank's stage as `build` says; their weights are left
         uninitialised."""
         super().__init__()
-        self._hidden_size, self._dtype, self._device = config.hidden_size, build.dtype, build.device
+        self._hidden_size, self.dtype, self._device = config.hidden_size, build.dtype, build.device
 
     @abstractmethod
     def forward(self, step: StepContext) -> torch.Tensor:
@@ -70,7 +70,7 @@ class CausalLM(nn.Module, ABC):
     def new_hidden(self, num_tokens: int) -> torch.Tensor:
         """Room for the hidden states of that many tokens between two stages."""
         shape = num_tokens, self._hidden_size
-        return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        return torch.zeros(shape, dtype=self.dtype, device=self._device)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[S, share of the vocabulary] for hidden states [S, H] of the last stage; into `out`, such
@@ -80,7 +80,7 @@ class CausalLM(nn.Module, ABC):
     def new_logits(self, num_lines: int) -> torch.Tensor:
         """Room for that many lines of logits."""
         shape = num_lines, self.lm_head.width
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+        return torch.empty(shape, dtype=self.dtype, device=self._device)
 
 
 def model_class(architecture: str) -> type[CausalLM]:

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 PAD_LAYER = -1
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Types of weights, activations, keys and values."""
+FLOAT8 = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+"""Types of keys and values alone: as options name them, and as torch does. Each token and KV head
+has two scales with them."""
+SCALE_BYTES = 2
 BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
 """Tokens per block; an attention backend may have fewer of them."""
 
@@ -23,8 +27,20 @@ class KVSpec:
     """Tokens that a query sees, itself included; None: all before it."""
 
     @property
+    def has_scales(self) -> bool:
+        return self.dtype in FLOAT8
+
+    @property
+    def torch_dtype(self) -> str:
+        """The name of the type in torch."""
+        return FLOAT8.get(self.dtype, self.dtype)
+
+    @property
     def bytes_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.head_dim * ITEM_BYTES[self.dtype]
+        head_bytes = self.head_dim * ITEM_BYTES.get(self.dtype, 1)
+        if self.has_scales:
+            head_bytes += SCALE_BYTES
+        return 2 * self.num_kv_heads * head_bytes
 
 
 @dataclass(frozen=True)

@@ -212,9 +212,10 @@ def describe_cache(
     num_requests = num_blocks / layout.most_blocks(max_model_len, max_step_tokens)
     tokens = num_blocks * layout.block_size // len(layout.groups)
     held = f"{tokens:,} tokens in " if layout.windows == (None,) else ""
+    cache_bytes, dtype = num_blocks * layout.bytes_per_block, layout.specs[0].dtype
     return (
         f"KV cache: {held}{num_blocks:,} blocks of {layout.block_size}, "
-        f"{num_blocks * layout.bytes_per_block / MIB:,.0f} MiB; room for "
+        f"{cache_bytes / MIB:,.0f} MiB of {dtype}; room for "
         f"{num_requests:.1f} requests of max_model_len={max_model_len} at once"
     )
 

@@ -307,7 +307,7 @@ class ModelRunner:
         sizes = sorted({min(size, max_rows) for size in COMPILE_SIZES})
         with CompilingTogether(num_threads):
             if self._stage.is_last:
-                self.sampler.warm_up(self.kv.data.dtype)
+                self.sampler.warm_up(self.model.dtype)
             for plan in self._warm_up_plans(sizes):
                 self.execute(plan)
                 self.update_rows(StepPlan(step=0, freed_rows=plan.rows))
@@ -318,7 +318,7 @@ class ModelRunner:
         """Run steps of each kind. Their rows have no blocks of their own: all write to the first
         block of the cache, which holds nothing yet."""
         if self._stage.is_last:
-            self.sampler.warm_up(self.kv.data.dtype)
+            self.sampler.warm_up(self.model.dtype)
         sizes = batch_sizes(len(self.table.num_tokens), self.graphs is not None)
         for plan in self._warm_up_plans(sizes):
             self.execute(plan)

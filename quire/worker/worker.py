@@ -14,7 +14,13 @@ from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.decoding.sampler import Sampler
 from quire.kernels import cpu
-from quire.layers.attention.backend import AttentionBackend, GroupedAttention, select_backend
+from quire.layers.attention.backend import (
+    AttentionBackend,
+    GroupedAttention,
+    KVScales,
+    select_backend,
+)
+from quire.layers.attention.kv_scales import describe_kv_scales, given_kv_scales
 from quire.layers.attention.layer import bind_kv_groups
 from quire.layers.parallel import Parallel
 from quire.models.loader import (
@@ -123,7 +129,7 @@ class Worker:
             self.layout.block_size,
             group.window,
             self._options.device.attention_backend,
-            getattr(torch, spec.dtype),
+            getattr(torch, spec.torch_dtype),
         )
         reasons = "".join(f"; not {reason}" for reason in skipped)
         which = "" if group.window is None else f" (window of {group.window} tokens)"
@@ -181,6 +187,8 @@ class Worker:
     def allocate(self, num_blocks: int, max_model_len: int) -> None:
         """Make the KV cache and the rows."""
         logger.info("%s", describe_cache(self.layout, num_blocks, max_model_len, self._max_tokens))
+        if self.layout.specs[0].has_scales:
+            logger.info("keys and values in 8 bits have %s", describe_kv_scales(self._model))
         with explaining("allocating the KV cache", f"Lower {LOWER_CACHE}.", self._device_info):
             kv = KVTensors(self.layout, num_blocks, self.device)
             self.runner = self._build_runner(kv, max_model_len)
@@ -285,7 +293,7 @@ class Worker:
         with explaining("profiling the memory of the largest step", remedy, self._device_info):
             used = used_bytes()
             runner = self._build_runner(KVTensors(self.layout, 1, self.device), max_len)
-            runner.kv.data.zero_()
+            runner.kv.clear()
             graphs = runner.build_graphs(num_tokens) if self._has_graphs else None
             runner.compile_kernels(graphs, self._num_threads)
             runner.execute(largest_step(num_rows, num_tokens, max_len, self._max_queries))
@@ -309,7 +317,10 @@ class Worker:
         return ModelRunner(
             model=self._model,
             attention=GroupedAttention(
-                [self._build_backend(backend, kv) for backend in self._backends]
+                [
+                    self._build_backend(backend, kv_group, kv)
+                    for kv_group, backend in enumerate(self._backends)
+                ]
             ),
             kv=kv,
             table=table,
@@ -321,9 +332,16 @@ class Worker:
             parallel=self._parallel,
         )
 
-    def _build_backend(self, backend: type[AttentionBackend], kv: KVTensors) -> AttentionBackend:
-        _, _, _, num_kv_heads, block_size, head_dim = kv.data.shape
-        return backend(kv.data, self._num_heads, num_kv_heads, head_dim, block_size)
+    def _build_backend(
+        self, backend: type[AttentionBackend], kv_group: int, kv: KVTensors
+    ) -> AttentionBackend:
+        num_slots, _, _, num_kv_heads, block_size, head_dim = kv.data.shape
+        scales: KVScales | None = None
+        if kv.scales is not None:
+            heads = self._parallel.heads(self._config.num_heads, self._config.num_kv_heads)
+            given = given_kv_scales(self._model, kv_group, num_slots, heads, self.device)
+            scales = KVScales(kv.scales, given)
+        return backend(kv.data, self._num_heads, num_kv_heads, head_dim, block_size, scales)
 
 
 def torch_device(device: DeviceInfo) -> torch.device:

@@ -410,12 +410,33 @@ def test_keys_and_values_are_halves_beside_packed_weights(
 
 
 @pytest.mark.parametrize(
+    ("device", "changes", "expected"),
+    [
+        (GPU, {"kv_cache_dtype": "fp8"}, "fp8_e4m3"),
+        (GPU, {"kv_cache_dtype": "fp8_e5m2", "dtype": "float16"}, "fp8_e5m2"),
+        (GPU, {"kv_cache_dtype": "torch.float8_e4m3fn"}, "fp8_e4m3"),
+        (CPU, {"kv_cache_dtype": "fp8", "dtype": "bfloat16"}, "fp8_e4m3"),
+        (CPU, {"kv_cache_dtype": "fp8_e5m2", "attention_backend": "torch"}, "fp8_e5m2"),
+        (CPU, {"kv_cache_dtype": "fp8"}, "float16"),
+    ],
+)
+def test_keys_and_values_in_8_bits(
+    device: DeviceInfo, changes: dict[str, Any], expected: str
+) -> None:
+    """The library of a CPU has none: float16 takes their place, and start-up says so."""
+    found = resolve(options(**changes), MODEL, device)
+    assert found.options.cache.kv_cache_dtype == expected
+    said = any("became float16 because the CPU library has no fp8" in note for note in found.notes)
+    assert said == (expected == "float16")
+
+
+@pytest.mark.parametrize(
     ("device", "changes", "message"),
     [
         (CPU, {"kv_cache_dtype": "bfloat16"}, "'bfloat16' .*dtype='float32'.*or 'float16'"),
         (CPU, {"kv_cache_dtype": "float16", "dtype": "bfloat16"}, "it can be 'bfloat16'"),
         (GPU, {"kv_cache_dtype": "float16"}, "dtype='bfloat16' on 'cuda'"),
-        (GPU, {"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype must be one of .*'fp8_e4m3'"),
+        (GPU, {"kv_cache_dtype": "fp8_e3m4"}, "kv_cache_dtype must be one of .*'fp8_e3m4'"),
     ],
 )
 def test_other_types_of_keys_and_values_are_refused(

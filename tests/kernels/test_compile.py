@@ -85,7 +85,7 @@ tiles = PrefixTiles(ints(4), ints(1), ints(1, backend.prefix_members))
 lens = np.array([1, 1, 1, 1, 8], np.int32)
 inputs = AttentionInputs(ints(6), ints(5), ints(5, 8), ints(12).long(), lens, send, tiles)
 with CompilingTogether(2) as together:
-    backend.plan(inputs).attend_prepared(kv[0], q, 0.1, None)
+    backend.plan(inputs).attend_prepared(0, q, 0.1, None)
 failed = [job.exception() for job in together._jobs.values() if job.exception()]
 assert not failed, failed
 made = [job.result() for job in together._jobs.values()]

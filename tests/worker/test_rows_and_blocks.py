@@ -100,13 +100,24 @@ def test_lines_of_a_plan_are_the_last_tokens_of_its_rows() -> None:
     assert plan.line_tokens.tolist() == [2, 8, 12]
 
 
-def test_blocks_are_copied_in_all_layers_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "fp8_e4m3"])
+def test_blocks_are_copied_in_all_layers_in_pieces(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With their scales, which are part of what a block takes."""
     monkeypatch.setattr(kv_tensors, "MAX_COPIED_AT_ONCE", 2)
-    kv = KVTensors(KVLayout.of([KVSpec(1, 4, "float32")] * 2, 4), 12, CPU)
-    kv.data.copy_(torch.randn(kv.data.shape))
-    expected = kv.data.clone()
+    layout = KVLayout.of([KVSpec(3, 4, dtype)] * 2, 4)
+    kv = KVTensors(layout, 12, CPU)
+    parts = [kv.data.movedim(2, 0)]
+    parts += [kv.scales.movedim(1, 0)] if kv.scales is not None else []
+    assert sum(part[0].nbytes for part in parts) == layout.bytes_per_block
+    expected = []
     sources, targets = torch.tensor([0, 3, 0, 5, 7]), torch.tensor([11, 1, 2, 4, 6])
-    for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-        expected[:, :, target] = expected[:, :, source]
+    for part in parts:
+        part.copy_(torch.randn(part.shape))
+        expected.append(part.float())
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            expected[-1][target] = expected[-1][source]
     kv.copy_blocks(sources.int(), targets.int())
-    assert torch.equal(kv.data, expected)
+    for part, copied in zip(parts, expected, strict=True):
+        assert torch.equal(part.float(), copied)

@@ -300,11 +300,13 @@ def prefill_attention(
     scale: float,
     window: int | None,
     out: Tensor,
+    scales: Tensor | None = None,
 ) -> None:
     """Attends with the tokens of q [tokens, num_heads, head_dim] that the tiles name.
 
     A tile has `TILE_ROWS / packed_heads` queries.
     """
+    assert scales is None, "a cache in 8 bits is not read"
     _, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_layer.shape[2], kv_layer.shape[3]
     pack = packed_heads(num_heads, num_kv_heads)

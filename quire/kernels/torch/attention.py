@@ -1,8 +1,11 @@
 """Paged attention in plain torch, for any device and floating-point type; a cache may be in float16
-where activations are in float32.
+where activations are in float32, or in float8.
 
 A layer's cache is `kv_layer [2, num_blocks, num_kv_heads, block_size, head_dim]`: keys and values.
 The token at position p of a request lies in block `block_tables[request, p // block_size]`.
+
+A cache in float8 has `scales [num_blocks, num_kv_heads, block_size, 2]` in bfloat16: what is stored
+times its scale is the key or value.
 """
 
 from __future__ import annotations
@@ -11,17 +14,54 @@ import torch
 from torch import Tensor
 
 LARGEST_HALF = torch.finfo(torch.float16).max
+SMALLEST_SCALE = 2.0**-100
+"""Of a head of zeros; small enough for any activation, and no trouble to divide by."""
 # Bounds the score matrix of a long prefill; the result does not depend on it.
 MAX_QUERIES_AT_ONCE = 256
 
 
-def write_kv(kv_layer: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Stores `k`, `v` [tokens, num_kv_heads, head_dim]; a slot is block * block_size + offset."""
+def write_kv(
+    kv_layer: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    scales: Tensor | None = None,
+    given: Tensor | None = None,
+) -> None:
+    """Stores `k`, `v` [tokens, num_kv_heads, head_dim]; a slot is block * block_size + offset.
+
+    `given` [2, num_kv_heads] are scales of keys and values that the model prescribes; where they
+    are 0 or there are none, each token and head has the one that fits it.
+    """
     block_size = kv_layer.shape[3]
     blocks, offsets = slots // block_size, slots % block_size
-    keys, values = kv_layer.unbind(0)
-    keys[blocks, :, offsets] = as_stored(k, kv_layer.dtype)
-    values[blocks, :, offsets] = as_stored(v, kv_layer.dtype)
+    for part, x in enumerate((k, v)):
+        if scales is None:
+            stored = as_stored(x, kv_layer.dtype)
+        else:
+            fixed = None if given is None else given[part]
+            stored, scale = quantize_heads(x, kv_layer.dtype, fixed)
+            scales[blocks, :, offsets, part] = scale
+        kv_layer[part, blocks, :, offsets] = stored
+
+
+def quantize_heads(
+    x: Tensor, dtype: torch.dtype, given: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`x` [tokens, heads, head_dim] in a type of 8 bits, and scales [tokens, heads] in bfloat16.
+
+    A scale is rounded up to bfloat16, so that the largest number of a head never overflows; that of
+    a `given` scale becomes the largest that the type has.
+    """
+    largest = torch.finfo(dtype).max
+    x = x.float()
+    scale = (x.abs().amax(-1) / largest).clamp(min=SMALLEST_SCALE)
+    if given is not None:
+        scale = torch.where(given > 0, given, scale)
+    rounded = (scale.view(torch.int32) + 0xFFFF) & -0x10000
+    scale = rounded.view(torch.float32)
+    stored = (x / scale.unsqueeze(-1)).clamp(-largest, largest).to(dtype)
+    return stored, scale.bfloat16()
 
 
 def as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -39,6 +79,7 @@ def paged_attention(
     block_tables: Tensor,
     scale: float,
     window: int | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of every request's new tokens over its cache.
 
@@ -54,20 +95,27 @@ def paged_attention(
             chunk_end = min(begin + MAX_QUERIES_AT_ONCE, end)
             end_key = context - (end - chunk_end)
             first_key = 0 if window is None else max(0, end_key - (chunk_end - begin) + 1 - window)
-            k, v = gather_kv(kv_layer, block_tables[request], first_key, end_key)
+            k, v = gather_kv(kv_layer, block_tables[request], first_key, end_key, scales)
             out[begin:chunk_end] = attend(q[begin:chunk_end], k, v, scale, window)
     return out
 
 
 def gather_kv(
-    kv_layer: Tensor, block_table: Tensor, first_key: int, end_key: int
+    kv_layer: Tensor,
+    block_table: Tensor,
+    first_key: int,
+    end_key: int,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The keys and values of positions first_key to end_key, as [num_kv_heads, keys, head_dim]."""
     block_size = kv_layer.shape[3]
     first_block, end_block = first_key // block_size, -(-end_key // block_size)
     blocks = block_table[first_block:end_block].long()
     skipped = first_block * block_size
-    pages = kv_layer[:, blocks].transpose(1, 2).flatten(2, 3)
+    pages = kv_layer[:, blocks]
+    if scales is not None:
+        pages = pages.float() * scales[blocks].movedim(-1, 0).unsqueeze(-1)
+    pages = pages.transpose(1, 2).flatten(2, 3)
     k, v = pages[:, :, first_key - skipped : end_key - skipped].unbind(0)
     return k, v
 

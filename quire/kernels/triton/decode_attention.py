@@ -16,6 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.hopper.overlap import launch_options, wait_for_inputs
+from quire.kernels.triton.float8 import (
+    ONES,
+    fitted_queries,
+    float8_options,
+    scales_of,
+    widen_pairs,
+)
 
 LOG2E = 1.4426950408889634
 EXACT = tl.constexpr("ieee")
@@ -33,9 +40,10 @@ def attend_to_range(
     acc,
     keys_ptr,
     values_ptr,
+    scales_ptr,
     table,
-    kv_offset,
-    stride_block,
+    first_row,
+    block_rows,
     begin,
     end,
     lowest,
@@ -47,19 +55,43 @@ def attend_to_range(
     TILE: tl.constexpr,
     HAS_LOWEST: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    E4M3: tl.constexpr,
+    NVIDIA: tl.constexpr,
 ):
     """The running softmax of rows over the positions from `begin` to `end`, of which each row sees
-    those below its `limit`, and from its `lowest` on, where there are such."""
-    dims = tl.arange(0, PADDED_DIM)
-    in_head = dims < HEAD_DIM
+    those below its `limit`, and from its `lowest` on, where there are such.
+
+    A cache in 8 bits is read in pairs of codes, so queries and results are halved into those of
+    even and of odd dimensions. Scales of keys multiply scores. Scales of values are added to them,
+    as logarithms: that makes the weights of the product with the codes, the largest of which is 1.
+    Divided by the scales again they are summed up.
+    """
+    WIDTH: tl.constexpr = PADDED_DIM // 2 if FLOAT8 else PADDED_DIM
+    LENGTH: tl.constexpr = HEAD_DIM // 2 if FLOAT8 else HEAD_DIM
+    dims = tl.arange(0, WIDTH)
+    in_head = dims < LENGTH
+    if FLOAT8:
+        q, power = fitted_queries(q)
+        scale_log2 = scale_log2 * power
+        q_even, q_odd = tl.split(tl.reshape(q, [q.shape[0], WIDTH, 2]))
+        acc_even, acc_odd = tl.split(tl.reshape(acc, [q.shape[0], WIDTH, 2]))
     for start in range(begin, end, TILE):
         position = start + tl.arange(0, TILE)
         valid = position < end
         block = tl.load(table + position // BLOCK_SIZE, valid, 0).to(tl.int64)
-        slot = block * stride_block + kv_offset + (position % BLOCK_SIZE) * HEAD_DIM
+        row = block * block_rows + first_row + position % BLOCK_SIZE
+        place = row[:, None] * LENGTH + dims[None, :]
         kv_mask = valid[:, None] & in_head[None, :]
-        k = tl.load(keys_ptr + slot[:, None] + dims[None, :], kv_mask, 0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=EXACT) * scale_log2
+        k = tl.load(keys_ptr + place, kv_mask, 0)
+        if FLOAT8:
+            k_scale, v_scale = scales_of(tl.load(scales_ptr + row, valid, ONES), E4M3)
+            k_even, k_odd = widen_pairs(k, E4M3, NVIDIA)
+            scores = tl.dot(q_even, tl.trans(k_even.to(q.dtype)), input_precision=EXACT)
+            scores = tl.dot(q_odd, tl.trans(k_odd.to(q.dtype)), scores, input_precision=EXACT)
+            scores = scores * (k_scale * scale_log2)[None, :] + tl.log2(v_scale)[None, :]
+        else:
+            scores = tl.dot(q, tl.trans(k), input_precision=EXACT) * scale_log2
         seen = valid[None, :]
         if HAS_LIMIT:
             seen = seen & (position[None, :] < limit[:, None])
@@ -73,11 +105,21 @@ def attend_to_range(
             base = tl.where(new_top > float("-inf"), new_top, 0.0)
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(weights, 1)
-        v = tl.load(values_ptr + slot[:, None] + dims[None, :], kv_mask, 0.0)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=EXACT)
+        v = tl.load(values_ptr + place, kv_mask, 0)
+        if FLOAT8:
+            total = total * shrink + tl.sum(weights * (1.0 / v_scale)[None, :], 1)
+            v_even, v_odd = widen_pairs(v, E4M3, NVIDIA)
+            weights = weights.to(q.dtype)
+            acc_even, acc_odd = acc_even * shrink[:, None], acc_odd * shrink[:, None]
+            acc_even = tl.dot(weights, v_even.to(q.dtype), acc_even, input_precision=EXACT)
+            acc_odd = tl.dot(weights, v_odd.to(q.dtype), acc_odd, input_precision=EXACT)
+        else:
+            total = total * shrink + tl.sum(weights, 1)
+            acc = acc * shrink[:, None]
+            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=EXACT)
         top = new_top
+    if FLOAT8:
+        acc = tl.interleave(acc_even, acc_odd)
     return top, total, acc
 
 
@@ -87,6 +129,7 @@ def _decode_kernel(
     q_ptr,
     keys_ptr,
     values_ptr,
+    scales_ptr,
     out_ptr,
     partial_ptr,
     lse_ptr,
@@ -99,8 +142,8 @@ def _decode_kernel(
     scale_log2,
     stride_q,
     stride_out,
-    stride_block,
-    stride_head,
+    block_rows,
+    head_rows,
     stride_table,
     window,
     num_splits,
@@ -116,6 +159,9 @@ def _decode_kernel(
     IS_SPLIT: tl.constexpr,
     HAS_PREFIX: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    E4M3: tl.constexpr,
+    NVIDIA: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     request = tl.program_id(2).to(tl.int64)
@@ -159,7 +205,7 @@ def _decode_kernel(
     in_head = dims < HEAD_DIM
     q_mask = in_group[:, None] & in_head[None, :]
     table = tables_ptr + request * stride_table
-    kv_offset = kv_head * stride_head
+    first_row = kv_head * head_rows
     wait_for_inputs(OVERLAPS)
     q = tl.load(q_ptr + line * stride_q + head[:, None] * HEAD_DIM + dims[None, :], q_mask, 0.0)
 
@@ -182,9 +228,9 @@ def _decode_kernel(
             acc = acc * shrink[:, None] + part * weight[:, None]
             top = new_top
     top, total, acc = attend_to_range(
-        q, top, total, acc, keys_ptr, values_ptr, table, kv_offset, stride_block, begin, end,
-        lowest, limit, scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE,
-        HAS_WINDOW and QUERIES > 1, QUERIES > 1,
+        q, top, total, acc, keys_ptr, values_ptr, scales_ptr, table, first_row, block_rows, begin,
+        end, lowest, limit, scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE,
+        HAS_WINDOW and QUERIES > 1, QUERIES > 1, FLOAT8, E4M3, NVIDIA,
     )  # fmt: skip
 
     if not IS_SPLIT:
@@ -279,6 +325,14 @@ class PrefixPieces:
     num_splits: int
 
 
+def as_loaded(kv_layer: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys, values and the scales of both, as `attend_to_range` reads them."""
+    if scales is None:
+        return kv_layer[0], kv_layer[1], None
+    pairs = kv_layer.view(torch.uint16)
+    return pairs[0], pairs[1], scales.view(torch.int32)
+
+
 def decode_attention(
     q: Tensor,
     kv_layer: Tensor,
@@ -295,6 +349,7 @@ def decode_attention(
     num_stages: int = 3,
     prefix: PrefixPieces | None = None,
     queries: int = 1,
+    scales: Tensor | None = None,
 ) -> None:
     """Attends with one line of q [tokens, num_heads, head_dim] per request, named by `tokens`.
 
@@ -303,6 +358,8 @@ def decode_attention(
     With `queries`, a power of two above 1, request r attends with the lines from tokens[r] to
     tokens[r + 1], which are the last of its context and each see what precedes them. Where these
     are more than `queries`, or none, nothing is done.
+
+    A cache in 8 bits has `scales` [num_blocks, num_kv_heads, block_size, 2].
     """
     num_requests, (_, num_heads, head_dim) = len(context_lens), q.shape
     num_kv_heads, block_size = kv_layer.shape[2], kv_layer.shape[3]
@@ -311,10 +368,12 @@ def decode_attention(
     assert num_splits == 1 or num_requests * queries * num_splits <= workspace.max_pieces
     assert prefix is None or (window is None and queries == 1)
     padded = triton.next_power_of_2(head_dim)
+    keys, values, words = as_loaded(kv_layer, scales)
     _decode_kernel[(num_splits, num_kv_heads, num_requests)](
         q,
-        kv_layer[0],
-        kv_layer[1],
+        keys,
+        values,
+        words,
         out,
         workspace.partial,
         workspace.lse,
@@ -327,8 +386,8 @@ def decode_attention(
         scale * LOG2E,
         q.stride(0),
         out.stride(0),
-        kv_layer.stride(1),
-        kv_layer.stride(2),
+        kv_layer.stride(1) // head_dim,
+        kv_layer.stride(2) // head_dim,
         block_tables.stride(0),
         window or 0,
         num_splits,
@@ -346,6 +405,7 @@ def decode_attention(
         HAS_WINDOW=window is not None,
         num_warps=num_warps,
         num_stages=num_stages,
+        **float8_options(kv_layer),
         **launch_options(out),
     )
     if num_splits > 1:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.decode_attention import EXACT, LOG2E
+from quire.kernels.triton.float8 import ONES, fitted_queries, float8_options, scales_of, widen
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ def _attend_to_tile(
     acc,
     keys_ptr,
     values_ptr,
+    scales_ptr,
     table,
     first_row,
     block_rows,
@@ -51,8 +54,12 @@ def _attend_to_tile(
     KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    E4M3: tl.constexpr,
+    NVIDIA: tl.constexpr,
 ):
-    """The running softmax after the keys from `start` on. `top` holds scaled scores."""
+    """The running softmax after the keys from `start` on. `top` holds scaled scores. Scales of a
+    cache in 8 bits are applied as in decode attention."""
     key = start + tl.arange(0, KEYS)
     dims = tl.arange(0, PADDED_DIM)
     if MASKED:
@@ -65,10 +72,18 @@ def _attend_to_tile(
     else:
         block = tl.load(table + key // BLOCK_SIZE)
         mask = (dims < HEAD_DIM)[None, :] if PADDED_DIM > HEAD_DIM else None
-    slot = (block * block_rows + first_row + key % BLOCK_SIZE).to(tl.int64) * HEAD_DIM
-    other = None if mask is None else 0.0
-    k = tl.load(keys_ptr + slot[:, None] + dims[None, :], mask, other)
+    row = (block * block_rows + first_row + key % BLOCK_SIZE).to(tl.int64)
+    place = row[:, None] * HEAD_DIM + dims[None, :]
+    other = None if mask is None else 0
+    k = tl.load(keys_ptr + place, mask, other)
+    if FLOAT8:
+        words = tl.load(scales_ptr + row, valid, ONES) if MASKED else tl.load(scales_ptr + row)
+        k_scale, v_scale = scales_of(words, E4M3)
+        k = widen(k, E4M3, NVIDIA).to(q.dtype)
     scores = tl.dot(q, k.T, input_precision=EXACT)
+    if FLOAT8:
+        scores = scores * (k_scale * scale_log2)[None, :] + tl.log2(v_scale)[None, :]
+        scale_log2 = 1.0
     if MASKED:
         seen = key[None, :] <= position[:, None]
         if HAS_WINDOW:
@@ -81,8 +96,12 @@ def _attend_to_tile(
         base = tl.where(new_top > float("-inf"), new_top, 0.0)
     weights = tl.exp2(scores * scale_log2 - base[:, None])
     shrink = tl.exp2(top - base)
-    total = total * shrink + tl.sum(weights, 1)
-    v = tl.load(values_ptr + slot[:, None] + dims[None, :], mask, other)
+    v = tl.load(values_ptr + place, mask, other)
+    if FLOAT8:
+        total = total * shrink + tl.sum(weights * (1.0 / v_scale)[None, :], 1)
+        v = widen(v, E4M3, NVIDIA).to(q.dtype)
+    else:
+        total = total * shrink + tl.sum(weights, 1)
     acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=EXACT)
     return new_top, total, acc
 
@@ -92,6 +111,7 @@ def _prefill_kernel(
     q_ptr,
     keys_ptr,
     values_ptr,
+    scales_ptr,
     out_ptr,
     tables_ptr,
     query_start_ptr,
@@ -112,6 +132,9 @@ def _prefill_kernel(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    E4M3: tl.constexpr,
+    NVIDIA: tl.constexpr,
 ):
     head = tl.program_id(0)
     tile = tl.program_id(1)
@@ -125,6 +148,9 @@ def _prefill_kernel(
     q_mask = (rows < num_queries)[:, None] & (dims < HEAD_DIM)[None, :]
     token = (query_begin + rows).to(tl.int64)
     q = tl.load(q_ptr + token[:, None] * stride_q + head * HEAD_DIM + dims[None, :], q_mask, 0.0)
+    if FLOAT8:
+        q, power = fitted_queries(q)
+        scale_log2 = scale_log2 * power
     first_position = context - num_queries + index * QUERIES
     position = first_position + tl.arange(0, QUERIES)
     end = tl.minimum(first_position + QUERIES, context)
@@ -142,22 +168,22 @@ def _prefill_kernel(
         open_begin = tl.cdiv(tl.maximum(end - window, 0), KEYS) * KEYS
         for start in range(lowest // KEYS * KEYS, tl.minimum(open_begin, end), KEYS):
             top, total, acc = _attend_to_tile(
-                q, top, total, acc, keys_ptr, values_ptr, table, first_row, block_rows, start,
-                lowest, end, position, window, scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEYS,
-                HAS_WINDOW, True,
+                q, top, total, acc, keys_ptr, values_ptr, scales_ptr, table, first_row,
+                block_rows, start, lowest, end, position, window, scale_log2, HEAD_DIM, PADDED_DIM,
+                BLOCK_SIZE, KEYS, HAS_WINDOW, True, FLOAT8, E4M3, NVIDIA,
             )  # fmt: skip
     open_end = tl.maximum((first_position + 1) // KEYS * KEYS, open_begin)
     for start in range(open_begin, open_end, KEYS):
         top, total, acc = _attend_to_tile(
-            q, top, total, acc, keys_ptr, values_ptr, table, first_row, block_rows, start, lowest,
-            end, position, window, scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEYS,
-            HAS_WINDOW, False,
+            q, top, total, acc, keys_ptr, values_ptr, scales_ptr, table, first_row, block_rows,
+            start, lowest, end, position, window, scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE,
+            KEYS, HAS_WINDOW, False, FLOAT8, E4M3, NVIDIA,
         )  # fmt: skip
     for start in range(open_end, end, KEYS):
         top, total, acc = _attend_to_tile(
-            q, top, total, acc, keys_ptr, values_ptr, table, first_row, block_rows, start, lowest,
-            end, position, window, scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEYS,
-            HAS_WINDOW, True,
+            q, top, total, acc, keys_ptr, values_ptr, scales_ptr, table, first_row, block_rows,
+            start, lowest, end, position, window, scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE,
+            KEYS, HAS_WINDOW, True, FLOAT8, E4M3, NVIDIA,
         )  # fmt: skip
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     target = out_ptr + token[:, None] * stride_out + head * HEAD_DIM + dims[None, :]
@@ -176,15 +202,18 @@ def prefill_attention(
     window: int | None,
     out: Tensor,
     tiles: PrefillTiles,
+    scales: Tensor | None = None,
 ) -> None:
     """Attends with the tokens of q [tokens, num_heads, head_dim] that the tiles name."""
     _, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_layer.shape[2], kv_layer.shape[3]
+    pages = kv_layer if scales is None else kv_layer.view(torch.uint8)
     limit = {} if tiles.max_registers is None else {"maxnreg": tiles.max_registers}
     _prefill_kernel[(num_heads, len(tile_requests))](
         q,
-        kv_layer[0],
-        kv_layer[1],
+        pages[0],
+        pages[1],
+        None if scales is None else scales.view(torch.int32),
         out,
         block_tables,
         query_start,
@@ -207,5 +236,6 @@ def prefill_attention(
         HAS_WINDOW=window is not None,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **float8_options(kv_layer),
         **limit,
     )

@@ -11,7 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.hopper.overlap import launch_options, wait_for_inputs
-from quire.kernels.triton.decode_attention import LOG2E, DecodeWorkspace, attend_to_range
+from quire.kernels.triton.decode_attention import (
+    LOG2E,
+    DecodeWorkspace,
+    as_loaded,
+    attend_to_range,
+)
+from quire.kernels.triton.float8 import float8_options
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -19,6 +25,7 @@ def _prefix_kernel(
     q_ptr,
     keys_ptr,
     values_ptr,
+    scales_ptr,
     partial_ptr,
     lse_ptr,
     tables_ptr,
@@ -27,8 +34,8 @@ def _prefix_kernel(
     lens_ptr,
     scale_log2,
     stride_q,
-    stride_block,
-    stride_head,
+    block_rows,
+    head_rows,
     stride_table,
     num_splits,
     NUM_HEADS: tl.constexpr,
@@ -39,6 +46,9 @@ def _prefix_kernel(
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    E4M3: tl.constexpr,
+    NVIDIA: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     tile = tl.program_id(2)
@@ -68,10 +78,11 @@ def _prefix_kernel(
     acc = tl.zeros([MEMBERS * PADDED_GROUP, PADDED_DIM], tl.float32)
     # All members have these blocks, so any member's table will do.
     table = tables_ptr + tl.load(members_ptr + tile * MEMBERS).to(tl.int64) * stride_table
-    kv_offset = kv_head * stride_head
+    first_row = kv_head * head_rows
     top, total, acc = attend_to_range(
-        q, top, total, acc, keys_ptr, values_ptr, table, kv_offset, stride_block, begin, end,
-        None, None, scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, False, False,
+        q, top, total, acc, keys_ptr, values_ptr, scales_ptr, table, first_row, block_rows, begin,
+        end, None, None, scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, False, False,
+        FLOAT8, E4M3, NVIDIA,
     )  # fmt: skip
 
     place = (member * NUM_HEADS + head) * num_splits + split
@@ -96,6 +107,7 @@ def prefix_attention(
     num_warps: int = 4,
     num_stages: int = 2,
     max_registers: int | None = None,
+    scales: Tensor | None = None,
 ) -> None:
     """Leaves in the workspace what each member's line of q sees of its tile's shared prefix.
 
@@ -108,10 +120,12 @@ def prefix_attention(
     group = num_heads // num_kv_heads
     limit = {} if max_registers is None else {"maxnreg": max_registers}
     assert len(tokens) * num_splits <= workspace.max_pieces
+    keys, values, words = as_loaded(kv_layer, scales)
     _prefix_kernel[(num_splits, num_kv_heads, num_tiles)](
         q,
-        kv_layer[0],
-        kv_layer[1],
+        keys,
+        values,
+        words,
         workspace.partial,
         workspace.lse,
         block_tables,
@@ -120,8 +134,8 @@ def prefix_attention(
         prefix_lens,
         scale * LOG2E,
         q.stride(0),
-        kv_layer.stride(1),
-        kv_layer.stride(2),
+        kv_layer.stride(1) // head_dim,
+        kv_layer.stride(2) // head_dim,
         block_tables.stride(0),
         num_splits,
         NUM_HEADS=num_heads,
@@ -135,5 +149,6 @@ def prefix_attention(
         num_warps=num_warps,
         num_stages=num_stages,
         **limit,
+        **float8_options(kv_layer),
         **launch_options(q),
     )

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.hopper.overlap import launch_options, wait_for_inputs
+from quire.kernels.triton.float8 import choose_scale, narrow
 
 
 @triton.jit
@@ -25,6 +26,20 @@ def _normalized(first, second, weight_ptr, dims, in_half, eps, HEAD_DIM: tl.cons
 
 
 @triton.jit
+def _store_codes(
+    codes_ptr, place, first, second, mask, given_ptr, kv_heads, in_heads,
+    HALF: tl.constexpr, E4M3: tl.constexpr,
+):  # fmt: skip
+    """Stores heads given as halves [heads, half] in 8 bits, and returns their scales [heads]."""
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    largest = tl.max(tl.maximum(tl.abs(a), tl.abs(b)), 1)[:, None]
+    scale = choose_scale(largest, tl.load(given_ptr + kv_heads, in_heads, 0.0), E4M3)
+    tl.store(codes_ptr + place, narrow(a / scale, E4M3), mask)
+    tl.store(codes_ptr + place + HALF, narrow(b / scale, E4M3), mask)
+    return scale
+
+
+@triton.jit
 def _rotary_cache_kernel(
     q_ptr,
     k_ptr,
@@ -32,6 +47,8 @@ def _rotary_cache_kernel(
     out_ptr,
     keys_ptr,
     values_ptr,
+    scales_ptr,
+    given_ptr,
     cos_ptr,
     sin_ptr,
     positions_ptr,
@@ -53,6 +70,8 @@ def _rotary_cache_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROTATES: tl.constexpr,
     NORMALIZES: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    E4M3: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -80,7 +99,8 @@ def _rotary_cache_kernel(
         tl.store(target + HALF, (b * cos + a * sin).to(q_first.dtype), mask)
     if slot >= 0:
         kv_heads = tl.arange(0, PADDED_KV_HEADS)[:, None]
-        kv_mask = (kv_heads < NUM_KV_HEADS) & in_half[None, :]
+        in_heads = kv_heads < NUM_KV_HEADS
+        kv_mask = in_heads & in_half[None, :]
         source = kv_heads * HEAD_DIM + dims[None, :]
         place = (slot // BLOCK_SIZE).to(tl.int64) * stride_block + kv_heads * stride_head
         place += (slot % BLOCK_SIZE) * HEAD_DIM + dims[None, :]
@@ -94,12 +114,28 @@ def _rotary_cache_kernel(
             c, d = k_first.to(tl.float32), k_second.to(tl.float32)
             k_first = (c * cos - d * sin).to(k_first.dtype)
             k_second = (d * cos + c * sin).to(k_second.dtype)
-        tl.store(keys_ptr + place, k_first, kv_mask)
-        tl.store(keys_ptr + place + HALF, k_second, kv_mask)
         v_first = tl.load(v_ptr + token * stride_v + source, kv_mask, 0.0)
         v_second = tl.load(v_ptr + token * stride_v + source + HALF, kv_mask, 0.0)
-        tl.store(values_ptr + place, v_first, kv_mask)
-        tl.store(values_ptr + place + HALF, v_second, kv_mask)
+        if FLOAT8:
+            k_scale = _store_codes(
+                keys_ptr, place, k_first, k_second, kv_mask, given_ptr, kv_heads, in_heads,
+                HALF, E4M3,
+            )  # fmt: skip
+            v_scale = _store_codes(
+                values_ptr, place, v_first, v_second, kv_mask, given_ptr + NUM_KV_HEADS, kv_heads,
+                in_heads, HALF, E4M3,
+            )  # fmt: skip
+            # Both are bfloat16 already.
+            word = (k_scale.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
+            word = word | v_scale.to(tl.int32, bitcast=True)
+            row = (slot // BLOCK_SIZE).to(tl.int64) * NUM_KV_HEADS * BLOCK_SIZE
+            row += kv_heads * BLOCK_SIZE + slot % BLOCK_SIZE
+            tl.store(scales_ptr + row, word, in_heads)
+        else:
+            tl.store(keys_ptr + place, k_first, kv_mask)
+            tl.store(keys_ptr + place + HALF, k_second, kv_mask)
+            tl.store(values_ptr + place, v_first, kv_mask)
+            tl.store(values_ptr + place + HALF, v_second, kv_mask)
 
 
 def rotate_and_write(
@@ -114,24 +150,32 @@ def rotate_and_write(
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 0.0,
+    scales: Tensor | None = None,
+    given: Tensor | None = None,
 ) -> Tensor:
     """Normalises and rotates q and k where asked, writes k and v to `slots`, returns q.
 
     q [tokens, num_heads, head_dim], k and v [tokens, num_kv_heads, head_dim] may be views of one
     tensor; cos and sin are [max_positions, head_dim / 2]. Without `positions` q and k are used as
     they are. A slot of -1 writes nothing.
+
+    A cache in 8 bits has `scales` [num_blocks, num_kv_heads, block_size, 2], and scales that the
+    model prescribes in `given` [2, num_kv_heads]: 0 where it leaves the choice.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_layer.shape[2], kv_layer.shape[3]
     rotates = positions is not None
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if rotates else q
+    pages = kv_layer if scales is None else kv_layer.view(torch.uint8)
     _rotary_cache_kernel[(num_tokens,)](
         q,
         k,
         v,
         out,
-        kv_layer[0],
-        kv_layer[1],
+        pages[0],
+        pages[1],
+        None if scales is None else scales.view(torch.int32),
+        given,
         cos if rotates else q,
         sin if rotates else q,
         positions if rotates else slots,
@@ -153,6 +197,8 @@ def rotate_and_write(
         BLOCK_SIZE=block_size,
         ROTATES=rotates,
         NORMALIZES=q_weight is not None,
+        FLOAT8=scales is not None,
+        E4M3=kv_layer.dtype == torch.float8_e4m3fn,
         num_warps=4,
         **launch_options(out),
     )

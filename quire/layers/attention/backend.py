@@ -49,6 +49,14 @@ class AttentionInputs:
 
 
 @dataclass(frozen=True)
+class KVScales:
+    """Of a cache in 8 bits: what is stored times its scale is the key or value."""
+
+    stored: Tensor  # bfloat16 [layers, blocks, num_kv_heads, block_size, 2], of each token
+    given: Tensor  # float32 [layers, 2, num_kv_heads]: the checkpoint's, 0 where it has none
+
+
+@dataclass(frozen=True)
 class BackendSupport:
     """What a backend can do. `head_dims` None means any."""
 
@@ -64,7 +72,8 @@ class BackendSupport:
 
 
 class AttentionBackend(Protocol):
-    """Computes attention over `kv [layers, 2, blocks, num_kv_heads, block_size, head_dim]`."""
+    """Computes attention over `kv [layers, 2, blocks, num_kv_heads, block_size, head_dim]`, which
+    has scales where it is in 8 bits."""
 
     support: ClassVar[BackendSupport]
     max_prefix_rows: ClassVar[int] = 0
@@ -79,7 +88,13 @@ class AttentionBackend(Protocol):
     """Most new tokens of a request that decode attention can take; others go into tiles."""
 
     def __init__(
-        self, kv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+        self,
+        kv: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        scales: KVScales | None = None,
     ) -> None: ...
 
     @classmethod
@@ -188,7 +203,8 @@ def unsupported(
     if dtype not in support.dtypes:
         return f"computes in {listed(support.dtypes)}, not {dtype}"
     if cache_dtype not in (dtype, *support.narrow_caches):
-        return f"keeps keys and values in the type of activations, not {cache_dtype}"
+        types = listed((dtype, *support.narrow_caches))
+        return f"keeps keys and values in {types}, not {cache_dtype} (kv_cache_dtype)"
     if block_size not in support.block_sizes:
         return f"block_size must be one of {listed(support.block_sizes)}, not {block_size}"
     if support.head_dims is not None and head_dim not in support.head_dims:

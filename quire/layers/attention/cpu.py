@@ -11,7 +11,12 @@ from torch import Tensor
 from quire.kernels import cpu
 from quire.kernels.cpu.attention import QKVStep, kv_addresses
 from quire.kernels.cpu.decoder import Decoder
-from quire.layers.attention.backend import AttentionBackend, AttentionInputs, BackendSupport
+from quire.layers.attention.backend import (
+    AttentionBackend,
+    AttentionInputs,
+    BackendSupport,
+    KVScales,
+)
 from quire.layers.attention.layer import QKV, Rotation
 from quire.protocol.kv_spec import BLOCK_SIZES
 
@@ -32,8 +37,15 @@ class CpuBackend(AttentionBackend):
     )
 
     def __init__(
-        self, kv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+        self,
+        kv: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        scales: KVScales | None = None,
     ) -> None:
+        assert scales is None, "no type of 8 bits is declared"
         self.layers = kv.unbind(0)
         self.caches = [kv_addresses(layer) for layer in self.layers]
         addresses = [address for layer in self.caches for address in layer]

@@ -103,6 +103,9 @@ class Attention(nn.Module):
         super().__init__()
         self.layer_index, self.scale, self.window = layer_index, scale, window
         self.kv_group, self.layer_slot = 0, layer_index
+        self.kv_scales: dict[int, Tensor] = {}
+        """Of keys (0) and values (1) in 8 bits, as far as the checkpoint has them: one, or one for
+        each KV head."""
 
     def bind(self, kv_group: int, layer_slot: int, window: int | None) -> None:
         """Says where keys and values lie and how many of them a query sees, before the first

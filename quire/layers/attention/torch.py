@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from quire.kernels.torch.attention import paged_attention, write_kv
-from quire.layers.attention.backend import AttentionBackend, AttentionInputs, BackendSupport
+from quire.layers.attention.backend import (
+    AttentionBackend,
+    AttentionInputs,
+    BackendSupport,
+    KVScales,
+)
 from quire.layers.attention.layer import QKV
 from quire.protocol.kv_spec import BLOCK_SIZES
 
@@ -21,7 +26,7 @@ class TorchBackend(AttentionBackend):
         name="torch",
         device_types=None,
         dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float16),
-        narrow_caches=(torch.float16,),
+        narrow_caches=(torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),
         block_sizes=BLOCK_SIZES,
         head_dims=None,
         sliding_window=True,
@@ -30,9 +35,16 @@ class TorchBackend(AttentionBackend):
     )
 
     def __init__(
-        self, kv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+        self,
+        kv: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        scales: KVScales | None = None,
     ) -> None:
         self.layers = kv.unbind(0)
+        self.scales = scales
 
     @classmethod
     def missing(cls) -> str | None:
@@ -49,20 +61,33 @@ class TorchBackend(AttentionBackend):
             query_start=inputs.query_start.cpu(),
             context_lens=inputs.context_lens.cpu(),
         )
-        return TorchStep(self.layers, on_host)
+        return TorchStep(self.layers, self.scales, on_host)
 
 
 class TorchStep:
     """A step over the layers of a cache."""
 
-    def __init__(self, layers: tuple[Tensor, ...], inputs: AttentionInputs) -> None:
-        self.layers = layers
+    def __init__(
+        self, layers: tuple[Tensor, ...], scales: KVScales | None, inputs: AttentionInputs
+    ) -> None:
+        self.layers, self.scales = layers, scales
         self.inputs = inputs
 
     def attend(self, layer_index: int, qkv: QKV, scale: float, window: int | None) -> Tensor:
         q, k, v = qkv.prepared()
         layer, inputs = self.layers[layer_index], self.inputs
-        write_kv(layer, k, v, inputs.slots)
+        scales: Tensor | None = None
+        given: Tensor | None = None
+        if self.scales is not None:
+            scales, given = self.scales.stored[layer_index], self.scales.given[layer_index]
+        write_kv(layer, k, v, inputs.slots, scales, given)
         return paged_attention(
-            q, layer, inputs.query_start, inputs.context_lens, inputs.block_tables, scale, window
+            q,
+            layer,
+            inputs.query_start,
+            inputs.context_lens,
+            inputs.block_tables,
+            scale,
+            window,
+            scales,
         )

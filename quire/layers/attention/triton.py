@@ -10,7 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.layers.attention.backend import AttentionBackend, AttentionInputs, BackendSupport
+from quire.layers.attention.backend import (
+    AttentionBackend,
+    AttentionInputs,
+    BackendSupport,
+    KVScales,
+)
 from quire.layers.attention.layer import QKV
 from quire.layers.attention.triton_prefill import choose_prefill, is_hopper, tile_row_bytes
 from quire.protocol.kv_spec import BLOCK_SIZES
@@ -38,7 +43,7 @@ class TritonBackend(AttentionBackend):
         name="triton",
         device_types=("cuda",),
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
-        narrow_caches=(),
+        narrow_caches=(torch.float8_e4m3fn, torch.float8_e5m2),
         block_sizes=BLOCK_SIZES,
         head_dims=None,
         sliding_window=True,
@@ -49,11 +54,19 @@ class TritonBackend(AttentionBackend):
     max_prefix_rows: ClassVar[int] = MAX_PREFIX_PIECES
 
     def __init__(
-        self, kv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+        self,
+        kv: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        scales: KVScales | None = None,
     ) -> None:
         from quire.kernels.triton.decode_attention import DecodeWorkspace
 
         self.layers = kv.unbind(0)
+        self.scales = None if scales is None else scales.stored.unbind(0)
+        self.given = None if scales is None else scales.given.unbind(0)
         self.num_kv_heads = num_kv_heads
         row_bytes = head_dim * kv.element_size()
         self.tile = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
@@ -177,16 +190,41 @@ class TritonStep:
             )
 
     def attend(self, layer_index: int, qkv: QKV, scale: float, window: int | None) -> Tensor:
-        layer = self.backend.layers[layer_index]
-        q = _prepare_and_write(qkv, layer, self.slots)
-        return self.attend_prepared(layer, q, scale, window)
+        q = self._prepare_and_write(layer_index, qkv)
+        return self.attend_prepared(layer_index, q, scale, window)
 
-    def attend_prepared(self, layer: Tensor, q: Tensor, scale: float, window: int | None) -> Tensor:
+    def _prepare_and_write(self, layer_index: int, qkv: QKV) -> Tensor:
+        """Normalise, rotate and store as QKV asks; returns the queries."""
+        from quire.kernels.triton.rotary_cache import rotate_and_write
+
+        backend, rotation, norms = self.backend, qkv.rotation, qkv.norms
+        assert norms is None or rotation is not None, "heads are normalised where they are rotated"
+        return rotate_and_write(
+            qkv.q,
+            qkv.k,
+            qkv.v,
+            backend.layers[layer_index],
+            self.slots,
+            rotation.positions if rotation is not None else None,
+            rotation.cos if rotation is not None else None,
+            rotation.sin if rotation is not None else None,
+            norms.q_weight if norms is not None else None,
+            norms.k_weight if norms is not None else None,
+            norms.eps if norms is not None else 0.0,
+            backend.scales[layer_index] if backend.scales is not None else None,
+            backend.given[layer_index] if backend.given is not None else None,
+        )
+
+    def attend_prepared(
+        self, layer_index: int, q: Tensor, scale: float, window: int | None
+    ) -> Tensor:
         """Attention alone: the queries are ready, and the cache holds the step's tokens."""
         from quire.kernels.triton.decode_attention import PrefixPieces, decode_attention
         from quire.kernels.triton.prefix_attention import prefix_attention
 
         backend, inputs = self.backend, self.inputs
+        layer = backend.layers[layer_index]
+        scales = backend.scales[layer_index] if backend.scales is not None else None
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         if self.decode is not None:
             tokens, lens, tables = self.decode
@@ -212,6 +250,7 @@ class TritonStep:
                     pieces.workspace,
                     tile=backend.tile,
                     **backend.prefix_limits,
+                    scales=scales,
                 )
             decode_attention(
                 q,
@@ -229,6 +268,7 @@ class TritonStep:
                 num_stages=backend.stages,
                 prefix=pieces,
                 queries=self.queries,
+                scales=scales,
             )
         if self.tiles is not None:
             backend.prefill.attend(
@@ -241,6 +281,7 @@ class TritonStep:
                 scale,
                 window,
                 out,
+                scales=scales,
             )
         return out
 
@@ -256,27 +297,3 @@ def query_tiles(
     indices = (np.arange(len(requests)) - first).astype(np.int32)
     order = np.argsort(-indices, kind="stable")
     return requests[order], indices[order]
-
-
-def _prepare_and_write(qkv: QKV, layer: Tensor, slots: Tensor) -> Tensor:
-    """Normalise, rotate and store as QKV asks; returns the queries."""
-    from quire.kernels.triton.rotary_cache import rotate_and_write
-
-    rotation, norms = qkv.rotation, qkv.norms
-    q, k, v = qkv.q, qkv.k, qkv.v
-    if rotation is None:
-        assert norms is None, "the kernel normalises heads only where it rotates them"
-        return rotate_and_write(q, k, v, layer, slots)
-    return rotate_and_write(
-        q,
-        k,
-        v,
-        layer,
-        slots,
-        rotation.positions,
-        rotation.cos,
-        rotation.sin,
-        norms.q_weight if norms is not None else None,
-        norms.k_weight if norms is not None else None,
-        norms.eps if norms is not None else 0.0,
-    )

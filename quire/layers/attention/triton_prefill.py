@@ -16,14 +16,14 @@ class PrefillKernel:
 
     attend: Callable[..., None]
     """Called with (q, kv_layer, query_start, context_lens, block_tables, tile_requests,
-    tile_indices, scale, window, out)."""
+    tile_indices, scale, window, out), and `scales` of a cache in 8 bits."""
     queries: int
     name: str
 
 
 def choose_prefill(kv: Tensor, num_heads: int, num_kv_heads: int) -> PrefillKernel:
     """The kernel for a cache [layers, 2, blocks, num_kv_heads, block_size, head_dim]."""
-    hopper = is_hopper(kv.device) and kv.element_size() == 2
+    hopper = is_hopper(kv.device) and kv.element_size() <= 2
     if hopper and fits_hopper_kernel(kv):
         from quire.kernels.hopper import prefill_attention as kernel
 
@@ -45,9 +45,10 @@ def choose_prefill(kv: Tensor, num_heads: int, num_kv_heads: int) -> PrefillKern
 
 
 def tile_row_bytes(kv: Tensor) -> int:
-    """Bytes of a row of the cache, by which tiles of many queries get their size. On Turing, where
-    a program has 64 KiB of shared memory and not 96 or more, a row counts twice."""
-    return kv.shape[-1] * kv.element_size() * (2 if is_turing(kv.device) else 1)
+    """Bytes of a row of the cache, by which tiles of many queries get their size; numbers of 8 bits
+    are widened to 16. On Turing, where a program has 64 KiB of shared memory and not 96 or more, a
+    row counts twice."""
+    return kv.shape[-1] * max(kv.element_size(), 2) * (2 if is_turing(kv.device) else 1)
 
 
 def is_hopper(device: torch.device) -> bool:
@@ -65,10 +66,12 @@ def _has_capability(device: torch.device, capability: tuple[int, int]) -> bool:
 
 
 def fits_hopper_kernel(kv: Tensor) -> bool:
-    """It copies whole blocks, of at least 8 slots and rows of a multiple of 16 bytes, holds results
-    of up to 128 values a row, and is written in Gluon as it is since Triton 3.6."""
+    """It copies whole blocks of 16-bit numbers, of at least 8 slots and rows of a multiple of 16
+    bytes, holds results of up to 128 values a row, and is written in Gluon as it is since Triton
+    3.6."""
     import triton
 
     block_size, head_dim = kv.shape[-2:]
     is_known = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
-    return is_known and 64 <= head_dim <= 128 and head_dim % 8 == 0 and block_size >= 8
+    has_size = 64 <= head_dim <= 128 and head_dim % 8 == 0 and block_size >= 8
+    return is_known and has_size and kv.element_size() == 2
