@@ -1,4 +1,5 @@
-"""Keys and values in float16 beside 8-bit weights: twice the tokens, nearly the same logits.
+"""Keys and values in float16 beside 8-bit weights, or in 8 bits: more tokens in the same memory,
+nearly the same logits.
 
 That blocks of halves are shared, copied and computed again as others are is in
 `tests/engine/test_parity.py`.
@@ -32,8 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def generate(folder: Path, kv_cache_dtype: str) -> list[RequestOutput]:
-    options = {"quantization": "int8", "kv_cache_dtype": kv_cache_dtype, "max_logprobs": -1}
+def generate(folder: Path, **options: Any) -> list[RequestOutput]:
+    options = {"max_logprobs": -1, **options}
     with tiny_llm(folder, **options) as llm:
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
         return llm.generate(prompts, ALL, use_tqdm=False)
@@ -49,9 +50,21 @@ def lines(output: RequestOutput) -> tuple[list[int], torch.Tensor]:
     return [*output.prompt_token_ids[1:], *completion.token_ids], torch.tensor(rows)
 
 
-def test_logits_agree(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "narrow", "mean", "tie"),
+    [
+        ({"quantization": "int8"}, "float16", MEAN_DIFFERENCE, TIE),
+        ({"attention_backend": "torch"}, "fp8_e4m3", 0.15, 0.5),
+        ({"attention_backend": "torch"}, "fp8_e5m2", 0.3, 1.0),
+    ],
+    ids=["float16", "e4m3", "e5m2"],
+)
+def test_logits_agree(
+    folder: Path, options: dict[str, Any], narrow: str, mean: float, tie: float
+) -> None:
     """As far as the tokens are the same; they may part where two are nearly as likely."""
-    exact, narrow = generate(folder, "float32"), generate(folder, "float16")
+    exact = generate(folder, kv_cache_dtype="float32", **options)
+    narrow = generate(folder, kv_cache_dtype=narrow, **options)
     differences = []
     for one, other in zip(map(lines, exact), map(lines, narrow), strict=True):
         same = 0
@@ -61,8 +74,8 @@ def test_logits_agree(folder: Path) -> None:
         differences.append((one[1][:shown] - other[1][:shown]).pow(2).mean().sqrt().item())
         if same < len(one[0]):
             parted = one[1][same]
-            assert abs(parted[one[0][same]] - parted[other[0][same]]) < TIE
-    assert 0 < max(differences) < MEAN_DIFFERENCE
+            assert abs(parted[one[0][same]] - parted[other[0][same]]) < tie
+    assert 0 < max(differences) < mean
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
@@ -85,6 +98,27 @@ def test_the_same_memory_holds_twice_the_tokens(
             assert became == (wanted == "auto" and quantization is not None)
     assert blocks["float16"] // 2 == blocks["float32"]
     assert blocks["auto"] == blocks["float16" if quantization else "float32"]
+
+
+def test_8_bits_and_their_scales_are_counted(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A head of 16 numbers takes 16 bytes, and two for its scale."""
+    blocks = {}
+    for wanted in ("float32", "fp8"):
+        caplog.clear()
+        options = {"kv_cache_dtype": wanted, "attention_backend": "torch"}
+        with caplog.at_level(logging.INFO), tiny_llm(folder, **options) as llm:
+            kv = llm._core.executor.runner.kv
+            blocks[wanted] = llm._core.scheduler.kv.pool.num_blocks
+            taken = kv.data.nbytes + (0 if kv.scales is None else kv.scales.nbytes)
+            assert taken == blocks[wanted] * kv.layout.bytes_per_block
+            assert f"{blocks[wanted]:,} blocks" in caplog.text
+    assert "MiB of fp8_e4m3;" in caplog.text
+    assert "8 bits have one scale for each token and KV head" in caplog.text
+    num_layers, num_kv_heads, block_size = 3, 2, 16
+    assert blocks["fp8"] == (32 << 20) // (num_layers * 2 * num_kv_heads * block_size * 18)
+    assert blocks["fp8"] > 3.5 * blocks["float32"]
 
 
 def test_blocks_of_other_weights_have_other_names(folder: Path) -> None:

@@ -6,6 +6,8 @@ these red.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from quire.layers.attention.backend import (
     AttentionBackend,
     AttentionInputs,
     BackendSupport,
+    KVScales,
     select_backend,
 )
 from quire.layers.attention.cpu import CpuBackend
@@ -77,11 +80,57 @@ def dense(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
 def test_steps_give_dense_attention(
     backend_class: type[AttentionBackend], block_size: int, window: int | None, cache: torch.dtype
 ) -> None:
+    check_steps(backend_class, block_size, window, cache, None, lambda x, part: x.to(cache))
+
+
+@pytest.mark.parametrize(
+    ("block_size", "window", "cache", "given"),
+    [
+        (16, None, torch.float8_e4m3fn, [[0.0, 0.0], [0.0, 0.0]]),
+        (4, 20, torch.float8_e5m2, [[0.0, 0.0], [0.0, 0.0]]),
+        (64, 20, torch.float8_e4m3fn, [[0.0078125, 0.015625], [0.25, 0.0]]),
+    ],
+    ids=str,
+)
+def test_steps_with_a_cache_in_8_bits(
+    block_size: int, window: int | None, cache: torch.dtype, given: list[list[float]]
+) -> None:
+    """In plain torch; the scale of each token and head is its own, or the one that is given."""
+
+    def stored(x: Tensor, part: int) -> Tensor:
+        heads = x.unflatten(-1, (-1, HEAD_DIM))
+        largest = torch.finfo(cache).max
+        exact = heads.abs().amax(-1) / largest
+        down = exact.bfloat16()
+        up = torch.nextafter(down, torch.full_like(down, torch.inf))
+        own = torch.where(down.float() < exact, up, down).float()
+        scale = torch.where(torch.tensor(given[part]) > 0, torch.tensor(given[part]), own)
+        codes = (heads / scale[..., None]).clamp(-largest, largest).to(cache)
+        return (codes.float() * scale[..., None]).flatten(-2)
+
+    prescribed = torch.tensor(given).expand(NUM_LAYERS, 2, NUM_KV_HEADS)
+    check_steps(TorchBackend, block_size, window, cache, prescribed, stored)
+
+
+def check_steps(
+    backend_class: type[AttentionBackend],
+    block_size: int,
+    window: int | None,
+    cache: torch.dtype,
+    given: Tensor | None,
+    stored: Callable[[Tensor, int], Tensor],
+) -> None:
+    """`stored` says what becomes of keys (0) and values (1) in the cache."""
     generator = torch.Generator().manual_seed(block_size)
     tables = torch.randperm(3 * 18, generator=generator).int().view(3, 18)
     shape = (NUM_LAYERS, 2, 54, NUM_KV_HEADS, block_size, HEAD_DIM)
-    kv = torch.full(shape, torch.nan, dtype=cache)
-    attention = backend_class(kv, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, block_size)
+    kv = torch.full(shape, torch.nan).to(cache)
+    scales: KVScales | None = None
+    if given is not None:
+        scales = KVScales(
+            torch.full((NUM_LAYERS, *shape[2:5], 2), torch.nan, dtype=torch.bfloat16), given
+        )
+    attention = backend_class(kv, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, block_size, scales)
     widths = [heads * HEAD_DIM for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)]
     fused = [
         [torch.randn(length, sum(widths), generator=generator) for length in LENGTHS]
@@ -103,7 +152,7 @@ def test_steps_give_dense_attention(
     for index in range(NUM_LAYERS):
         for request in range(len(LENGTHS)):
             q, k, v = fused[index][request].split(widths, dim=-1)
-            expected = dense(q, k.to(cache), v.to(cache), window)
+            expected = dense(q, stored(k, 0), stored(v, 1), window)
             out = torch.cat(outs[index][request]).double()
             torch.testing.assert_close(out, expected, rtol=5e-6, atol=5e-6)
 
