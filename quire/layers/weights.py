@@ -339,13 +339,16 @@ class GatedMatrix(Matrix, Protocol):
         ...
 
 
+Loader = Callable[["MatrixLayer", ShardKey, Weight, Bring | None], None]
+
+
 class MatrixLayer(WeightedLayer):
     """A layer with a matrix [outputs, inputs] in the format of its quantisation method."""
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
         self.method = build.method_for(build.path)
-        self.loaders: dict[str, Callable[[ShardKey, Weight, Bring | None], None]] = {}
+        self.loaders: dict[str, Loader] = {}
         """What takes in the tensors of weights that are not kept as parameters."""
         self.stored: dict[ShardKey, Mapping[str, StoredTensor]] = {}
         """The tensors that stand for shards of the matrix, where it is not one tensor."""
@@ -365,7 +368,7 @@ class MatrixLayer(WeightedLayer):
         self, name: str, shard_key: ShardKey, tensor: Weight, bring: Bring | None = None
     ) -> None:
         if name in self.loaders:
-            self.loaders[name](shard_key, tensor, bring)
+            self.loaders[name](self, shard_key, tensor, bring)
         else:
             super().load(name, shard_key, tensor, bring)
 

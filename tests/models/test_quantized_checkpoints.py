@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -353,3 +355,16 @@ def test_weights_are_rounded_while_they_load(
 def numbers_of(layer: MatrixLayer) -> Tensor:
     (matrix,) = layer.matrices
     return matrix.rows(torch.arange(matrix.num_outputs))
+
+
+def test_a_model_goes_when_it_is_dropped(tmp_path: Path) -> None:
+    """Without waiting for the garbage collector, which does not know how full a device is."""
+    save_quantized(small_model(""), tmp_path, CASES["gptq"])
+    model = load_model(load_model_config(str(tmp_path)), dtype=torch.float32, device="cpu")
+    matrix = weakref.ref(model.get_submodule("model.layers.0.mlp.down_proj").matrices[0])  # type: ignore[union-attr,index,arg-type]
+    gc.disable()
+    try:
+        del model
+        assert matrix() is None
+    finally:
+        gc.enable()

@@ -220,16 +220,16 @@ class Packed:
         waiting: dict[ShardKey, dict[str, tuple[Weight, Bring]]] = {}
         shard_keys: list[ShardKey] = [(shard.name,) for shard in outputs if shard.name is not None]
         for name in names:
-            layer.loaders[name] = partial(self._load, layer, readers, waiting, shard_keys, name)
+            layer.loaders[name] = partial(self._load, readers, waiting, shard_keys, name)
         layer.matrices = []
 
     def _load(
         self,
-        layer: MatrixLayer,
         readers: Mapping[ShardKey, Reader],
         waiting: dict[ShardKey, dict[str, tuple[Weight, Bring]]],
         shard_keys: list[ShardKey],
         name: str,
+        layer: MatrixLayer,
         shard_key: ShardKey,
         weight: Weight,
         bring: Bring | None,
