@@ -391,6 +391,11 @@ class CompressedTensorsConfig(QuantizationConfig):
         status = values.text("quantization_status", "compressed")
         if status not in ("compressed", "frozen"):
             values.fail("quantization_status", "compressed", status)
+        sparsity = values.mapping("sparsity_config") or {}
+        if sparsity.get("format", "dense") != "dense":
+            values.fail("sparsity_config", "of format dense, or absent", sparsity)
+        if (values.mapping("transform_config") or {}).get("config_groups"):
+            values.fail("transform_config", "empty, since no transforms are computed", "some")
         groups = values.mapping("config_groups") or {}
         if not groups:
             values.fail("config_groups", "an object with at least one group", groups)
@@ -418,7 +423,10 @@ class CompressedTensorsConfig(QuantizationConfig):
         if "weight_packed" in tensors and isinstance(found, GroupFormat):
             has_order = "weight_g_idx" in tensors
             symmetric = "weight_zero_point" not in tensors
-            return GroupFormat(found.layout, found.bits, found.group_size, symmetric, has_order)
+            scale = tensors.get("weight_scale")
+            has_groups = scale is None or scale.shape[-1:] != (1,)
+            size = found.group_size if has_groups else None
+            return GroupFormat(found.layout, found.bits, size, symmetric, has_order)
         if "weight" in tensors and isinstance(found, ScaledFormat):
             return _scaled(self, module, tensors, found.block, found.inputs)
         raise self.unknown(module, tensors)
@@ -430,11 +438,34 @@ def _inputs_of(found: MatrixFormat) -> int:
     return found.block[1] if found.block else 1
 
 
+_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+_INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
+_FP8 = {"num_bits": 8, "type": "float"}
+_BY_TOKEN = {"num_bits": 8, "strategy": "token", "dynamic": True}
+PRESETS: dict[str, dict[str, Any]] = {
+    "W4A16": {"weights": _INT4},
+    "W4A16_ASYM": {"weights": {**_INT4, "symmetric": False}},
+    "W8A16": {"weights": {**_INT4, "num_bits": 8}},
+    "W8A8": {"weights": _INT8, "input_activations": _BY_TOKEN},
+    "INT8": {"weights": _INT8, "input_activations": _BY_TOKEN},
+    "FP8": {"weights": _FP8, "input_activations": {"dynamic": False}},
+    "FP8_DYNAMIC": {"weights": {**_FP8, "strategy": "channel"}, "input_activations": _BY_TOKEN},
+    "FP8_BLOCK": {
+        "weights": {**_FP8, "strategy": "block", "block_structure": [128, 128]},
+        "input_activations": _BY_TOKEN,
+    },
+}
+"""Schemes that groups may name instead of writing them out."""
 PACKED_FORMATS = ("pack-quantized", "mxfp4-pack-quantized")
 PLAIN_FORMATS = ("int-quantized", "float-quantized", "naive-quantized")
 
 
 def _parse_group(values: CheckedValues, key: str, group: object, usual: str) -> _Scheme:
+    if isinstance(group, list):  # under the name of a scheme that is known by it
+        name = key.split("'")[1]
+        if name not in PRESETS:
+            values.fail(key, f"an object, or under the name of one of {', '.join(PRESETS)}", group)
+        group = {"targets": group, **PRESETS[name]}
     if not isinstance(group, dict):
         values.fail(key, "an object", group)
     targets = _names(CheckedValues(values.file, group), "targets")

@@ -136,7 +136,7 @@ def load_model(
     compute as their model's file says, step by step.
     """
     if method_for is None:
-        method_for = _methods(config, quantization, dtype, device, parallel, load_format)
+        method_for = _methods(config, quantization, dtype, device, load_format)
     block = largest_block(quantization, config.quantization)
     build = Build(dtype, torch.device(device), parallel, method_for, block)
     model = model_class(config.architecture)(config, build)
@@ -181,11 +181,10 @@ def _methods(
     quantization: str | None,
     dtype: torch.dtype,
     device: torch.device | str,
-    parallel: Parallel,
     load_format: str,
 ) -> MethodFor:
     formats_for = _formats_for(config, load_format)
-    return choose_methods(quantization, dtype, device, parallel, formats_for, _ends(config))
+    return choose_methods(quantization, dtype, device, formats_for, _ends(config))
 
 
 def _ends(config: ModelConfig) -> list[str]:
@@ -248,7 +247,7 @@ def count_weight_bytes(
     """What the weights will take as `load_model` keeps them, from the configuration and, of a GGUF
     file, the kinds of its tensors."""
     if method_for is None:
-        method_for = _methods(config, quantization, dtype, device, parallel, load_format)
+        method_for = _methods(config, quantization, dtype, device, load_format)
     block = largest_block(quantization, config.quantization)
     build = Build(dtype, torch.device("meta"), parallel, method_for, block)
     model = model_class(config.architecture)(config, build)

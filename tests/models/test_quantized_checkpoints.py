@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.quantization import preset_name_to_scheme
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from quire.config.model import load_model_config
-from quire.config.quantization import parse_quantization
+from quire.config.quantization import PRESETS, parse_quantization
 from quire.files.json_file import CheckedValues
 from quire.files.safetensors import TensorInfo
 from quire.layers.linear import ColumnLinear, RowLinear
@@ -247,6 +248,15 @@ def test_damage_is_named_with_its_tensor(
         ),
         (packers.compressed(packers.INT4, format="nvfp4-pack-quantized"), "format must be one of"),
         ({"quant_method": "compressed-tensors"}, "config_groups must be an object"),
+        (
+            packers.compressed(packers.INT4, sparsity_config={"format": "sparse-24-bitmask"}),
+            "sparsity_config must be of format dense",
+        ),
+        (
+            packers.compressed(packers.INT4, transform_config={"config_groups": {"R1": {}}}),
+            "transform_config must be empty",
+        ),
+        ({**packers.compressed({}), "config_groups": {"NVFP4": ["Linear"]}}, "one of W4A16"),
     ],
 )
 def test_what_is_not_read_is_refused_by_name(
@@ -258,6 +268,17 @@ def test_what_is_not_read_is_refused_by_name(
     with pytest.raises(ModelError, match=message) as caught:
         load_model_config(str(tmp_path))
     assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_schemes_that_have_a_name(name: str) -> None:
+    written = preset_name_to_scheme(name, ["Linear"]).model_dump(mode="json")
+
+    def parse(groups: dict[str, Any]) -> Any:
+        config = {"quant_method": "compressed-tensors", "config_groups": groups}
+        return parse_quantization(CheckedValues(Path("config.json"), config))
+
+    assert parse({name: ["Linear"]}) == parse({"group_0": {**written, "format": None}})
 
 
 def test_an_unexpected_tensor_is_named_with_what_the_configuration_says(tmp_path: Path) -> None:

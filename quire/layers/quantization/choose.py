@@ -10,7 +10,6 @@ from quire.config.quantization import MatrixFormat, QuantizationConfig
 from quire.kernels import cpu
 from quire.kernels.cpu.memory import Arena
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES
-from quire.layers.parallel import Parallel
 from quire.layers.quantization.packed import (
     INT4_GROUP,
     INT8_BLOCK,
@@ -41,7 +40,6 @@ def choose_methods(
     quantization: str | None,
     dtype: torch.dtype,
     device: torch.device | str,
-    parallel: Parallel,
     formats_for: FormatsFor | None = None,
     exact_paths: Collection[str] = (),
 ) -> MethodFor:
