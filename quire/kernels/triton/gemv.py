@@ -60,6 +60,7 @@ def _gemv_kernel(
     BLOCK_INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
+    STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     first = tl.program_id(0) * OUTPUTS
@@ -72,7 +73,7 @@ def _gemv_kernel(
     acc_up = tl.zeros([OUTPUTS, INPUTS], tl.float32)
     squares = tl.zeros([INPUTS], tl.float32)
     kept = tl.where(tl.program_id(0) == 0, num_inputs, 0)  # one program writes the sum
-    for start in range(0, num_inputs, INPUTS):
+    for start in tl.range(0, num_inputs, INPUTS, num_stages=STAGES):
         at = start + columns
         in_columns = at < num_inputs
         mask = in_rows[:, None] & in_columns[None, :]
@@ -126,21 +127,26 @@ class _Tile(NamedTuple):
     outputs: int
     inputs: int
     num_warps: int
-    num_stages: int = 2
+    num_stages: int | None = None
+    """Of these loads ahead of their use; None: as the compiler likes."""
 
 
 def _tile(num_inputs: int, has_norm: bool) -> _Tile:
     """The quickest of those measured on an H200."""
     if num_inputs <= 1024:
-        return _Tile(2, 512, 2, 4) if has_norm else _Tile(4, 512, 1)
+        return _Tile(2, 512, 2) if has_norm else _Tile(4, 512, 1)
     if has_norm:
         return _Tile(4, 512, 1)
     return _Tile(2, 1024, 4) if num_inputs < 4096 else _Tile(2, 2048, 2)
 
 
-def _tile8(num_inputs: int) -> _Tile:
+def _tile8(num_outputs: int, num_inputs: int, gated: bool, has_blocks: bool) -> _Tile:
     """The same for weights of 8 bits."""
-    return _Tile(4, 512, 1) if num_inputs <= 1024 else _Tile(2, 2048, 2)
+    if has_blocks:
+        return _Tile(8, 512, 4) if num_outputs > 4096 else _Tile(8, 1024, 4)
+    if gated or num_outputs <= 4096:
+        return _Tile(4, 512, 1, 4)
+    return _Tile(16, 256, 4, 4)
 
 
 @dataclass(frozen=True)
@@ -174,7 +180,9 @@ def gemv(
         out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
     residual = norm.residual if norm is not None else None
     total = torch.empty_like(x) if residual is not None else x
-    tile = _tile(num_inputs, norm is not None) if scales is None else _tile8(num_inputs)
+    tile = _tile(num_inputs, norm is not None)
+    if scales is not None:
+        tile = _tile8(num_outputs, num_inputs, gated, block is not None)
     _gemv_kernel[(triton.cdiv(num_outputs, tile.outputs),)](
         x,
         residual,
@@ -197,8 +205,8 @@ def gemv(
         BLOCK_INPUTS=0 if block is None else block[1],
         OUTPUTS=tile.outputs,
         INPUTS=tile.inputs,
+        STAGES=tile.num_stages,
         num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
         **launch_options(out),
     )
     return out, total

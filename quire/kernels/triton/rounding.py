@@ -21,15 +21,21 @@ _SMALLEST_INPUT = tl.constexpr(SMALLEST_INPUT)
 _TO_INTEGER = tl.constexpr(1.5 * 2**23)
 """Added and subtracted, it rounds a float32 to the nearest integer, halves to even ones."""
 
+GROUPED_TOKENS = 4
+"""cuBLAS takes tokens whose inputs have scales by group in multiples of this."""
+
 
 @dataclass(frozen=True)
 class RoundedInput:
     """What a layer multiplies: `values` times the scale of their token, or of their group."""
 
     values: Tensor
-    """float8_e4m3fn or int8 [tokens, inputs]."""
+    """float8_e4m3fn or int8 [room, inputs]."""
     scales: Tensor
-    """float32 [groups, tokens]; one group if a token has one scale."""
+    """float32 [groups, room]; one group if a token has one scale."""
+    num_tokens: int
+    """How many there are; the room for them may be larger, as cuBLAS wants it."""
+    group_size: int | None
     dtype: torch.dtype
     """Of the inputs before, and of the result."""
 
@@ -89,10 +95,15 @@ def can_round(rounding: InputRounding) -> bool:
 def empty_rounded(
     rounding: InputRounding, num_tokens: int, num_inputs: int, like: Tensor
 ) -> RoundedInput:
-    groups = 1 if rounding.group_size is None else triton.cdiv(num_inputs, rounding.group_size)
+    groups, room = 1, num_tokens
+    if rounding.group_size is not None:
+        groups = triton.cdiv(num_inputs, rounding.group_size)
+        room = triton.cdiv(num_tokens, GROUPED_TOKENS) * GROUPED_TOKENS
     return RoundedInput(
-        torch.empty((num_tokens, num_inputs), dtype=rounding.dtype, device=like.device),
-        torch.empty((groups, num_tokens), dtype=torch.float32, device=like.device),
+        torch.empty((room, num_inputs), dtype=rounding.dtype, device=like.device),
+        torch.empty((groups, room), dtype=torch.float32, device=like.device),
+        num_tokens,
+        rounding.group_size,
         like.dtype,
     )
 

@@ -19,14 +19,18 @@ from quire.kernels.torch.quantized_weights import InputRounding, ScaledWeights
 from quire.kernels.triton.activation import rounded_silu_and_mul, silu_and_mul
 from quire.kernels.triton.gemv import MAX_FUSED_INPUTS, NormInput, gemv
 from quire.kernels.triton.norm import rms_norm, rounded_rms_norm
+from quire.kernels.triton.output_scales import scale_outputs
 from quire.kernels.triton.rounding import RoundedInput, round_inputs
 from quire.kernels.triton.scaled_tile import scaled_product
 
-MAX_EXACT_TOKENS = 16
-"""Up to here the inputs of a batch are taken as they are."""
+MAX_EXACT_TOKENS = 1
+"""Up to here inputs are taken as they are."""
 CUBLAS_ALIGNMENT = 16
 """cuBLAS takes inputs and outputs in multiples of this."""
 CUBLAS_BLOCK = (128, 128)
+FACTOR = 2.0**16
+"""By which products without their scales are divided, so that float16 holds them: the largest is
+448 * 448 * inputs."""
 
 
 def why_not(weights: ScaledWeights) -> str | None:
@@ -57,6 +61,9 @@ class ScaledMatrix:
         self._scales = _padded(weights.scales.float()) if weights.block else weights.scales.float()
         self._block = weights.block
         self._rounding = rounding
+        self._fits_cublas = values.is_cuda and _fits_cublas(weights, rounding)
+        if self._fits_cublas:
+            _constants(values.device)  # not while a graph is captured
         self._correction: Tensor | None = None
         if rounding is not None and rounding.zero is not None:
             # Tiles multiply what is stored, which has the zero point in it.
@@ -140,24 +147,44 @@ class ScaledMatrix:
         """Whether a block has rows of gates and of what they are multiplied with."""
         return self._block is not None and self.num_outputs // 2 % self._block[0] != 0
 
-    def _suits_cublas(self, x: RoundedInput) -> bool:
-        return False
-
-    def _multiply_by_cublas(self, x: RoundedInput, bias: Tensor | None) -> Tensor:
-        raise NotImplementedError
-
     def _multiply_rounded(self, x: RoundedInput, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        if self._suits_cublas(x) and out is None:
-            return self._multiply_by_cublas(x, bias)
+        if self._fits_cublas:
+            result = self._multiply_by_cublas(x, bias)
+            return result if out is None else out.copy_(result)
         if out is None:
-            shape = (len(x.values), self.num_outputs)
+            shape = (x.num_tokens, self.num_outputs)
             out = torch.empty(shape, dtype=x.dtype, device=x.values.device)
         if self._correction is not None:
             bias = self._correction if bias is None else bias + self._correction
-        group_size = self._rounding.group_size
-        scaled_product(
-            x.values, x.scales, group_size, self._values, self._scales, self._block, bias, out
+        size = x.group_size
+        values = x.values[: x.num_tokens]
+        scaled_product(values, x.scales, size, self._values, self._scales, self._block, bias, out)
+        return out
+
+    def _multiply_by_cublas(self, x: RoundedInput, bias: Tensor | None) -> Tensor:
+        num_tokens, weight = x.num_tokens, self._values.t()
+        if self._block is not None:
+            out = torch._scaled_mm(
+                x.values, weight, x.scales.t(), self._scales.t(), out_dtype=x.dtype
+            )
+            out = out[:num_tokens]
+            return out if bias is None else out.add_(bias)
+        token_scales = x.scales.view(-1, 1)
+        if _fills_tiles(num_tokens, self.num_outputs, _multiprocessors(weight.device)):
+            return torch._scaled_mm(
+                x.values,
+                weight,
+                token_scales,
+                self._scales[None],
+                bias=bias,
+                out_dtype=x.dtype,
+                use_fast_accum=True,
+            )
+        shrink, one = _constants(weight.device)
+        out = torch._scaled_mm(
+            x.values, weight, shrink, one, out_dtype=x.dtype, use_fast_accum=True
         )
+        scale_outputs(out, token_scales, self._scales, FACTOR, bias)
         return out
 
 
@@ -167,6 +194,37 @@ def _padded(scales: Tensor) -> Tensor:
     wide = torch.zeros((rows, -(-columns // 4) * 4), dtype=scales.dtype, device=scales.device)
     wide[:, :columns] = scales
     return wide[:, :columns]
+
+
+def _fits_cublas(weights: ScaledWeights, rounding: InputRounding | None) -> bool:
+    """Whether cuBLAS has the format and takes the sizes."""
+    if rounding is None or not rounding.dtype == weights.values.dtype == torch.float8_e4m3fn:
+        return False
+    if any(size % CUBLAS_ALIGNMENT for size in weights.shape):
+        return False
+    if weights.block is None:
+        return rounding.group_size is None
+    if (weights.block, rounding.group_size) != (CUBLAS_BLOCK, CUBLAS_BLOCK[1]):
+        return False
+    return torch.cuda.get_device_capability(weights.values.device) == (9, 0)
+
+
+def _fills_tiles(num_tokens: int, num_outputs: int, num_processors: int) -> bool:
+    """Whether cuBLAS keeps the GPU busy with a product that it scales itself: it computes tiles of
+    128 x 128, each over all inputs. Without scales it also divides inputs among processors."""
+    tiles = triton.cdiv(num_tokens, 128) * triton.cdiv(num_outputs, 128)
+    rounds = triton.cdiv(tiles, num_processors)
+    return num_tokens * num_outputs > 0.7 * 128 * 128 * rounds * num_processors
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.tensor(1 / FACTOR, device=device), torch.tensor(1.0, device=device)
 
 
 @cache
