@@ -400,7 +400,9 @@ class ScaledReader:
 
     @property
     def nbytes(self) -> int:
-        return self.shape[0] * self.shape[1] + 4 * (self._grid[0] * self._grid[1])
+        height, width = self._grid
+        num_scales = self.shape[0] if self.format.strategy == "tensor" else height * width
+        return self.shape[0] * self.shape[1] + 4 * num_scales
 
     @property
     def _dtype(self) -> torch.dtype:
