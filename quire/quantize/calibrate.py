@@ -45,8 +45,7 @@ class Adjustment:
     """Of each input: the mean of its squares, as the layer will see it."""
 
     def apply(self, weight: Tensor) -> Tensor:
-        """In float32, for a vector too: it has outputs alone."""
-        weight = weight.float()
+        """In float32 if it changes. A vector has outputs alone."""
         if self.times_inputs is not None:
             weight = weight * self.times_inputs.to(weight.device)
         if self.over_outputs is not None:

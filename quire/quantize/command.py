@@ -87,6 +87,7 @@ def quantize(
     config = load_model_config(model, revision=revision)
     plan = _Plan(config, chosen)
     plan.check_space(folder)
+    files = _other_files(config)
     place = torch.device(detect_device(device).type)
     adjustments: Adjustments = {}
     if calibrate_file is not None:
@@ -100,8 +101,12 @@ def quantize(
         adjustments = calibrate(config, windows, chosen, plan.dtype, place, progress)
     folder.mkdir(parents=True, exist_ok=True)
     summary = plan.write(folder, adjustments, place, progress)
-    _copy_files(config, folder)
-    _write_json(folder / "config.json", plan.config_json())
+    for name, content in files.items():
+        if isinstance(content, Path):
+            shutil.copyfile(content, folder / name)
+        else:
+            (folder / name).write_text(content, encoding="utf-8")
+    (folder / "config.json").write_text(_json(plan.config_json()), encoding="utf-8")
     return summary
 
 
@@ -224,37 +229,40 @@ def relative_error(weight: Tensor, made: QuantizedWeights, importance: Tensor | 
             rows = replace(made, codes=made.codes[part], scales=made.scales[part]).dequantize()
         else:
             rows = replace(made, values=made.values[part], scales=made.scales[part]).dequantize()
-        for_error, for_all = (rows - weight[part]).square(), weight[part].square()
+        exact = weight[part].float()
+        for_error, for_all = (rows - exact).square(), exact.square()
         wrong += float((for_error if counts is None else for_error * counts).sum())
         whole += float((for_all if counts is None else for_all * counts).sum())
     return (wrong / whole) ** 0.5 if whole else 0.0
 
 
-def _copy_files(config: ModelConfig, folder: Path) -> None:
-    """All of a model but its weights: tokenizer, chat template, generation_config.json, licence."""
+def _other_files(config: ModelConfig) -> dict[str, Path | str]:
+    """All of a model but its weights: tokenizer, chat template, generation_config.json, licence;
+    by name, where it lies or what is in it."""
     source = config.source
     if source.kind == "folder":
-        for file in sorted(source.path.iterdir()):
-            is_index = file.name.endswith(".index.json")
-            if (
-                file.is_file()
-                and file.suffix not in NOT_COPIED
-                and not is_index
-                and file.name not in DESCRIBES_WEIGHTS
-            ):
-                shutil.copyfile(file, folder / file.name)
-        return
+        return {
+            file.name: file
+            for file in sorted(source.path.iterdir())
+            if file.is_file()
+            and file.suffix not in NOT_COPIED
+            and not file.name.endswith(".index.json")
+            and file.name not in DESCRIBES_WEIGHTS
+        }
     parts = read_gguf(GGUFFile(source.path).metadata, str(source.path))
-    (folder / "tokenizer.json").write_text(parts.backend.to_str(), encoding="utf-8")
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     settings |= parts.special_tokens
     if parts.chat_template is not None:
         settings["chat_template"] = parts.chat_template
     settings["model_max_length"] = config.max_position_tokens
-    _write_json(folder / "tokenizer_config.json", settings)
+    files: dict[str, Path | str] = {
+        "tokenizer.json": parts.backend.to_str(),
+        "tokenizer_config.json": _json(settings),
+    }
     if config.generation:
-        _write_json(folder / "generation_config.json", config.generation)
+        files["generation_config.json"] = _json(config.generation)
+    return files
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
