@@ -88,7 +88,10 @@ def quantize(
     plan = _Plan(config, chosen)
     plan.check_space(folder)
     files = _other_files(config)
-    place = torch.device(detect_device(device).type)
+    found = detect_device(device)
+    if device not in ("auto", found.type):
+        raise OptionError(f"--device {device!r} was not found; there is {found.type!r}.")
+    place = torch.device(found.type)
     adjustments: Adjustments = {}
     if calibrate_file is not None:
         windows = read_windows(
@@ -185,8 +188,9 @@ class _Plan:
                     f"them {next(iter(missing))}; download the model again."
                 )
             writer.finish()
-        finally:
-            writer.close()
+        except BaseException:
+            writer.discard()
+            raise
         if self._config.source.kind == "gguf":
             num_before = self._config.source.path.stat().st_size
         return Summary(num_before, writer.num_bytes, errors)

@@ -72,11 +72,12 @@ class ShardWriter:
         text = json.dumps(index, indent=2) + "\n"
         (self._folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
-    def close(self) -> None:
-        """Let go of a file that will not be finished."""
+    def discard(self) -> None:
+        """Remove files that will not be finished."""
         if self._file is not None:
             self._file.close()
-            self._file = None
+        for number in range(1, len(self._headers) + 1):
+            self._path(number).unlink(missing_ok=True)
 
     def _end_file(self) -> None:
         if self._file is None:
@@ -86,7 +87,8 @@ class ShardWriter:
         self._file.seek(0)
         self._file.write(self._header_bytes.to_bytes(8, "little"))
         self._file.write(header.ljust(self._header_bytes))
-        self.close()
+        self._file.close()
+        self._file = None
 
     def _path(self, number: int) -> Path:
         return self._folder / f"shard-{number:05d}.partial"
