@@ -2,6 +2,7 @@
 
     python benchmarks/cpu_linear.py --threads 2
     python benchmarks/cpu_linear.py --isa avx2 --kinds Q8_0 Q4_1 --tokens 1 32
+    python benchmarks/cpu_linear.py --kinds Q4_1 GPTQ AWQ MXFP4 FP8 --planes 2 --tokens 1 32
 
 What is compared runs in turns; a time is the fastest of many short turns, because other work on the
 machine only adds to it. Each call takes the next of
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
 
@@ -25,8 +26,10 @@ from torch import Tensor
 
 from quire.kernels import cpu
 from quire.kernels.cpu import linear as packed
+from quire.kernels.cpu.quantized import pack_weights
 from quire.kernels.torch import linear as reference
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES
+from quire.kernels.torch.quantized_weights import GroupedWeights, QuantizedWeights, ScaledWeights
 
 SHAPES = {
     "qkv": (960, 576),
@@ -66,6 +69,45 @@ def random_rows(kind: str, outputs: int, inputs: int) -> Tensor:
     return blocks.view(outputs, -1)
 
 
+def random_weights(name: str, outputs: int, inputs: int) -> QuantizedWeights:
+    """As a checkpoint of this format has them."""
+    if name in ("W8A8", "FP8"):
+        floats = torch.randn(outputs, inputs)
+        values = floats.mul(40).to(torch.int8) if name == "W8A8" else floats.to(torch.float8_e4m3fn)
+        return ScaledWeights(values, torch.rand(outputs).mul(1e-3))
+    size = 32 if name == "MXFP4" else 128
+    codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
+    scales = torch.rand(outputs, -(-inputs // size)).mul(1e-3)
+    zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8) if name == "AWQ" else None
+    return GroupedWeights(codes, 4, scales, size, zeros, is_e2m1=name == "MXFP4")
+
+
+CHECKPOINTS = ("GPTQ", "AWQ", "MXFP4", "W8A8", "FP8")
+"""Formats of checkpoints; those of 4 bits with groups of 128, or 32 in MXFP4."""
+
+
+def make_packed(name: str, outputs: int, inputs: int, planes: int) -> packed.BlockMatrix | None:
+    """A random matrix, checked against the reference; None if it cannot have this shape."""
+    x = torch.randn(8, inputs)
+    if name in CHECKPOINTS:
+        weights = random_weights(name, outputs, inputs)
+        matrix = pack_weights(weights)
+        assert isinstance(matrix, packed.BlockMatrix)
+        matrix = replace(matrix, input_planes=planes)
+        expected = F.linear(x, weights.dequantize())
+        tolerance = 2e-2
+    else:
+        if inputs % BLOCK_SIZES[name][0]:
+            return None
+        rows = random_rows(name, outputs, inputs)
+        matrix = packed.pack_blocks(name, rows, inputs, planes)
+        expected = reference.pack_blocks(name, rows, inputs, planes).multiply(x)
+        tolerance = 1e-5
+    error = (matrix.multiply(x) - expected).norm() / expected.norm()
+    assert error < tolerance, f"{name} {outputs} x {inputs}: relative error {error}"
+    return matrix
+
+
 def packed_call(matrix: packed.BlockMatrix) -> Callable[[Tensor], Tensor]:
     return matrix.multiply
 
@@ -88,9 +130,9 @@ def int8_call(weight: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def contenders(
-    outputs: int, inputs: int, num_tokens: int, kinds: list[str], cache_bytes: int
+    outputs: int, inputs: int, num_tokens: int, kinds: list[str], planes: int, cache_bytes: int
 ) -> list[Contender]:
-    """Every way to compute a layer of this shape, checked against the reference."""
+    """Every way to compute a layer of this shape."""
     found = []
 
     def add(name: str, weight_bytes: int, make: Callable[[], Callable[[Tensor], Any]]) -> None:
@@ -98,19 +140,14 @@ def contenders(
         found.append(Contender(name, weight_bytes, cycle([make() for _ in range(copies)])))
 
     for kind in kinds:
-        if inputs % BLOCK_SIZES[kind][0]:
+        matrix = make_packed(kind, outputs, inputs, planes)
+        if matrix is None:
             continue
-        rows = random_rows(kind, outputs, inputs)
-        matrix = packed.pack_blocks(kind, rows, inputs)
-        x = torch.randn(num_tokens, inputs)
-        expected = reference.pack_blocks(kind, rows, inputs).multiply(x)
-        error = (matrix.multiply(x) - expected).norm() / expected.norm()
-        assert error < 1e-5, f"{kind} {outputs} x {inputs}: relative error {error}"
         add(
             kind,
             matrix.data.numel(),
             lambda matrix=matrix: packed_call(  # type: ignore[misc]
-                packed.BlockMatrix(matrix.kind, outputs, inputs, matrix.data.clone())
+                replace(matrix, data=matrix.data.clone())
             ),
         )
     weight = torch.randn(outputs, inputs)
@@ -125,7 +162,7 @@ def measure(
     shape: tuple[int, int], num_tokens: int, options: argparse.Namespace
 ) -> list[tuple[Contender, float]]:
     """Seconds per call of every contender, and of reading memory."""
-    ways = contenders(*shape, num_tokens, options.kinds, options.cache_mb << 20)
+    ways = contenders(*shape, num_tokens, options.kinds, options.planes, options.cache_mb << 20)
     x = torch.randn(num_tokens, shape[1])
     memory = torch.randn(64 << 20 >> 2)
     ways.append(Contender("read", memory.numel() * 4, cycle([lambda _: memory.sum()])))
@@ -142,7 +179,10 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--isa", help="one of " + ", ".join(cpu.isas()))
-    parser.add_argument("--kinds", nargs="+", default=list(packed.KINDS), choices=packed.KINDS)
+    parser.add_argument(
+        "--kinds", nargs="+", default=list(packed.KINDS), choices=(*packed.KINDS, *CHECKPOINTS)
+    )
+    parser.add_argument("--planes", type=int, default=1, help="bytes of an input: 1 or 2")
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 8, 32, 512])
     parser.add_argument("--shapes", nargs="+", default=[*SHAPES, *SUPER_SHAPES])
     parser.add_argument("--turns", type=int, default=40)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 LIBRARY_NAME = "libquire_cpu.so"
 ISAS = ("generic", "avx2", "avx512")
-ABI = 13
+ABI = 14
 
 
 def _find_library() -> Path:
@@ -184,6 +184,10 @@ class NativeMatrix(ctypes.Structure):
         ("num_outputs", ctypes.c_int32),
         ("num_inputs", ctypes.c_int32),
         ("input_planes", ctypes.c_int32),
+        ("order", ctypes.c_void_p),
+        ("num_columns", ctypes.c_int32),
+        ("scale_blocks", ctypes.c_int32),
+        ("has_zeros", ctypes.c_int32),
     )
 
 
@@ -248,6 +252,16 @@ PACK_INT8 = (
     ctypes.c_int64,  # num_rows
     ctypes.c_int32,  # num_inputs
     ctypes.c_void_p,  # groups
+)
+PACK_CODES = (
+    ctypes.c_void_p,  # codes
+    ctypes.c_int64,  # stride
+    ctypes.c_int64,  # num_rows
+    ctypes.c_int32,  # num_columns
+    ctypes.c_int32,  # bits
+    ctypes.c_void_p,  # groups
+    ctypes.c_int64,  # group_bytes
+    ctypes.c_int32,  # num_threads
 )
 ALL_REDUCE = (
     ctypes.c_void_p,  # meeting
@@ -357,6 +371,8 @@ def load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     library.quire_dequantize.argtypes = DEQUANTIZE
     library.quire_pack_int8.argtypes = PACK_INT8
     library.quire_pack_int8.restype = None
+    library.quire_pack_codes.argtypes = PACK_CODES
+    library.quire_pack_codes.restype = None
     library.quire_norm_linear.argtypes = (ctypes.POINTER(NativeMatrix), ctypes.POINTER(LayerCall))
     heads = (QKVCall, WriteCall, AttentionCall)
     library.quire_attend_qkv.argtypes = tuple(ctypes.POINTER(call) for call in heads)

@@ -1,7 +1,9 @@
 """Linear layers and embeddings in the native library, from weights that are packed once at load:
-in float32 (see src/float_linear.h), or in the blocks of a GGUF format (see src/quantized.h).
+in float32 (see src/float_linear.h), in the blocks of a GGUF format, or in groups of inputs (see
+src/quantized.h).
 
-`quire.kernels.torch.linear` has the references, with the same names.
+`quire.kernels.torch.linear` has the references, with the same names; for groups they are in
+`quire.kernels.torch.quantized_weights`.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ FLOAT_GROUP = 16
 """Outputs that lie together, as in src/float_linear.h."""
 FLOAT_KIND = -1
 """Takes the place of a format of blocks."""
+GROUPED_KINDS = ("Grouped8", "Grouped4", "GroupedE2M1")
+"""Numbers with scales for groups of inputs; `quire.kernels.cpu.quantized` packs them."""
 # Rows that are rounded at a time, to bound the memory for them in float32.
 ROWS_AT_ONCE = 64 * GROUP
 
@@ -146,16 +150,32 @@ class BlockMatrix(PackedMatrix):
     """uint8 [groups of 32 rows, bytes], as src/quantized.h describes it."""
     input_planes: int = 1
     """Bytes for each input that is multiplied with it: 1 for 8 bits, 2 for 15."""
+    order: Tensor | None = None
+    """int32 [columns]: the input of each column, or -1 if it only fills a block. None: columns are
+    inputs."""
+    scale_blocks: int = 1
+    """Blocks of 32 columns that share a scale in grouped kinds."""
+    has_zeros: bool = False
+    """Whether grouped kinds have zeros."""
 
     @property
     def nbytes(self) -> int:
-        return self.data.nbytes
+        return self.data.nbytes + (0 if self.order is None else self.order.nbytes)
 
     @cached_property
     def handle(self) -> MatrixHandle:
-        shape = (self.num_outputs, self.num_inputs)
-        kind = KINDS.index(self.kind)
-        return ctypes.pointer(NativeMatrix(self.data.data_ptr(), kind, *shape, self.input_planes))
+        native_matrix = NativeMatrix(
+            self.data.data_ptr(),
+            (*KINDS, *GROUPED_KINDS).index(self.kind),
+            self.num_outputs,
+            self.num_inputs,
+            self.input_planes,
+            None if self.order is None else self.order.data_ptr(),
+            0 if self.order is None else len(self.order),
+            self.scale_blocks,
+            self.has_zeros,
+        )
+        return ctypes.pointer(native_matrix)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """x W^T + bias for x [tokens, inputs] in float32, which is rounded first, to as many bits

@@ -8,7 +8,8 @@ from functools import cache
 
 import torch
 
-from quire.kernels import dispatch
+from quire.kernels import cpu, dispatch
+from quire.kernels.cpu.quantized import pack_weights
 from quire.kernels.torch.quantized_weights import QuantizedWeights, ReferenceMatrix, ScaledWeights
 from quire.layers.weights import Matrix
 
@@ -17,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 def make_matrix(weights: QuantizedWeights) -> Matrix:
     """Packs the weights for their device; their own memory may be reused."""
+    if weights.scales.device.type == "cpu" and cpu.available()[0]:
+        return pack_weights(weights)
     if isinstance(weights, ScaledWeights) and weights.values.is_cuda:
         from quire.kernels.triton import scaled_linear
 

@@ -31,7 +31,7 @@ quire::PackedMatrix matrix(int outputs, int inputs, Random& random, std::vector<
   store.push_back(random.normals(size(groups * inputs) * size(quire::kPacked)));
   for (float& weight : store.back()) weight /= std::sqrt(static_cast<float>(inputs));
   return {reinterpret_cast<const uint8_t*>(store.back().data()), static_cast<quire::Kind>(-1), outputs,
-          inputs, 1};
+          inputs, 1, nullptr, 0, 0, 0};
 }
 
 struct Model {

@@ -40,7 +40,8 @@ void run_layer(const LayerCase& c, Random& random) {
   const int width = c.is_gated ? c.outputs / 2 : c.outputs;
   Floats out(size(c.tokens * width), std::numeric_limits<float>::quiet_NaN());
   const quire::PackedMatrix matrix = {reinterpret_cast<const uint8_t*>(packed.data()),
-                                      static_cast<quire::Kind>(-1), c.outputs, c.inputs, 1};
+                                      static_cast<quire::Kind>(-1), c.outputs, c.inputs, 1, nullptr, 0, 0,
+                                      0};
   const quire::Layer layer = {x.data(),   c.inputs, c.tokens, norm.data(),
                               kEpsilon,   c.has_residual ? residual.data() : nullptr,
                               bias.data(), c.is_gated, out.data(), width, num_threads};

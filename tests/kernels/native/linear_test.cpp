@@ -17,6 +17,8 @@ int quire_packed_rows(const quire::PackedMatrix* matrix, const int64_t* ids, int
                       float* out);
 void quire_pack_int8(const float* rows, int64_t stride, int64_t num_rows, int32_t num_inputs,
                      uint8_t* groups);
+void quire_pack_codes(const uint8_t* codes, int64_t stride, int64_t num_rows, int32_t num_columns,
+                      int32_t bits, uint8_t* groups, int64_t group_bytes, int32_t num_threads);
 }
 
 namespace check {
@@ -101,25 +103,43 @@ void put_halves(uint8_t* at, Random& random) {
   }
 }
 
-// Packed weights of random numbers and scales; all but the scales may be any bytes.
+void put_floats(uint8_t* at, Random& random) {
+  for (int row = 0; row < quire::kRows; ++row) {
+    const float scale = std::exp2(static_cast<float>(random.integer(-3, 3)));
+    std::memcpy(at + 4 * row, &scale, sizeof scale);
+  }
+}
+
+// Packed weights of random numbers and scales; all but the scales may be any bytes. Those of grouped
+// kinds have 3 blocks to a scale, maybe zeros, and any number of inputs, in an order of their own.
 struct Weights {
   std::vector<uint8_t> data;
+  std::vector<int32_t> order;
   quire::PackedMatrix matrix;
 
   Weights(quire::Kind kind, int outputs, int inputs, Random& random)
-      : matrix{nullptr, kind, outputs, inputs, 1} {
-    const quire::Layout layout = quire::layout_of(kind);
-    const size_t group_bytes = layout.group_bytes(inputs);
+      : matrix{nullptr, kind, outputs, inputs, 1, nullptr, 0, 3, 0} {
+    if (quire::is_grouped(kind)) {
+      matrix.has_zeros = quire::layout_of(kind).has_minima && random.integer(0, 1);
+      for (int i = 0; i < inputs; ++i) order.push_back(inputs - 1 - i);
+      while (order.size() % quire::kBlock) order.push_back(-1);
+      matrix.order = order.data();
+      matrix.num_columns = static_cast<int32_t>(order.size());
+    }
+    const quire::Layout layout = quire::layout_of(kind, matrix);
+    const int blocks = matrix.num_blocks();
+    const size_t group_bytes = layout.group_bytes(blocks);
     const int groups = (outputs + quire::kRows - 1) / quire::kRows;
     data.resize(static_cast<size_t>(groups) * group_bytes);
     for (uint8_t& byte : data) byte = static_cast<uint8_t>(random.integer(0, 255));
-    const int count = inputs / quire::kBlock / (layout.is_super ? quire::kBlocksInSuper : 1);
+    const int count = (blocks + layout.scale_blocks - 1) / layout.scale_blocks;
     const bool has_minima = kind == quire::Kind::kQ4_1 || kind == quire::Kind::kQ4_K;
     for (int group = 0; group < groups; ++group)
       for (int i = 0; i < count; ++i) {
         uint8_t* at = data.data() + static_cast<size_t>(group) * group_bytes +
-                      layout.scales_at(inputs) + static_cast<size_t>(i * layout.scale_bytes);
-        put_halves(at, random);
+                      layout.scales_at(blocks) + static_cast<size_t>(i * layout.scale_bytes);
+        if (quire::is_grouped(kind)) put_floats(at, random);
+        else put_halves(at, random);
         if (has_minima) put_halves(at + quire::kHalves, random);
       }
     matrix.data = data.data();
@@ -135,16 +155,18 @@ struct Weights {
   }
 };
 
-// Inputs as the library is to round them: 8 bits with a scale for every 32.
-Floats rounded(const Shape& shape, const Tensors& tensors) {
+// Inputs as the library is to round them: 8 bits with a scale for every 32, in the order of columns.
+Floats rounded(const Shape& shape, const Tensors& tensors, const std::vector<int32_t>& order) {
   Floats result = tensors.x;
+  const auto input = [&](int i) { return order.empty() ? i : order[static_cast<size_t>(i)]; };
   for (int t = 0; t < shape.tokens; ++t)
     for (int block = 0; block < shape.inputs; block += quire::kBlock) {
-      float* x = result.data() + t * tensors.x_stride + block;
+      float* x = result.data() + t * tensors.x_stride;
+      const int end = block + quire::kBlock < shape.inputs ? block + quire::kBlock : shape.inputs;
       float largest = 0;
-      for (int i = 0; i < quire::kBlock; ++i) largest = std::fmax(largest, std::fabs(x[i]));
+      for (int i = block; i < end; ++i) largest = std::fmax(largest, std::fabs(x[input(i)]));
       const float scale = largest / 127.0f, inverse = 127.0f / largest;
-      for (int i = 0; i < quire::kBlock; ++i) x[i] = std::nearbyint(x[i] * inverse) * scale;
+      for (int i = block; i < end; ++i) x[input(i)] = std::nearbyint(x[input(i)] * inverse) * scale;
     }
   return result;
 }
@@ -157,13 +179,15 @@ void run_packed(quire::Kind kind, const Shape& shape, bool has_bias, Random& ran
       has_bias ? tensors.bias.data() : nullptr, tensors.out.data(), tensors.out_stride, num_threads);
   equal("quire_packed_linear", status, 0);
   // Minima may cancel what they are added to.
-  compare(shape, tensors, rounded(shape, tensors), weights.rows(), has_bias, 3e-5);
+  compare(shape, tensors, rounded(shape, tensors, weights.order), weights.rows(), has_bias, 3e-5);
 }
 
 constexpr quire::Kind kKinds[] = {quire::Kind::kQ8_0, quire::Kind::kQ4_0, quire::Kind::kQ4_1,
                                   quire::Kind::kQ4_K, quire::Kind::kQ6_K};
+constexpr quire::Kind kGroupedKinds[] = {quire::Kind::kGrouped8, quire::Kind::kGrouped4,
+                                         quire::Kind::kGroupedE2M1};
 
-bool is_super(quire::Kind kind) { return quire::layout_of(kind).is_super; }
+bool is_super(quire::Kind kind) { return quire::layout_of(kind).scale_blocks > 1; }
 
 }  // namespace
 
@@ -185,6 +209,9 @@ void test_packed_linear() {
     for (const Shape& shape : {Shape{2, 245, 256}, Shape{17, 33, 256}, Shape{59, 7, 512}})
       run_packed(kind, shape, true, random);
   }
+  for (quire::Kind kind : kGroupedKinds)
+    for (int outputs = 1; outputs <= 2 * quire::kRows; outputs += 3)
+      run_packed(kind, {(outputs + num_threads) % 19 + 1, outputs, 7 * outputs}, outputs % 2, random);
 }
 
 void test_packed_rows() {
@@ -211,9 +238,10 @@ void test_pack_int8() {
     Floats weights = random.normals(static_cast<size_t>(rows * stride - kGap));
     for (int i = 0; i < 32; ++i) weights[static_cast<size_t>(i)] = 0;
     std::vector<uint8_t> data(static_cast<size_t>(groups) *
-                              quire::layout_of(quire::Kind::kQ8_0).group_bytes(inputs));
+                              quire::layout_of(quire::Kind::kQ8_0).group_bytes(inputs / 32));
     quire_pack_int8(weights.data(), stride, rows, inputs, data.data());
-    const quire::PackedMatrix matrix = {data.data(), quire::Kind::kQ8_0, rows, inputs, 1};
+    const quire::PackedMatrix matrix = {data.data(), quire::Kind::kQ8_0, rows, inputs, 1, nullptr, 0, 0,
+                                        0};
     for (int64_t row = 0; row < rows; ++row) {
       Floats found(static_cast<size_t>(inputs));
       equal("quire_packed_rows", quire_packed_rows(&matrix, &row, 1, found.data()), 0);
@@ -226,6 +254,35 @@ void test_pack_int8() {
       }
     }
   }
+}
+
+void test_pack_codes() {
+  Random random(static_cast<uint32_t>(num_threads));
+  for (int bits : {4, 8})
+    for (int rows : {1, 31, 32, 65 + num_threads}) {
+      const int columns = 96, stride = columns + kGap;
+      const quire::Kind kind = bits == 4 ? quire::Kind::kGrouped4 : quire::Kind::kGrouped8;
+      std::vector<uint8_t> codes(static_cast<size_t>(rows * stride - kGap));
+      for (uint8_t& code : codes) code = static_cast<uint8_t>(random.integer(0, (1 << bits) - 1));
+      quire::PackedMatrix matrix = {nullptr, kind, rows, columns, 1, nullptr, 0, 3, 0};
+      const quire::Layout layout = quire::layout_of(kind, matrix);
+      const size_t group_bytes = layout.group_bytes(3), groups = static_cast<size_t>((rows + 31) / 32);
+      std::vector<uint8_t> data(groups * group_bytes);
+      quire_pack_codes(codes.data(), stride, rows, columns, bits, data.data(),
+                       static_cast<int64_t>(group_bytes), num_threads);
+      const float one = 1.0f;
+      for (size_t group = 0; group < groups; ++group)
+        for (size_t row = 0; row < 32; ++row)
+          std::memcpy(&data[group * group_bytes + layout.scales_at(3) + 4 * row], &one, 4);
+      matrix.data = data.data();
+      for (int64_t row = 0; row < rows; ++row) {
+        Floats found(static_cast<size_t>(columns));
+        equal("quire_packed_rows", quire_packed_rows(&matrix, &row, 1, found.data()), 0);
+        for (int i = 0; i < columns; ++i)
+          near("a code", found[static_cast<size_t>(i)] + static_cast<float>(layout.offset),
+               codes[static_cast<size_t>(row * stride + i)], 0);
+      }
+    }
 }
 
 }  // namespace check

@@ -45,6 +45,7 @@ constexpr Test kTests[] = {
     {"attention", test_attention},         {"attend QKV", test_attend_qkv},
     {"float linear", test_float_linear},   {"packed linear", test_packed_linear},
     {"packed rows", test_packed_rows},     {"pack int8", test_pack_int8},
+    {"pack codes", test_pack_codes},
     {"norm linear", test_norm_linear},     {"largest", test_largest},
     {"sampling", test_sampling},               {"logprobs", test_logprobs},
     {"decode", test_decode},               {"bitmask", test_bitmask},

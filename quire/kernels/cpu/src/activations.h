@@ -51,32 +51,46 @@ QUIRE_INLINE void round_block(const float* x, uint8_t* tile, int t, int count) {
       std::memcpy(tile + 4 * (q * count + t), numbers[plane] + 4 * q, 4);
   tile += 4 * t;
   std::memcpy(tile, &scale, 4);
-  if constexpr (kLayout.has_minima) {
-    const float sum = scale * static_cast<float>(sum_lanes(sums[0] + sums[1]));
-    std::memcpy(tile + 4 * count, &sum, 4);
-  } else if constexpr (kLayout.parts == 1) {
-    const int32_t start = -kLayout.offset * sum_lanes(sums[0] + sums[1]);
-    std::memcpy(tile + 4 * count, &start, 4);
-  } else {
+  if constexpr (kLayout.parts == 2) {
     QUIRE_UNROLL
     for (int part = 0; part < 2; ++part) {
       const int32_t start = -kLayout.offset * sum_lanes(sums[part]);
       std::memcpy(tile + 4 * (part + 1) * count, &start, 4);
     }
+    return;
   }
+  const int32_t total = sum_lanes(sums[0] + sums[1]);
+  if constexpr (kLayout.offset != 0) {
+    const int32_t start = -kLayout.offset * total;
+    std::memcpy(tile += 4 * count, &start, 4);
+  }
+  if constexpr (kLayout.has_minima) {
+    const float sum = scale * static_cast<float>(total);
+    std::memcpy(tile + 4 * count, &sum, 4);
+  }
+}
+
+// The inputs of 32 columns.
+inline void gather(const float* x, const int32_t* order, float (&to)[kBlock]) {
+  for (int i = 0; i < kBlock; ++i) to[i] = order[i] < 0 ? 0.0f : x[order[i]];
 }
 
 template <Kind K, int PLANES>
 void round_tiles(const LinearCall& call, int64_t first_tile, int64_t end_tile) {
-  const int64_t num_blocks = call.matrix.num_inputs / kBlock;
+  const int64_t num_blocks = call.matrix.num_blocks();
+  const int32_t* order = call.matrix.order;
   for (int64_t tile = first_tile; tile < end_tile; ++tile) {
     const int64_t first = tile * kTile, left = call.num_tokens - first;
     const int count = static_cast<int>(left < kTile ? left : kTile);
     constexpr int kBytes = activation_bytes(K, PLANES);
     uint8_t* to = call.activations + first * num_blocks * kBytes;
     for (int64_t block = 0; block < num_blocks; ++block, to += count * kBytes)
-      for (int t = 0; t < count; ++t)
-        round_block<K, PLANES>(call.x + (first + t) * call.x_stride + block * kBlock, to, t, count);
+      for (int t = 0; t < count; ++t) {
+        const float* x = call.x + (first + t) * call.x_stride;
+        float gathered[kBlock];
+        if (order) gather(x, order + block * kBlock, gathered);
+        round_block<K, PLANES>(order ? gathered : x + block * kBlock, to, t, count);
+      }
   }
 }
 

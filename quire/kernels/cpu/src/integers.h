@@ -23,6 +23,24 @@ constexpr int kTogether = kLanes == 16 ? 2 : 1;
 QUIRE_INLINE Bytes load_bytes(const uint8_t* p) {
   return *reinterpret_cast<const UnalignedBytes*>(p);
 }
+QUIRE_INLINE void store_bytes(uint8_t* p, Bytes x) { *reinterpret_cast<UnalignedBytes*>(p) = x; }
+
+// The entries of a table that the bytes of x, all below 16, name.
+QUIRE_INLINE Bytes look_up(const uint8_t (&table)[16], Bytes x) {
+#if defined(__AVX512BW__)
+  const __m128i entries = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return (Bytes)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(entries), (__m512i)x);
+#elif defined(__AVX2__)
+  const __m128i entries = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return (Bytes)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(entries), (__m256i)x);
+#elif defined(__aarch64__)
+  return vqtbl1q_u8(vld1q_u8(table), x);
+#else
+  for (int i = 0; i < 4 * kLanes; ++i) x[i] = table[x[i]];
+  return x;
+#endif
+}
+
 QUIRE_INLINE Ints splat_int(int32_t x) { return x - Ints{}; }
 
 QUIRE_INLINE int32_t load_int(const uint8_t* p) {

@@ -12,15 +12,17 @@ constexpr size_t kAhead = 1024;
 constexpr int kTilesAtOnce = 8;
 
 constexpr int bits_of(Kind kind) {
-  return kind == Kind::kQ8_0 ? 8 : kind == Kind::kQ6_K ? 6 : 4;
+  if (kind == Kind::kQ8_0 || kind == Kind::kGrouped8) return 8;
+  return kind == Kind::kQ6_K || kind == Kind::kGroupedE2M1 ? 6 : 4;
 }
 
 // The numbers of quad q of a block, for the rows of one vector.
 template <Kind K>
 QUIRE_INLINE Bytes load_quad(const uint8_t* numbers, int q) {
-  if constexpr (K == Kind::kQ8_0) return load_bytes(numbers + q * kLine);
+  if constexpr (bits_of(K) == 8) return load_bytes(numbers + q * kLine);
   const Bytes line = load_bytes(numbers + q % 4 * kLine);
   const Bytes low = q < 4 ? line & 15 : line >> 4;
+  if constexpr (K == Kind::kGroupedE2M1) return look_up(kE2M1, low);
   if constexpr (K != Kind::kQ6_K) return low;
   const Bytes high = load_bytes(numbers + (4 + q / 4) * kLine) >> (q % 4 * 2);
   return low | (high & 3) << 4;
@@ -32,11 +34,16 @@ struct Scales {
   Floats minima;
 };
 
-// `scales` are those of the block, or of the 8 blocks in which this one is number `inner`.
+// `scales` are those of the block, or of the blocks in which this one is number `inner`.
 template <Kind K>
-QUIRE_INLINE Scales load_scales(const uint8_t* scales, int inner, int vector) {
+QUIRE_INLINE Scales load_scales(const uint8_t* scales, int inner, bool has_zeros, int vector) {
   const int row = vector * kLanes;
   Scales result = {};
+  if constexpr (is_grouped(K)) {
+    result.scales[0] = load(reinterpret_cast<const float*>(scales) + row);
+    if (has_zeros) result.minima = -result.scales[0] * load_signed(scales + 4 * kRows + row);
+    return result;
+  }
   result.scales[0] = load_halves(scales + 2 * row);
   if constexpr (K == Kind::kQ4_1) result.minima = load_halves(scales + kHalves + 2 * row);
   if constexpr (K == Kind::kQ4_K) {
@@ -55,24 +62,37 @@ QUIRE_INLINE Scales load_scales(const uint8_t* scales, int inner, int vector) {
 // Adds the products of a block with the T tokens of a tile.
 template <Kind K, int PLANES, int T>
 QUIRE_INLINE void add_block(const uint8_t* numbers, const uint8_t* scales, int inner,
-                            const uint8_t* x, Floats (&sums)[kVectors][T]) {
+                            bool has_zeros, const uint8_t* x, Floats (&sums)[kVectors][T]) {
   constexpr Layout kLayout = layout_of(K);
   constexpr int kPartQuads = kQuads / kLayout.parts;
+  // The table that numbers are looked up in would take registers from the sums of many tokens.
+  constexpr bool kIsWidened = K == Kind::kGroupedE2M1 && T > 2;
+  uint8_t wide[kIsWidened ? kQuads * kLine : 1];
+  const uint8_t* widened = wide;
+  if constexpr (kIsWidened) {
+    for (int q = 0; q < kQuads; ++q)
+      for (int at = 0; at < kLine; at += 4 * kLanes)
+        store_bytes(wide + q * kLine + at, load_quad<K>(numbers + at, q));
+    QUIRE_KEEP_STORES(widened);
+  }
   for (int first = 0; first < kVectors; first += kTogether) {
     QUIRE_KEEP_POINTER(x);
     const uint8_t* x_scales = x + PLANES * kBlock * T;
     const uint8_t* corrections = x_scales + 4 * T;
     Scales factors[kTogether];
     QUIRE_UNROLL
-    for (int v = 0; v < kTogether; ++v) factors[v] = load_scales<K>(scales, inner, first + v);
+    for (int v = 0; v < kTogether; ++v)
+      factors[v] = load_scales<K>(scales, inner, has_zeros, first + v);
     QUIRE_UNROLL
     for (int part = 0; part < kLayout.parts; ++part) {
       Ints products[kTogether][T];
       const auto weights = [&](int v, int q) __attribute__((always_inline)) {
-        return load_quad<K>(numbers + (first + v) * 4 * kLanes, part * kPartQuads + q);
+        const int at = (first + v) * 4 * kLanes;
+        if constexpr (kIsWidened) return load_bytes(widened + q * kLine + at);
+        return load_quad<K>(numbers + at, part * kPartQuads + q);
       };
       const uint8_t* inputs = x + part * kPartQuads * 4 * T;
-      const uint8_t* start = kLayout.has_minima ? nullptr : corrections + 4 * part * T;
+      const uint8_t* start = kLayout.offset ? corrections + 4 * part * T : nullptr;
       if constexpr (PLANES == 1) {
         dot<bits_of(K), kPartQuads, 0>(weights, inputs, start, products);
       } else {
@@ -88,12 +108,15 @@ QUIRE_INLINE void add_block(const uint8_t* numbers, const uint8_t* scales, int i
                   factors[v].scales[part] * load_float(x_scales + 4 * t), sums[first + v][t]);
     }
     if constexpr (kLayout.has_minima)
-      QUIRE_UNROLL
-      for (int t = 0; t < T; ++t)
+      if (!is_grouped(K) || has_zeros) {
+        const uint8_t* totals = corrections + (kLayout.offset ? 4 * T : 0);
         QUIRE_UNROLL
-        for (int v = 0; v < kTogether; ++v)
-          sums[first + v][t] =
-              fma(factors[v].minima, splat(load_float(corrections + 4 * t)), sums[first + v][t]);
+        for (int t = 0; t < T; ++t)
+          QUIRE_UNROLL
+          for (int v = 0; v < kTogether; ++v)
+            sums[first + v][t] =
+                fma(factors[v].minima, splat(load_float(totals + 4 * t)), sums[first + v][t]);
+      }
   }
 }
 
@@ -115,25 +138,28 @@ inline void store_rows(const LinearCall& call, int64_t row, const Floats* values
 template <Kind K, int PLANES, int T>
 void multiply_tile(const LinearCall& call, int64_t group, int64_t first_token, size_t ahead) {
   constexpr Layout kLayout = layout_of(K);
-  const int32_t num_inputs = call.matrix.num_inputs;
-  const int num_blocks = num_inputs / kBlock;
+  const Layout layout = layout_of(K, call.matrix);
+  const bool has_zeros = call.matrix.has_zeros;
+  const int num_blocks = call.matrix.num_blocks();
   const uint8_t* numbers =
-      call.matrix.data + static_cast<size_t>(group) * kLayout.group_bytes(num_inputs);
-  const uint8_t* scales = numbers + kLayout.scales_at(num_inputs);
+      call.matrix.data + static_cast<size_t>(group) * layout.group_bytes(num_blocks);
+  const uint8_t* scales = numbers + layout.scales_at(num_blocks);
   constexpr int kBytes = activation_bytes(K, PLANES);
   const uint8_t* x = call.activations + first_token * num_blocks * kBytes;
   Floats sums[kVectors][T] = {};
-  for (int block = 0; block < num_blocks; ++block) {
-    const int inner = kLayout.is_super ? block % kBlocksInSuper : 0;
+  for (int block = 0, inner = 0; block < num_blocks; ++block) {
     if (ahead) {
       QUIRE_UNROLL
       for (int i = 0; i < kLayout.number_bytes; i += 64)
         __builtin_prefetch(numbers + ahead + i);
     }
-    add_block<K, PLANES, T>(numbers, scales, inner, x, sums);
+    add_block<K, PLANES, T>(numbers, scales, inner, has_zeros, x, sums);
     numbers += kLayout.number_bytes;
     x += T * kBytes;
-    if (!kLayout.is_super || inner == kBlocksInSuper - 1) scales += kLayout.scale_bytes;
+    if (++inner == layout.scale_blocks) {
+      inner = 0;
+      scales += layout.scale_bytes;
+    }
   }
   for (int t = 0; t < T; ++t) {
     Floats values[kVectors];
@@ -154,6 +180,7 @@ void multiply_tokens(const LinearCall& call, int64_t group, int64_t first, size_
 template <Kind K, int PLANES>
 void multiply_groups(const LinearCall& call, int64_t first_group, int64_t end_group,
                      int64_t first_tile, int64_t end_tile) {
+  const size_t group_bytes = layout_of(K, call.matrix).group_bytes(call.matrix.num_blocks());
   // A group's weights stay in the cache while some tokens go by; not all at once, because their
   // outputs lie on a page each.
   for (int64_t start = first_tile; start < end_tile; start += kTilesAtOnce) {
@@ -163,7 +190,7 @@ void multiply_groups(const LinearCall& call, int64_t first_group, int64_t end_gr
       // is more than one tile to do it in.
       size_t ahead = kAhead;
       if (end - start > 1)
-        ahead = group + 1 < end_group ? layout_of(K).group_bytes(call.matrix.num_inputs) : 0;
+        ahead = group + 1 < end_group ? group_bytes : 0;
       for (int64_t tile = start; tile < end; ++tile)
         multiply_tokens<K, PLANES>(call, group, tile * kTile, tile == first_tile ? ahead : 0);
     }
@@ -184,6 +211,9 @@ void with_kind(Kind kind, Work work) {
     case Kind::kQ4_1: return work(KindConstant<Kind::kQ4_1>());
     case Kind::kQ4_K: return work(KindConstant<Kind::kQ4_K>());
     case Kind::kQ6_K: return work(KindConstant<Kind::kQ6_K>());
+    case Kind::kGrouped8: return work(KindConstant<Kind::kGrouped8>());
+    case Kind::kGrouped4: return work(KindConstant<Kind::kGrouped4>());
+    case Kind::kGroupedE2M1: return work(KindConstant<Kind::kGroupedE2M1>());
   }
 }
 

@@ -74,7 +74,7 @@ class BlockProduct {
   int32_t num_outputs() const { return call_.matrix.num_outputs; }
   int64_t tile_tokens() const { return kernel_.tile_tokens; }
   size_t laid_bytes() const {
-    return static_cast<size_t>(call_.num_tokens * num_inputs() / kBlock *
+    return static_cast<size_t>(call_.num_tokens * call_.matrix.num_blocks() *
                                activation_bytes(call_.matrix.kind, call_.matrix.input_planes));
   }
   void set_inputs(const float* x, int64_t x_stride, void* laid) {

@@ -1,6 +1,9 @@
-// Rounds weights to 8 bits with a scale for every 32 inputs (Q8_0) and packs them, as they are loaded.
+// Packs weights as they are loaded: floats, rounded to 8 bits with a scale for every 32 inputs (Q8_0),
+// and codes of 4 and 8 bits.
 
+#include "dispatch.h"
 #include "half.h"
+#include "phase.h"
 #include "quantized.h"
 #include "vector.h"
 
@@ -48,6 +51,39 @@ float pack_block(const float* weights, uint8_t* lines) {
   return scale;
 }
 
+struct CodesJob {
+  const uint8_t* codes;
+  int64_t stride, num_rows;
+  int32_t num_columns, bits;
+  uint8_t* groups;
+  int64_t group_bytes;
+  Phase phase;
+};
+
+// A block of one row; the second 16 codes are in the high halves of bytes of 4 bits.
+template <int BITS>
+void pack_codes(const uint8_t* codes, uint8_t* lines) {
+  uint8_t bytes[kBlock * BITS / 8];
+  if constexpr (BITS == 8)
+    std::memcpy(bytes, codes, sizeof bytes);
+  else
+    for (int i = 0; i < kBlock / 2; ++i)
+      bytes[i] = static_cast<uint8_t>(codes[i] | codes[i + kBlock / 2] << 4);
+  for (int q = 0; q < BITS; ++q) std::memcpy(lines + q * kLine, bytes + 4 * q, 4);
+}
+
+void pack_groups(void* data) {
+  CodesJob& job = *static_cast<CodesJob*>(data);
+  job.phase.run([&](int64_t first, int64_t end) {
+    for (int64_t row = first * kRows; row < end * kRows && row < job.num_rows; ++row) {
+      const uint8_t* codes = job.codes + row * job.stride;
+      uint8_t* lines = job.groups + row / kRows * job.group_bytes + row % kRows * 4;
+      for (int32_t i = 0; i < job.num_columns; i += kBlock, lines += job.bits * kLine)
+        job.bits == 8 ? pack_codes<8>(codes + i, lines) : pack_codes<4>(codes + i, lines);
+    }
+  });
+}
+
 }  // namespace
 }  // namespace quire
 
@@ -61,7 +97,7 @@ void quire_pack_int8(const float* rows, int64_t stride, int64_t num_rows, int32_
   constexpr Layout kLayout = layout_of(Kind::kQ8_0);
   static const float kNothing[kBlock] = {};
   for (int64_t first = 0; first < num_rows; first += kRows) {
-    uint8_t* scales = groups + kLayout.scales_at(num_inputs);
+    uint8_t* scales = groups + kLayout.scales_at(num_inputs / kBlock);
     for (int row = 0; row < kRows; ++row)
       for (int block = 0; block < num_inputs / kBlock; ++block) {
         const bool is_there = first + row < num_rows;
@@ -69,8 +105,17 @@ void quire_pack_int8(const float* rows, int64_t stride, int64_t num_rows, int32_
         const float scale = pack_block(from, groups + block * kLayout.number_bytes + 4 * row);
         store_half(scales + block * kLayout.scale_bytes + 2 * row, scale);
       }
-    groups += kLayout.group_bytes(num_inputs);
+    groups += kLayout.group_bytes(num_inputs / kBlock);
   }
+}
+
+// Packs codes [num_rows, num_columns] of 4 or 8 bits, a byte each, as the numbers of groups.
+void quire_pack_codes(const uint8_t* codes, int64_t stride, int64_t num_rows, int32_t num_columns,
+                      int32_t bits, uint8_t* groups, int64_t group_bytes, int32_t num_threads) {
+  using namespace quire;
+  CodesJob job = {codes,  stride,      num_rows, num_columns, bits,
+                  groups, group_bytes, Phase(divide_up(num_rows, kRows), 1)};
+  run_parallel(pack_groups, &job, num_threads);
 }
 
 }  // extern "C"

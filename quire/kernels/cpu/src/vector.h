@@ -23,6 +23,8 @@
 // Makes the compiler address memory from this very pointer, and not from loop invariants that it
 // would have to spill.
 #define QUIRE_KEEP_POINTER(p) asm("" : "+r"(p))
+// Makes it take what it reads through this pointer from memory, and not from registers.
+#define QUIRE_KEEP_STORES(p) asm("" : "+r"(p) : : "memory")
 
 namespace quire {
 namespace {
