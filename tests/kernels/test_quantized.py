@@ -69,7 +69,7 @@ def magnitude_of(kind: str, x: Tensor, rows: Tensor) -> Tensor:
 def check(
     kind: str, rows: Tensor, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Compares the kernel with its reference, with inputs of 15 bits and of 8; returns the kernel's
+    """Compares the kernel with its reference, with inputs of 16 bits and of 8; returns the kernel's
     result with 8."""
     num_inputs = x.shape[1]
     for planes in (2, 1):
@@ -127,7 +127,7 @@ def test_shares_of_threads(isa: str, num_threads: None, kind: str, threads: int)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_reference_is_near_the_exact_product(kind: str) -> None:
-    """Rounding the inputs to 8 bits, or to 15, costs what that costs, and nothing else is lost."""
+    """Rounding the inputs to 8 bits, or to 16, costs what that costs, and nothing else is lost."""
     rows, x, bias = make_rows(kind, 50, 512), torch.randn(20, 512), torch.randn(50)
     exact, size = exact_product(x, kind, rows, bias)
     finer = reference.pack_blocks(kind, rows, 512, 2).multiply(x, bias)

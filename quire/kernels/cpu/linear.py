@@ -149,7 +149,7 @@ class BlockMatrix(PackedMatrix):
     data: Tensor
     """uint8 [groups of 32 rows, bytes], as src/quantized.h describes it."""
     input_planes: int = 1
-    """Bytes for each input that is multiplied with it: 1 for 8 bits, 2 for 15."""
+    """Bytes for each input that is multiplied with it: 1 for 8 bits, 2 for 16."""
     order: Tensor | None = None
     """int32 [columns]: the input of each column, or -1 if it only fills a block. None: columns are
     inputs."""

@@ -1,6 +1,6 @@
 """Packs quantised weights for the integer kernels of the native library; see src/quantized.h.
 
-Integers and E2M1 keep their values, for scales are in float32. Inputs are rounded to 15 bits with a
+Integers and E2M1 keep their values, for scales are in float32. Inputs are rounded to 16 bits with a
 scale for every 32, and to 8 where the checkpoint says that they are rounded.
 """
 
@@ -29,16 +29,16 @@ BLOCK = 32
 
 
 def pack_weights(weights: QuantizedWeights) -> BlockMatrix | FloatMatrix:
-    """The matrix that computes with these weights; those with minima, which readers of GGUF files
-    pack otherwise, are in float32."""
+    """The matrix that computes with these weights. Those with minima, which readers of GGUF files
+    pack otherwise, and floats of 8 bits whose inputs are not rounded are in float32."""
     if isinstance(weights, GroupedWeights):
-        if weights.minima is not None:
-            return pack_floats([weights.dequantize()])
-        return pack_grouped(weights, input_planes=2)
-    planes = 2 if weights.rounding is None else 1
-    if weights.values.dtype == torch.int8:
-        return pack_grouped(group_integers(weights), planes)
-    return replace(round_floats(weights), input_planes=planes)
+        if weights.minima is None:
+            return pack_grouped(weights, input_planes=2)
+    elif weights.values.dtype == torch.int8:
+        return pack_grouped(group_integers(weights), 2 if weights.rounding is None else 1)
+    elif weights.rounding is not None:
+        return round_floats(weights)
+    return pack_floats([weights.dequantize()])
 
 
 def group_integers(weights: ScaledWeights) -> GroupedWeights:

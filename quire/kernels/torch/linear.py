@@ -18,7 +18,7 @@ KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 
 ACTIVATION_BLOCK = 32
 # Of inputs in one plane, and in two.
-LARGEST_INPUTS = (127.0, 127.0 * 128)
+LARGEST_INPUTS = (127.0, 127.0 * 256)
 # Activations below this are taken for zeros: the inverse of their scale would overflow.
 SMALLEST_ACTIVATION = 1e-30
 # Rows of weights that are dequantised at a time, to bound the memory for them.
@@ -87,7 +87,7 @@ class BlockMatrix(PackedMatrix):
     data: Tensor
     """uint8 [num_outputs, bytes], as in a GGUF file."""
     input_planes: int = 1
-    """Bytes for each input that is multiplied with it: 1 for 8 bits, 2 for 15."""
+    """Bytes for each input that is multiplied with it: 1 for 8 bits, 2 for 16."""
 
     @property
     def nbytes(self) -> int:
@@ -157,8 +157,10 @@ def round_activations(x: Tensor, planes: int = 1) -> Tensor:
     scale = torch.where(nothing, 0.0, largest / limit)
     # A number divided by a tensor would be the product with its reciprocal, another rounding.
     inverse = torch.where(nothing, 0.0, torch.tensor(limit) / largest)
-    rounded = (blocks * inverse).round() * scale
-    return torch.where(largest.isfinite(), rounded, torch.nan).view(x.shape)
+    numbers = (blocks * inverse).round()
+    if planes == 2:  # the lower byte has no -128
+        numbers += numbers.remainder(256) == 128
+    return torch.where(largest.isfinite(), numbers * scale, torch.nan).view(x.shape)
 
 
 def int8_rows(weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-// Rounds the inputs of a linear layer to 8 or 15 bits, with a scale for every 32 of them.
+// Rounds the inputs of a linear layer to 8 or 16 bits, with a scale for every 32 of them.
 #pragma once
 
 #include "integers.h"
@@ -34,15 +34,19 @@ QUIRE_INLINE void round_block(const float* x, uint8_t* tile, int t, int count) {
   Ints sums[2] = {};
   QUIRE_UNROLL
   for (int i = 0; i < kParts; ++i) {
-    const Ints rounded = round(values[i] * inverse);
-    sums[i * 2 / kParts] += rounded;
+    Ints rounded = round(values[i] * inverse);
     if constexpr (PLANES == 1) {
       store_narrow(numbers[0] + i * kLanes, rounded);
     } else {
-      const Ints high = (rounded + (1 << (kLowBits - 1))) >> kLowBits;
+      constexpr int kHalf = 1 << (kLowBits - 1);
+      const Ints high = (rounded + kHalf) >> kLowBits;
+      Ints low = rounded - (high << kLowBits);
+      low = low == -kHalf ? splat_int(1 - kHalf) : low;
+      rounded = (high << kLowBits) + low;
       store_narrow(numbers[0] + i * kLanes, high);
-      store_narrow(numbers[1] + i * kLanes, rounded - (high << kLowBits));
+      store_narrow(numbers[1] + i * kLanes, low);
     }
+    sums[i * 2 / kParts] += rounded;
   }
   QUIRE_UNROLL
   for (int plane = 0; plane < PLANES; ++plane, tile += kBlock * count)

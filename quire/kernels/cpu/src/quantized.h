@@ -49,7 +49,7 @@ struct PackedMatrix {
   Kind kind;
   int32_t num_outputs;
   int32_t num_inputs;
-  int32_t input_planes;  // 1: inputs are rounded to 8 bits, 2: to 15
+  int32_t input_planes;  // 1: inputs are rounded to 8 bits, 2: to 16
   const int32_t* order;  // [num_columns]: the input of each column, -1 if it only fills a block; or
                          // null, and columns are inputs
   int32_t num_columns;   // if there is an order
@@ -104,7 +104,8 @@ constexpr Layout layout_of(Kind kind, const PackedMatrix& matrix) {
 // Tokens are worked on in tiles, the last one with what is left. For every block of 32
 // inputs a tile of T tokens has
 //   int8[planes][8][T][4]   the inputs, rounded, quad by quad; with two planes the high 8 bits and
-//                     then the low 7, in numbers from -64 to 63
+//                     then the low 8, in numbers from -127 to 127: there is no -128, because with
+//                     weights of 8 bits not all kernels could add its products
 //   float[T]          scales
 //   int32[parts][T]   with an offset: minus it times the sum of the rounded inputs
 //   float[T]          with minima: scale times that sum
@@ -112,7 +113,7 @@ constexpr int activation_bytes(Kind kind, int planes) {
   const Layout layout = layout_of(kind);
   return planes * kBlock + 4 + (layout.offset ? 4 * layout.parts : 0) + (layout.has_minima ? 4 : 0);
 }
-constexpr int kLowBits = 7;  // of inputs with two planes
+constexpr int kLowBits = 8;  // of inputs with two planes
 
 // Activations below this are taken for zeros: the inverse of their scale would overflow.
 constexpr float kSmallestActivation = 1e-30f;
