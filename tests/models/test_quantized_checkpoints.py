@@ -368,7 +368,7 @@ def test_weights_are_rounded_while_they_load(
     assert not joined[:, whole.shape[1] :].any()
     error = (joined[:, : whole.shape[1]] - whole).abs()
     if quantization == "fp8":
-        bound = whole.abs() * step + whole.abs().max() / 448 / 512
+        bound = whole.abs() * step + whole.abs().max() / 250  # integers of 8 bits in the end
     else:
         bound = whole.abs().amax(1, keepdim=True) * step * 1.1  # scales are rounded too
     assert (error <= bound).all()

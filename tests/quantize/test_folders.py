@@ -242,7 +242,8 @@ def test_summary_names_the_worst(tmp_path: Path) -> None:
 def test_quire_computes_with_what_it_wrote(
     tmp_path: Path, method: str, group_size: int | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From the command line: quantise, then measure; transformers finds about the same."""
+    """From the command line: quantise, then measure; transformers finds about the same, or more
+    where it rounds inputs to fp8 and the native library does so more finely."""
     model, out = tmp_path / "model", tmp_path / "out"
     reference = save_tiny(model)
     words = ["quantize", str(model), str(out), "--method", method]
@@ -266,4 +267,4 @@ def test_quire_computes_with_what_it_wrote(
     made = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     base, logprobs = (reference_logits(one, ids)[:-1].log_softmax(-1) for one in (reference, made))
     divergence = float((base.exp() * (base - logprobs)).sum(-1).mean())
-    assert found["kl_mean"] == pytest.approx(divergence, rel=0.3)
+    assert (0.5 if method == "fp8" else 0.7) < found["kl_mean"] / divergence < 1.3

@@ -18,7 +18,7 @@ KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 
 ACTIVATION_BLOCK = 32
 # Of inputs in one plane, and in two.
-LARGEST_INPUTS = (127.0, 127.0 * 256)
+LARGEST_INPUTS = (127.0, 127.0 * 257)
 # Activations below this are taken for zeros: the inverse of their scale would overflow.
 SMALLEST_ACTIVATION = 1e-30
 # Rows of weights that are dequantised at a time, to bound the memory for them.

@@ -25,7 +25,7 @@ QUIRE_INLINE void round_block(const float* x, uint8_t* tile, int t, int count) {
   float magnitude;
   std::memcpy(&magnitude, &top, sizeof magnitude);
   const bool is_finite = top < 0x7f800000, is_zero = magnitude < kSmallestActivation;
-  constexpr float kLargest = PLANES == 1 ? 127.0f : 127 << kLowBits;
+  constexpr float kLargest = PLANES == 1 ? 127.0f : (127 << kLowBits) + 127;
   const float scale = is_zero ? 0.0f : is_finite ? magnitude / kLargest : __builtin_nanf("");
   const Floats inverse = splat(is_zero || !is_finite ? 0.0f : kLargest / magnitude);
   if (!is_finite)  // the scale says it all
