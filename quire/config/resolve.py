@@ -225,11 +225,13 @@ def _check_quantization(options: EngineOptions, model: ModelConfig, device: Devi
             f"model={model.source.name!r} says nothing of it in config.json. Leave quantization "
             "unset, or use 'fp8', 'int8' or 'int4' to quantise the weights while they are loaded."
         )
-    is_quantized = wanted is not None or quantized is not None
-    if is_quantized and device.type == "cpu" and options.model.dtype not in ("auto", "float32"):
+    name = wanted if quantized is None else quantized.method
+    is_float32, is_cpu = options.model.dtype == "float32", device.type == "cpu"
+    if name is not None and options.model.dtype != "auto" and is_float32 != is_cpu:
+        computed = "float32 on a CPU" if is_cpu else "16 bits on a GPU"
         raise OptionError(
-            f"quantization={wanted or (quantized and quantized.method)!r} computes activations in "
-            f"float32 on a CPU; leave dtype unset instead of {options.model.dtype!r}."
+            f"quantization={name!r} computes activations in {computed}; leave dtype unset instead "
+            f"of {options.model.dtype!r}."
         )
 
 
@@ -255,6 +257,8 @@ def _quantization(
     wanted = options.model.quantization
     if model.quantization is not None:
         return model.quantization.method
+    if device.type != "cpu" and model.source.kind == "gguf":
+        return _gguf_on_gpu(options, notes)
     if wanted is not None or device.type != "cpu" or options.model.dtype != "auto":
         return wanted
     if model.source.kind != "gguf" or not device.has_native_kernels:
@@ -270,6 +274,19 @@ def _quantization(
         + "; dtype='float32' uses their exact values"
     )
     return chosen
+
+
+def _gguf_on_gpu(options: EngineOptions, notes: list[str]) -> str | None:
+    wanted = options.model.quantization
+    if wanted == "gguf-a16":
+        notes.append("quantization became gguf because a GPU does not round activations of blocks")
+        return "gguf"
+    if wanted is not None or options.model.dtype == "float32":
+        return wanted
+    notes.append(
+        "quantization became gguf because weights take the least memory as the file stores them"
+    )
+    return "gguf"
 
 
 def _dtype(options: EngineOptions, model: ModelConfig, device: DeviceInfo, notes: list[str]) -> str:

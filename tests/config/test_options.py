@@ -377,6 +377,24 @@ def test_a_gguf_file_is_computed_from_its_blocks(
     assert without.options.model.quantization == (None if chosen else expected)
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "gguf"),
+        ({"dtype": "bfloat16"}, "gguf"),
+        ({"dtype": "float32"}, None),
+        ({"quantization": "gguf-a16"}, "gguf"),
+        ({"quantization": "fp8"}, "fp8"),
+    ],
+)
+def test_a_gguf_file_stays_packed_on_a_gpu(changes: dict[str, Any], expected: str | None) -> None:
+    model = replace(MODEL, source=replace(MODEL.source, kind="gguf"))
+    found = resolve(options(**changes), model, GPU)
+    assert found.options.model.quantization == expected
+    said = any("quantization became gguf because" in note for note in found.notes)
+    assert said == (expected == "gguf")
+
+
 def test_the_embedded_model_answers_first_and_is_quick_second() -> None:
     """Its activations are fine even where many sequences run."""
     model = load_model_config(None)
@@ -453,6 +471,8 @@ def test_a_quantised_checkpoint_names_its_method() -> None:
         assert resolved(CPU, model, quantization=wanted)["quantization"] == "gptq"
     found = resolved(GPU, model)
     assert (found["quantization"], found["dtype"]) == ("gptq", "float16")
+    with pytest.raises(OptionError, match=r"'gptq' computes activations in 16 bits.*'float32'"):
+        resolved(GPU, model, dtype="float32")
     for other in ("awq", "fp8", "int8"):
         message = rf"quantization='{other}' contradicts model/config.json.*'gptq'"
         with pytest.raises(OptionError, match=message):

@@ -392,3 +392,21 @@ def test_a_model_goes_when_it_is_dropped(tmp_path: Path) -> None:
         assert matrix() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("kind", ["shards", "bin"])
+def test_tensors_of_a_matrix_may_be_in_several_files(kind: str, tmp_path: Path) -> None:
+    model = small_model("")
+    stored = save_quantized(model, tmp_path, CASES["gptq asym order"])
+    (tmp_path / "model.safetensors").unlink()
+    if kind == "bin":
+        torch.save(stored, tmp_path / "pytorch_model.bin")
+    else:
+        files = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+        weight_map = {name: files[i % 2] for i, name in enumerate(sorted(stored))}
+        for file in files:
+            part = {name: stored[name] for name, where in weight_map.items() if where == file}
+            save_file(part, tmp_path / file)
+        index = tmp_path / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": weight_map}))
+    torch.testing.assert_close(logits(tmp_path), reference_logits(model, TOKENS), rtol=0, atol=1e-3)

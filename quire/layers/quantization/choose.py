@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 
 from quire.config.quantization import MatrixFormat, QuantizationConfig
+from quire.config.resolve import GGUF_BLOCKS
 from quire.kernels import cpu
 from quire.kernels.cpu.memory import Arena
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES
@@ -14,6 +15,7 @@ from quire.layers.quantization.packed import (
     INT4_GROUP,
     INT8_BLOCK,
     PackBlocks,
+    PackDeviceBlocks,
     Packed,
     Packer,
     PackFloats,
@@ -24,7 +26,7 @@ from quire.layers.quantization.packed import (
 from quire.layers.quantization.unquantized import Unquantized
 from quire.layers.weights import MethodFor, QuantizationMethod, ShardKey
 
-PACKERS: dict[str | None, Callable[[], Packer]] = {
+CPU_PACKERS: dict[str, Callable[[], Packer]] = {
     "gguf": PackBlocks,
     "gguf-a16": lambda: PackBlocks(input_planes=2),
     "int8": PackInt8,
@@ -45,17 +47,28 @@ def choose_methods(
 ) -> MethodFor:
     """The format of weights that is asked for, that of a quantised checkpoint, or the quickest that
     keeps every number. What is rounded here is all but `exact_paths`."""
-    is_cpu = torch.device(device).type == "cpu"
-    if formats_for is None and quantization in PACKERS and (is_cpu or quantization == "gguf"):
-        packed = Packed(PACKERS[quantization]())
+    where = torch.device(device)
+    plain = _exact_method(dtype, where)
+    if formats_for is not None:
+        return _checkpoint_methods(formats_for, plain, dtype)
+    if quantization is None:
+        return lambda path: plain
+    if where.type == "cpu" and quantization in CPU_PACKERS:
+        packed = Packed(CPU_PACKERS[quantization]())
         return lambda path: packed
-    plain = _exact_method(dtype, torch.device(device))
-    packer = PackQuantized(dtype) if formats_for is not None else None
-    rounded = None if quantization is None else Packed(PackRounded(quantization))
+    if quantization in GGUF_BLOCKS:
+        packed = Packed(PackDeviceBlocks(dtype))
+        return lambda path: packed
+    rounded = Packed(PackRounded(quantization, dtype))
+    return lambda path: plain if path in exact_paths else rounded
+
+
+def _checkpoint_methods(
+    formats_for: FormatsFor, plain: QuantizationMethod, dtype: torch.dtype
+) -> MethodFor:
+    packer = PackQuantized(dtype)
 
     def method_for(path: str) -> QuantizationMethod:
-        if formats_for is None or packer is None:
-            return plain if rounded is None or path in exact_paths else rounded
         formats = formats_for(path)
         if all(found is None for _, found in formats.values()):
             return plain

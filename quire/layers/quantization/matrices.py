@@ -10,14 +10,20 @@ import torch
 
 from quire.kernels import cpu, dispatch
 from quire.kernels.cpu.quantized import pack_weights
+from quire.kernels.torch.gguf_blocks import BLOCK_SIZES, BlockRows, dequantize_blocks
 from quire.kernels.torch.quantized_weights import QuantizedWeights, ReferenceMatrix, ScaledWeights
 from quire.layers.weights import Matrix
 
 logger = logging.getLogger(__name__)
 
 
-def make_matrix(weights: QuantizedWeights) -> Matrix:
-    """Packs the weights for their device; their own memory may be reused."""
+def make_matrix(
+    weights: QuantizedWeights | BlockRows, dtype: torch.dtype = torch.float16
+) -> Matrix:
+    """Packs the weights for their device; their own memory may be reused. `dtype` is that of the
+    rows of an embedding, and of blocks that no kernel computes with."""
+    if isinstance(weights, BlockRows):
+        return DenseMatrix(_numbers(weights).to(dtype))
     if weights.scales.device.type == "cpu" and cpu.available()[0]:
         return pack_weights(weights)
     if isinstance(weights, ScaledWeights) and weights.values.is_cuda:
@@ -28,6 +34,13 @@ def make_matrix(weights: QuantizedWeights) -> Matrix:
             return scaled_linear.ScaledMatrix(weights)
         _say_once(f"Weights are dequantised for each product, which is slow: {reason}.")
     return ReferenceMatrix(weights)
+
+
+def _numbers(stored: BlockRows) -> torch.Tensor:
+    _, block_bytes = BLOCK_SIZES[stored.kind]
+    blocks = stored.rows.cpu().reshape(-1, block_bytes)
+    numbers = dequantize_blocks(blocks, stored.kind).view(stored.shape)
+    return numbers.to(stored.rows.device)
 
 
 @cache

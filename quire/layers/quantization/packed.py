@@ -133,7 +133,7 @@ class PackQuantized:
         matrices: list[Matrix] = []
         for one in join_alike(weights):
             if not isinstance(one, Tensor):
-                matrices.append(make_matrix(one))
+                matrices.append(make_matrix(one, self._dtype))
             elif one.device.type == "cpu" and self._dtype == torch.float32:
                 matrices += PackFloats().pack([one])
             else:
@@ -144,18 +144,46 @@ class PackQuantized:
         return num_outputs * num_inputs * self._dtype.itemsize
 
 
+class PackDeviceBlocks:
+    """Blocks on a GPU as a GGUF file stores them; what it stores as numbers in the model's
+    dtype."""
+
+    reads_blocks = True
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def pack(self, weights: Sequence[Share | QuantizedWeights]) -> list[Matrix]:
+        matrices: list[Matrix] = []
+        for kind, group in groupby(weights, lambda weight: getattr(weight, "kind", None)):
+            shards = list(group)
+            if kind is None:
+                tensors = [shard for shard in shards if isinstance(shard, Tensor)]
+                matrices.append(DenseMatrix(torch.cat(tensors).to(self._dtype)))
+                continue
+            rows = torch.cat([shard.rows for shard in shards if isinstance(shard, BlockRows)])
+            matrices.append(make_matrix(BlockRows(kind, rows, shards[0].shape[1]), self._dtype))
+        return matrices
+
+    def nbytes(self, num_outputs: int, num_inputs: int, stored: str | None) -> int:
+        if stored is None or num_inputs % BLOCK_SIZES[stored][0]:
+            return num_outputs * num_inputs * self._dtype.itemsize
+        elements, block_bytes = BLOCK_SIZES[stored]
+        return num_outputs * (num_inputs // elements) * block_bytes
+
+
 class PackRounded:
     """Weights of 16 bits rounded to fewer, on the device where they will be."""
 
     reads_blocks = False
 
-    def __init__(self, quantization: str) -> None:
-        self._quantization = quantization
+    def __init__(self, quantization: str, dtype: torch.dtype) -> None:
+        self._quantization, self._dtype = quantization, dtype
 
     def pack(self, weights: Sequence[Share | QuantizedWeights]) -> list[Matrix]:
         tensors = [one for one in weights if isinstance(one, Tensor)]
         rounded = join_alike([self._rounded(tensor) for tensor in tensors])
-        return [make_matrix(one) for one in rounded if not isinstance(one, Tensor)]
+        return [make_matrix(one, self._dtype) for one in rounded if not isinstance(one, Tensor)]
 
     def _rounded(self, weight: Tensor) -> QuantizedWeights:
         if self._quantization == "int4":
