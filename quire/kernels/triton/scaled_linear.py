@@ -17,9 +17,9 @@ from torch import Tensor
 
 from quire.kernels.torch.quantized_weights import InputRounding, ScaledWeights
 from quire.kernels.triton.activation import rounded_silu_and_mul, silu_and_mul
+from quire.kernels.triton.finish_product import finish_product
 from quire.kernels.triton.gemv import MAX_FUSED_INPUTS, NormInput, gemv
 from quire.kernels.triton.norm import rms_norm, rounded_rms_norm
-from quire.kernels.triton.output_scales import scale_outputs
 from quire.kernels.triton.rounding import RoundedInput, round_inputs
 from quire.kernels.triton.scaled_tile import scaled_product
 
@@ -184,7 +184,7 @@ class ScaledMatrix:
         out = torch._scaled_mm(
             x.values, weight, shrink, one, out_dtype=x.dtype, use_fast_accum=True
         )
-        scale_outputs(out, token_scales, self._scales, FACTOR, bias)
+        finish_product(out[None], token_scales, self._scales, bias, out, FACTOR)
         return out
 
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.hopper.overlap import launch_options, wait_for_inputs
+from quire.kernels.triton.finish_product import finish_product
 from quire.kernels.triton.gemv import widen
 
+PROGRAMS_WANTED = 512
+STEPS_WORTHWHILE = 8
+"""Of a program, at least, where inputs are divided."""
 SIDE_BY_SIDE = 8
 """Tiles of tokens that are computed one after the other for the same outputs, so that the weights
 of these are found in the L2 cache."""
@@ -28,6 +33,7 @@ def _tile_kernel(
     num_tokens,
     num_outputs,
     num_inputs,
+    part_inputs,
     stride_x,
     stride_x_scales,
     stride_weight,
@@ -36,6 +42,7 @@ def _tile_kernel(
     BLOCK_OUTPUTS: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
     GROUP: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
     TOKENS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -55,39 +62,42 @@ def _tile_kernel(
     in_outputs = outputs < num_outputs
     x_rows = x_ptr + tokens.to(tl.int64)[:, None] * stride_x + columns[None, :]
     weight_rows = weight_ptr + outputs.to(tl.int64)[:, None] * stride_weight + columns[None, :]
+    begin = tl.program_id(1) * part_inputs
     wait_for_inputs(OVERLAPS)
-    # Outputs come first: a product takes its first factor from registers, where it was widened.
-    acc_type: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32
-    total = tl.zeros([OUTPUTS, TOKENS], tl.float32)
-    acc = tl.zeros([OUTPUTS, TOKENS], acc_type)
-    for start in range(0, num_inputs, INPUTS):
+    HAS_STEPS: tl.constexpr = BLOCK_INPUTS > 0 or GROUP > 0
+    sum_type: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32
+    total = tl.zeros([TOKENS, OUTPUTS], tl.float32 if HAS_STEPS else sum_type)
+    for start in range(begin, min(begin + part_inputs, num_inputs), INPUTS):
         in_columns = columns < num_inputs - start
         x = tl.load(x_rows + start, in_tokens[:, None] & in_columns[None, :], 0.0)
         weight = tl.load(weight_rows + start, in_outputs[:, None] & in_columns[None, :], 0.0)
         if x_scales_ptr is None:
             weight = widen(weight).to(x.dtype)
-        if BLOCK_INPUTS == 0 and GROUP == 0:
-            acc = tl.dot(weight, x.trans(), acc, out_dtype=acc_type)
-        else:
-            part = tl.dot(weight, x.trans(), out_dtype=acc_type).to(tl.float32)
+        if HAS_STEPS:
+            # These inputs have common scales.
+            part = tl.dot(x, weight.trans(), out_dtype=sum_type).to(tl.float32)
+            scale = 1.0
             if BLOCK_INPUTS > 0:
                 blocks = scales_ptr + first // BLOCK_OUTPUTS * stride_scales
-                part *= tl.load(blocks + start // BLOCK_INPUTS)
+                scale = tl.load(blocks + start // BLOCK_INPUTS)
             if GROUP > 0:
-                of_group = x_scales_ptr + start // GROUP * stride_x_scales
-                part *= tl.load(of_group + tokens, in_tokens, 0.0)[None, :]
-            total += part
-    if BLOCK_INPUTS == 0 and GROUP == 0:
-        total = acc.to(tl.float32)
-    if BLOCK_INPUTS == 0:
-        total *= tl.load(scales_ptr + outputs, in_outputs, 0.0)[:, None]
-    if x_scales_ptr is not None and GROUP == 0:
-        total *= tl.load(x_scales_ptr + tokens, in_tokens, 0.0)[None, :]
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + outputs, in_outputs, 0.0).to(tl.float32)[:, None]
-    place = out_ptr + tokens.to(tl.int64)[:, None] * stride_out + outputs[None, :]
-    result = total.trans().to(out_ptr.dtype.element_ty)
-    tl.store(place, result, in_tokens[:, None] & in_outputs[None, :])
+                groups = x_scales_ptr + start // GROUP * stride_x_scales
+                total += part * (tl.load(groups + tokens, in_tokens, 0.0) * scale)[:, None]
+            else:
+                total += part * scale
+        else:
+            total = tl.dot(x, weight.trans(), total, out_dtype=sum_type)
+    in_tile = in_tokens[:, None] & in_outputs[None, :]
+    out_rows = out_ptr + (tl.program_id(1) * num_tokens + tokens).to(tl.int64)[:, None] * stride_out
+    if IS_WHOLE:
+        total = total.to(tl.float32)
+        if BLOCK_INPUTS == 0:
+            total *= tl.load(scales_ptr + outputs, in_outputs, 0.0)[None, :]
+        if x_scales_ptr is not None and GROUP == 0:
+            total *= tl.load(x_scales_ptr + tokens, in_tokens, 0.0)[:, None]
+        if bias_ptr is not None:
+            total += tl.load(bias_ptr + outputs, in_outputs, 0.0).to(tl.float32)[None, :]
+    tl.store(out_rows + outputs[None, :], total.to(out_ptr.dtype.element_ty), in_tile)
 
 
 class _Tile(NamedTuple):
@@ -100,12 +110,10 @@ class _Tile(NamedTuple):
     num_stages: int
 
 
-def _tile(num_tokens: int) -> _Tile:
+def _tile(num_tokens: int, has_steps: bool) -> _Tile:
     """The quickest of those measured on an H200."""
-    if num_tokens <= 16:
-        return _Tile(16, 64, 128, 4, 5)
-    if num_tokens <= 64:
-        return _Tile(64, 64, 128, 4, 4)
+    if num_tokens <= 128 or has_steps:
+        return _Tile(64, 64, 128, 4, 5) if num_tokens <= 64 else _Tile(64, 128, 128, 4, 4)
     return _Tile(128, 128, 128, 8, 3)
 
 
@@ -121,31 +129,40 @@ def scaled_product(
 ) -> None:
     """out [tokens, outputs] = x W^T + bias, with W and its scales as in `ScaledWeights` and x as
     in `RoundedInput`, or as it is where it has no scales. Blocks and groups are powers of two."""
-    tile = _tile(len(x))
-    inputs, outputs = tile.inputs, tile.outputs
-    if block is not None:
-        inputs, outputs = min(inputs, block[1]), min(outputs, block[0])
-    if group_size is not None:
-        inputs = min(inputs, group_size)
+    group = group_size if group_size is not None and x_scales is not None else 0
+    tile = _tile(len(x), block is not None or group > 0)
+    outputs = tile.outputs if block is None else min(tile.outputs, block[0])
+    inputs = min(tile.inputs, block[1] if block is not None else tile.inputs, group or tile.inputs)
     num_outputs, num_inputs = weight.shape
-    _tile_kernel[(triton.cdiv(len(x), tile.tokens) * triton.cdiv(num_outputs, outputs),)](
+    programs = triton.cdiv(len(x), tile.tokens) * triton.cdiv(num_outputs, outputs)
+    steps = triton.cdiv(num_inputs, inputs)
+    num_parts = _num_parts(programs, steps)
+    part_inputs = triton.cdiv(steps, num_parts) * inputs
+    parts = out
+    if num_parts > 1:
+        is_int = x.dtype == torch.int8 and block is None and group == 0
+        shape, dtype = (num_parts, *out.shape), torch.int32 if is_int else torch.float32
+        parts = torch.empty(shape, dtype=dtype, device=x.device)
+    _tile_kernel[(programs, num_parts)](
         x,
         x_scales,
         weight,
         scales,
         bias,
-        out,
+        parts,
         len(x),
         num_outputs,
         num_inputs,
+        part_inputs,
         x.stride(0),
         0 if x_scales is None else x_scales.stride(0),
         weight.stride(0),
         scales.stride(0),
-        out.stride(0),
+        parts.stride(-2),
         BLOCK_OUTPUTS=0 if block is None else block[0],
         BLOCK_INPUTS=0 if block is None else block[1],
-        GROUP=0 if x_scales is None or group_size is None else group_size,
+        GROUP=group,
+        IS_WHOLE=num_parts == 1,
         TOKENS=tile.tokens,
         OUTPUTS=outputs,
         INPUTS=inputs,
@@ -154,3 +171,12 @@ def scaled_product(
         num_stages=tile.num_stages,
         **launch_options(out),
     )
+    if num_parts > 1:
+        token_scales = x_scales if group == 0 else None
+        output_scales = scales if block is None else None
+        finish_product(parts, token_scales, output_scales, bias, out)
+
+
+def _num_parts(programs: int, steps: int) -> int:
+    """Into how many parts inputs are divided among programs, so that all processors have some."""
+    return max(1, min(PROGRAMS_WANTED // programs, steps // STEPS_WORTHWHILE))

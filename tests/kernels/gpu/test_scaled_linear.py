@@ -17,7 +17,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from quire.kernels.torch.quantized_weights import InputRounding, ScaledWeights  # noqa: E402
-from quire.kernels.triton import gemv, scaled_linear  # noqa: E402
+from quire.kernels.triton import gemv, scaled_linear, scaled_tile  # noqa: E402
 from quire.kernels.triton.activation import rounded_silu_and_mul  # noqa: E402
 from quire.kernels.triton.norm import rounded_rms_norm  # noqa: E402
 from quire.kernels.triton.rounding import RoundedInput, round_inputs  # noqa: E402
@@ -98,6 +98,7 @@ PAIRS = [
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes a millisecond for each."""
     if not ON_GPU:
+        monkeypatch.setattr(scaled_tile, "STEPS_WORTHWHILE", 1)
         monkeypatch.setattr(gemv, "_tile8", lambda *_: gemv._Tile(32, 128, 1))
 
 
