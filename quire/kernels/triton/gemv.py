@@ -65,19 +65,27 @@ def _gemv_kernel(
 ):
     first = tl.program_id(0) * OUTPUTS
     rows = first + tl.arange(0, OUTPUTS)
-    columns = tl.arange(0, INPUTS)
     in_rows = rows < num_outputs
-    weight_rows = weight_ptr + rows.to(tl.int64)[:, None] * stride_weight
+    if BLOCK_INPUTS > 0:
+        # Inputs lie in [blocks, inputs of a block], so that a scale is loaded once for all of it.
+        blocks = tl.arange(0, INPUTS // BLOCK_INPUTS)
+        columns = blocks[:, None] * BLOCK_INPUTS + tl.arange(0, BLOCK_INPUTS)[None, :]
+        every_row = rows.to(tl.int64)[:, None, None]
+        acc = tl.zeros([OUTPUTS, INPUTS // BLOCK_INPUTS, BLOCK_INPUTS], tl.float32)
+    else:
+        columns = tl.arange(0, INPUTS)
+        every_row = rows.to(tl.int64)[:, None]
+        acc = tl.zeros([OUTPUTS, INPUTS], tl.float32)
+    weight_rows = weight_ptr + every_row * stride_weight
+    acc_up = acc
+    squares = tl.zeros(columns.shape, tl.float32)
     wait_for_inputs(OVERLAPS)
-    acc = tl.zeros([OUTPUTS, INPUTS], tl.float32)
-    acc_up = tl.zeros([OUTPUTS, INPUTS], tl.float32)
-    squares = tl.zeros([INPUTS], tl.float32)
     kept = tl.where(tl.program_id(0) == 0, num_inputs, 0)  # one program writes the sum
     for start in tl.range(0, num_inputs, INPUTS, num_stages=STAGES):
         at = start + columns
         in_columns = at < num_inputs
-        mask = in_rows[:, None] & in_columns[None, :]
-        weight = tl.load(weight_rows + at[None, :], mask, 0.0)
+        mask = (every_row < num_outputs) & tl.expand_dims(in_columns, 0)
+        weight = tl.load(weight_rows + tl.expand_dims(at, 0), mask, 0.0)
         x = tl.load(x_ptr + at, in_columns, 0.0)
         if HAS_RESIDUAL:
             # Rounded to the model's type, as the sum is kept.
@@ -91,16 +99,22 @@ def _gemv_kernel(
         wide_up = wide
         if BLOCK_INPUTS > 0:
             # A program's rows lie in one block, so scales can go to the input.
-            blocks = scales_ptr + at // BLOCK_INPUTS
+            place = scales_ptr + start // BLOCK_INPUTS + blocks
+            known = start + blocks * BLOCK_INPUTS < num_inputs
             if IS_GATED:
-                up_blocks = blocks + (num_outputs + first) // BLOCK_OUTPUTS * stride_scales
-                wide_up = wide * tl.load(up_blocks, in_columns, 0.0)
-            wide *= tl.load(blocks + first // BLOCK_OUTPUTS * stride_scales, in_columns, 0.0)
-        acc += widen(weight) * wide[None, :]
+                of_up = (num_outputs + first) // BLOCK_OUTPUTS * stride_scales
+                wide_up = wide * tl.load(place + of_up, known, 0.0)[:, None]
+            place += first // BLOCK_OUTPUTS * stride_scales
+            wide *= tl.load(place, known, 0.0)[:, None]
+        acc += widen(weight) * tl.expand_dims(wide, 0)
         if IS_GATED:
             up_rows = weight_rows + num_outputs.to(tl.int64) * stride_weight
-            up = tl.load(up_rows + at[None, :], mask, 0.0)
-            acc_up += widen(up) * wide_up[None, :]
+            up = tl.load(up_rows + tl.expand_dims(at, 0), mask, 0.0)
+            acc_up += widen(up) * tl.expand_dims(wide_up, 0)
+    if BLOCK_INPUTS > 0:
+        acc = tl.sum(acc, 2)
+        acc_up = tl.sum(acc_up, 2)
+        squares = tl.sum(squares, 1)
     total = tl.sum(acc, 1)
     total_up = tl.sum(acc_up, 1)
     if scales_ptr is not None and BLOCK_INPUTS == 0:
@@ -140,13 +154,13 @@ def _tile(num_inputs: int, has_norm: bool) -> _Tile:
     return _Tile(2, 1024, 4) if num_inputs < 4096 else _Tile(2, 2048, 2)
 
 
-def _tile8(num_outputs: int, num_inputs: int, gated: bool, has_blocks: bool) -> _Tile:
+def _tile8(num_outputs: int, block: tuple[int, int] | None, gated: bool) -> _Tile:
     """The same for weights of 8 bits."""
-    if has_blocks:
-        return _Tile(8, 512, 4) if num_outputs > 4096 else _Tile(8, 1024, 4)
-    if gated or num_outputs <= 4096:
-        return _Tile(4, 512, 1, 4)
-    return _Tile(16, 256, 4, 4)
+    if gated:
+        return _Tile(16, 256, 2, 4)
+    if block is not None:
+        return _Tile(8, 256, 1, 5)
+    return _Tile(8, 512, 2, 4) if num_outputs <= 4096 else _Tile(8, 256, 2, 5)
 
 
 @dataclass(frozen=True)
@@ -182,7 +196,7 @@ def gemv(
     total = torch.empty_like(x) if residual is not None else x
     tile = _tile(num_inputs, norm is not None)
     if scales is not None:
-        tile = _tile8(num_outputs, num_inputs, gated, block is not None)
+        tile = _tile8(num_outputs, block, gated)
     _gemv_kernel[(triton.cdiv(num_outputs, tile.outputs),)](
         x,
         residual,
@@ -204,7 +218,7 @@ def gemv(
         BLOCK_OUTPUTS=0 if block is None else block[0],
         BLOCK_INPUTS=0 if block is None else block[1],
         OUTPUTS=tile.outputs,
-        INPUTS=tile.inputs,
+        INPUTS=tile.inputs if block is None else max(tile.inputs, block[1]),
         STAGES=tile.num_stages,
         num_warps=tile.num_warps,
         **launch_options(out),

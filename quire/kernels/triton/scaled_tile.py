@@ -14,7 +14,8 @@ from quire.kernels.hopper.overlap import launch_options, wait_for_inputs
 from quire.kernels.triton.finish_product import finish_product
 from quire.kernels.triton.gemv import widen
 
-PROGRAMS_WANTED = 512
+PROGRAMS_WANTED = 384
+MAX_PARTS = 4
 STEPS_WORTHWHILE = 8
 """Of a program, at least, where inputs are divided."""
 SIDE_BY_SIDE = 8
@@ -110,11 +111,12 @@ class _Tile(NamedTuple):
     num_stages: int
 
 
-def _tile(num_tokens: int, has_steps: bool) -> _Tile:
+def _tile(num_tokens: int, num_outputs: int, has_steps: bool) -> _Tile:
     """The quickest of those measured on an H200."""
-    if num_tokens <= 128 or has_steps:
-        return _Tile(64, 64, 128, 4, 5) if num_tokens <= 64 else _Tile(64, 128, 128, 4, 4)
-    return _Tile(128, 128, 128, 8, 3)
+    is_wide = num_outputs > 8192
+    if num_tokens > 256 or (num_tokens > 64 and is_wide):
+        return _Tile(64, 128, 128, 4, 4) if has_steps else _Tile(128, 128, 128, 8, 3)
+    return _Tile(64, 128 if is_wide else 64, 128, 4, 4)
 
 
 def scaled_product(
@@ -130,10 +132,10 @@ def scaled_product(
     """out [tokens, outputs] = x W^T + bias, with W and its scales as in `ScaledWeights` and x as
     in `RoundedInput`, or as it is where it has no scales. Blocks and groups are powers of two."""
     group = group_size if group_size is not None and x_scales is not None else 0
-    tile = _tile(len(x), block is not None or group > 0)
+    num_outputs, num_inputs = weight.shape
+    tile = _tile(len(x), num_outputs, block is not None or group > 0)
     outputs = tile.outputs if block is None else min(tile.outputs, block[0])
     inputs = min(tile.inputs, block[1] if block is not None else tile.inputs, group or tile.inputs)
-    num_outputs, num_inputs = weight.shape
     programs = triton.cdiv(len(x), tile.tokens) * triton.cdiv(num_outputs, outputs)
     steps = triton.cdiv(num_inputs, inputs)
     num_parts = _num_parts(programs, steps)
@@ -179,4 +181,4 @@ def scaled_product(
 
 def _num_parts(programs: int, steps: int) -> int:
     """Into how many parts inputs are divided among programs, so that all processors have some."""
-    return max(1, min(PROGRAMS_WANTED // programs, steps // STEPS_WORTHWHILE))
+    return max(1, min(PROGRAMS_WANTED // programs, steps // STEPS_WORTHWHILE, MAX_PARTS))
