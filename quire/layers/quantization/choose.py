@@ -50,7 +50,7 @@ def choose_methods(
     where = torch.device(device)
     plain = _exact_method(dtype, where)
     if formats_for is not None:
-        return _checkpoint_methods(formats_for, plain, dtype)
+        return _checkpoint_methods(formats_for, plain, PackQuantized(dtype, where))
     if quantization is None:
         return lambda path: plain
     if where.type == "cpu" and quantization in CPU_PACKERS:
@@ -64,10 +64,8 @@ def choose_methods(
 
 
 def _checkpoint_methods(
-    formats_for: FormatsFor, plain: QuantizationMethod, dtype: torch.dtype
+    formats_for: FormatsFor, plain: QuantizationMethod, packer: Packer
 ) -> MethodFor:
-    packer = PackQuantized(dtype)
-
     def method_for(path: str) -> QuantizationMethod:
         formats = formats_for(path)
         if all(found is None for _, found in formats.values()):

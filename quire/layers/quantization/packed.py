@@ -43,6 +43,9 @@ def kernels() -> ModuleType:
     return native if cpu.available()[0] else references
 
 
+Stored = str | MatrixFormat | None
+
+
 class Packer(Protocol):
     """A way to keep weights."""
 
@@ -53,8 +56,9 @@ class Packer(Protocol):
         """Makes matrices of the weights that a layer joins."""
         ...
 
-    def nbytes(self, num_outputs: int, num_inputs: int, stored: str | None) -> int:
-        """What such a weight takes; `stored` is its kind of blocks in the file, if any."""
+    def nbytes(self, num_outputs: int, num_inputs: int, stored: Stored) -> int:
+        """What such a weight takes; `stored` is its kind of blocks in the file, or its format, if
+        any."""
         ...
 
 
@@ -70,7 +74,7 @@ class PackFloats:
         assert all(isinstance(weight, Tensor) for weight in weights), "blocks are for `PackBlocks`"
         return [kernels().pack_floats(weights, self._empty)]
 
-    def nbytes(self, num_outputs: int, num_inputs: int, stored: str | None) -> int:
+    def nbytes(self, num_outputs: int, num_inputs: int, stored: Stored) -> int:
         count: int = kernels().float_bytes(num_outputs, num_inputs)
         return count
 
@@ -86,7 +90,7 @@ class PackInt8:
         tensors = [weight for weight in weights if isinstance(weight, Tensor)]
         return [kernels().quantize_int8(tensors[0] if len(tensors) == 1 else torch.cat(tensors))]
 
-    def nbytes(self, num_outputs: int, num_inputs: int, stored: str | None) -> int:
+    def nbytes(self, num_outputs: int, num_inputs: int, stored: Stored) -> int:
         if num_inputs % INT8_BLOCK:
             return PackFloats().nbytes(num_outputs, num_inputs, stored)
         count: int = kernels().packed_bytes("Q8_0", num_outputs, num_inputs)
@@ -113,9 +117,9 @@ class PackBlocks:
             matrices.append(kernels().pack_blocks(kind, rows, num_inputs, self._input_planes))
         return matrices
 
-    def nbytes(self, num_outputs: int, num_inputs: int, stored: str | None) -> int:
+    def nbytes(self, num_outputs: int, num_inputs: int, stored: Stored) -> int:
         # Where a rank's share cuts blocks, they become numbers.
-        if stored is None or num_inputs % BLOCK_SIZES[stored][0]:
+        if not isinstance(stored, str) or num_inputs % BLOCK_SIZES[stored][0]:
             return PackFloats().nbytes(num_outputs, num_inputs, stored)
         count: int = kernels().packed_bytes(stored, num_outputs, num_inputs)
         return count
@@ -126,8 +130,8 @@ class PackQuantized:
 
     reads_blocks = False
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._is_native = dtype, device.type == "cpu" and cpu.available()[0]
 
     def pack(self, weights: Sequence[Share | QuantizedWeights]) -> list[Matrix]:
         matrices: list[Matrix] = []
@@ -140,8 +144,10 @@ class PackQuantized:
                 matrices.append(DenseMatrix(one.to(self._dtype)))
         return matrices
 
-    def nbytes(self, num_outputs: int, num_inputs: int, stored: str | None) -> int:
-        return num_outputs * num_inputs * self._dtype.itemsize
+    def nbytes(self, num_outputs: int, num_inputs: int, stored: Stored) -> int:
+        if stored is None or isinstance(stored, str):
+            return num_outputs * num_inputs * self._dtype.itemsize
+        return make_reader("", stored, (num_outputs, num_inputs)).nbytes(self._is_native)
 
 
 class PackDeviceBlocks:
@@ -165,8 +171,8 @@ class PackDeviceBlocks:
             matrices.append(make_matrix(BlockRows(kind, rows, shards[0].shape[1]), self._dtype))
         return matrices
 
-    def nbytes(self, num_outputs: int, num_inputs: int, stored: str | None) -> int:
-        if stored is None or num_inputs % BLOCK_SIZES[stored][0]:
+    def nbytes(self, num_outputs: int, num_inputs: int, stored: Stored) -> int:
+        if not isinstance(stored, str) or num_inputs % BLOCK_SIZES[stored][0]:
             return num_outputs * num_inputs * self._dtype.itemsize
         elements, block_bytes = BLOCK_SIZES[stored]
         return num_outputs * (num_inputs // elements) * block_bytes
@@ -190,7 +196,7 @@ class PackRounded:
             return to_groups(weight, group_size=min(INT4_GROUP, weight.shape[1]))
         return to_fp8(weight) if self._quantization == "fp8" else to_int8(weight)
 
-    def nbytes(self, num_outputs: int, num_inputs: int, stored: str | None) -> int:
+    def nbytes(self, num_outputs: int, num_inputs: int, stored: Stored) -> int:
         if self._quantization == "int4":
             return num_outputs * (num_inputs // 2 + 2 * -(-num_inputs // INT4_GROUP))
         return num_outputs * (num_inputs + 4)
@@ -228,10 +234,8 @@ class Packed:
     def extra_bytes(
         self, shard_key: ShardKey, num_outputs: int, num_inputs: int, stored: str | None
     ) -> int:
-        module, found = self._formats.get(shard_key, ("", None))
-        if found is not None:
-            return make_reader(module, found, (num_outputs, num_inputs)).nbytes
-        return self._packer.nbytes(num_outputs, num_inputs, stored)
+        _, found = self._formats.get(shard_key, ("", None))
+        return self._packer.nbytes(num_outputs, num_inputs, stored if found is None else found)
 
     def create_weights(self, layer: MatrixLayer, outputs: Axis, inputs: Axis, build: Build) -> None:
         layer.axes["weight"] = (outputs, inputs)

@@ -55,9 +55,8 @@ class Reader(Protocol):
         """What stands for it."""
         ...
 
-    @property
-    def nbytes(self) -> int:
-        """What it takes once it is packed."""
+    def nbytes(self, is_native: bool) -> int:
+        """What it takes once it is packed, for a GPU or for the native library of a CPU."""
         ...
 
     def read(self, tensors: Tensors, cuts: Sequence[Cut]) -> list[Share | QuantizedWeights]:
@@ -93,11 +92,13 @@ class GroupReader(ABC):
     def num_groups(self) -> int:
         return -(-self.shape[1] // self.group_size)
 
-    @property
-    def nbytes(self) -> int:
+    def nbytes(self, is_native: bool) -> int:
         num_outputs, num_inputs = self.shape
-        by_group = 2 if self.format.is_symmetric else 3
-        return num_outputs * (num_inputs * self.format.bits // 8 + self.num_groups * by_group)
+        bits = self.format.bits
+        if is_native:
+            bits = 4 if bits <= 4 else 8
+        by_group = (4 if is_native else 2) + (0 if self.format.is_symmetric else 1)
+        return num_outputs * (num_inputs * bits // 8 + self.num_groups * by_group)
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -398,8 +399,10 @@ class ScaledReader:
     format: ScaledFormat
     shape: tuple[int, int]
 
-    @property
-    def nbytes(self) -> int:
+    def nbytes(self, is_native: bool) -> int:
+        if is_native and self._dtype == torch.float8_e4m3fn:
+            numbers = self.shape[0] * self.shape[1]  # integers with scales of 2 bytes, or floats
+            return 4 * numbers if self.format.inputs is None else numbers * 34 // 32
         height, width = self._grid
         num_scales = self.shape[0] if self.format.strategy == "tensor" else height * width
         return self.shape[0] * self.shape[1] + 4 * num_scales
