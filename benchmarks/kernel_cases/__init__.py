@@ -74,12 +74,19 @@ KERNELS: dict[str, list[Case]] = {
         for context in CONTEXTS
         if batch * context <= MAX_CACHED_TOKENS
     ],
+    "decode attention, 8-bit cache": [
+        attention(batch, 1, context, float8=True)
+        for batch in BATCHES
+        for context in CONTEXTS
+        if batch * context <= MAX_CACHED_TOKENS
+    ],
     "shared-prefix attention": [
         attention(batch, 1, context, shared) for batch, context, shared in SHARED_PREFIXES
     ],
     "attention with drafts": [attention(*one, decode_queries=one[1]) for one in DRAFTED],
     "attention with drafts, in prefill tiles": [attention(*one) for one in DRAFTED],
     "prefill attention": [attention(*prefill) for prefill in PREFILLS],
+    "prefill attention, 8-bit cache": [attention(*prefill, float8=True) for prefill in PREFILLS],
     "rotation and cache write": [rotation_and_write(count) for count in ROWS],
     "norm with residual": [norm_with_residual(count) for count in ROWS],
     "gated activation": [gated_activation(count) for count in ROWS],

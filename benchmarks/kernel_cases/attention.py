@@ -15,6 +15,7 @@ from kernel_cases.case import (
     BLOCK_SIZE,
     DEVICE,
     DIM,
+    DTYPE,
     HEADS,
     KV_HEADS,
     Call,
@@ -24,10 +25,11 @@ from kernel_cases.case import (
     copies_of,
     random,
 )
-from quire.kernels.torch.attention import gather_kv, paged_attention
-from quire.layers.attention.backend import AttentionInputs
+from quire.kernels.torch.attention import gather_kv, paged_attention, quantize_heads
+from quire.layers.attention.backend import AttentionInputs, KVScales
 from quire.layers.attention.shared_prefix import PrefixTiles, prefix_tiles
 from quire.layers.attention.triton import TritonBackend
+from quire.protocol.kv_spec import KVSpec
 from quire.worker.rows import Staging
 
 MAX_CHECKED = 16
@@ -35,36 +37,53 @@ MAX_CHECKED = 16
 
 
 def attention(
-    num_requests: int, queries: int, context: int, shared: int = 0, decode_queries: int = 1
+    num_requests: int,
+    queries: int,
+    context: int,
+    shared: int = 0,
+    decode_queries: int = 1,
+    float8: bool = False,
 ) -> Case:
     """`queries` new tokens of each request over `context` cached ones, the new ones included; all
     requests have the first `shared` tokens in common. Up to `decode_queries` new tokens are for the
-    decode kernel."""
+    decode kernel. With `float8` the cache is in e4m3; torch reads it in 16 bits."""
     past = context - queries
     size = f"{num_requests:,} x {context:,}"
     if queries > 1:
         size = f"{num_requests:,} x {queries:,} ({context:,})"
     if shared:
         size = f"{num_requests:,} x ({shared:,} shared + {context - shared:,})"
-    num_bytes = _kv_bytes(num_requests, context, shared)
+    num_bytes = _kv_bytes(num_requests, context, shared, float8)
     num_bytes += 2 * num_requests * queries * HEADS * DIM * 2
     pairs = num_requests * (queries * past + queries * (queries + 1) // 2)
     flops = 4 * HEADS * DIM * pairs
-    make = partial(_attention_sides, num_requests, queries, context, shared, decode_queries)
+    make = partial(_attention_sides, num_requests, queries, context, shared, decode_queries, float8)
     return Case(size, num_bytes, flops, False, make)
 
 
-def _kv_bytes(num_requests: int, context: int, shared: int) -> int:
+def _kv_bytes(num_requests: int, context: int, shared: int, float8: bool) -> int:
     tokens = shared + num_requests * (context - shared)
-    return tokens * KV_HEADS * DIM * 2 * 2
+    return tokens * KVSpec(KV_HEADS, DIM, "fp8_e4m3" if float8 else "bfloat16").bytes_per_token
 
 
 def _attention_sides(
-    num_requests: int, queries: int, context: int, shared: int, decode_queries: int
+    num_requests: int,
+    queries: int,
+    context: int,
+    shared: int,
+    decode_queries: int,
+    float8: bool,
 ) -> Sides:
     blocks = -(-context // BLOCK_SIZE)
-    copies = copies_of(_kv_bytes(num_requests, context, shared))
+    copies = copies_of(_kv_bytes(num_requests, context, shared, float8))
     kv = random(1, 2, copies * num_requests * blocks, KV_HEADS, BLOCK_SIZE, DIM)
+    scales: KVScales | None = None
+    words: Tensor | None = None
+    if float8:
+        kv, scale = quantize_heads(kv, torch.float8_e4m3fn)
+        stored = scale.movedim(1, -1).contiguous()
+        scales = KVScales(stored, torch.zeros(1, 2, KV_HEADS, device=DEVICE))
+        words = stored[0]
     order = torch.randperm(kv.shape[2], device=DEVICE, dtype=torch.int32)
     tables = order.view(copies, num_requests, blocks)
     shared_blocks = shared // BLOCK_SIZE
@@ -72,7 +91,7 @@ def _attention_sides(
     q = random(copies, num_requests * queries, HEADS, DIM)
     starts = torch.arange(0, q.shape[1] + 1, queries, dtype=torch.int32, device=DEVICE)
     lens = torch.full((num_requests,), context, dtype=torch.int32, device=DEVICE)
-    backend = TritonBackend(kv, HEADS, KV_HEADS, DIM, BLOCK_SIZE)
+    backend = TritonBackend(kv, HEADS, KV_HEADS, DIM, BLOCK_SIZE, scales)
     scale = DIM**-0.5
     prefixes = None
     if shared:
@@ -95,8 +114,8 @@ def _attention_sides(
         return lambda: step.attend_prepared(0, q[copy], scale, None)
 
     def torchs(copy: int) -> Call:
-        contiguous = [gather_kv(kv[0], table, 0, context) for table in tables[copy]]
-        k, v = (torch.stack(part) for part in zip(*contiguous, strict=True))
+        contiguous = [gather_kv(kv[0], table, 0, context, words) for table in tables[copy]]
+        k, v = (torch.stack(part).to(DTYPE) for part in zip(*contiguous, strict=True))
         rows = q[copy].view(num_requests, queries, HEADS, DIM).transpose(1, 2).contiguous()
         backends = [SDPBackend.FLASH_ATTENTION]
         if queries > 1:
@@ -116,7 +135,8 @@ def _attention_sides(
         found = ours(0)()
         assert isinstance(found, Tensor)
         count = min(num_requests, MAX_CHECKED)
-        expected = paged_attention(q[0], kv[0], starts[: count + 1], lens[:count], tables[0], scale)
+        requests = (starts[: count + 1], lens[:count], tables[0])
+        expected = paged_attention(q[0], kv[0], *requests, scale, None, words)
         check_close(found[: count * queries], expected[: count * queries])
 
     return Sides([ours(i) for i in range(copies)], [torchs(i) for i in range(copies)], check)

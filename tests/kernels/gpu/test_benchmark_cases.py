@@ -20,10 +20,12 @@ pytestmark = pytest.mark.skipif(
 
 CASES: dict[str, Callable[[Any], Any]] = {
     "decode attention": lambda cases: cases.attention(2, 1, 40),
+    "decode attention, 8-bit cache": lambda cases: cases.attention(2, 1, 40, float8=True),
     "shared-prefix attention": lambda cases: cases.attention(4, 1, 40, shared=32),
     "attention with drafts": lambda cases: cases.attention(2, 3, 40, decode_queries=3),
     "attention with drafts, in prefill tiles": lambda cases: cases.attention(1, 3, 40),
     "prefill attention": lambda cases: cases.attention(1, 20, 40),
+    "prefill attention, 8-bit cache": lambda cases: cases.attention(1, 20, 40, float8=True),
     "prompt attention": lambda cases: cases.attention(2, 20, 20),
     "rotation and cache write": lambda cases: cases.rotation_and_write(3),
     "norm with residual": lambda cases: cases.norm_with_residual(2),
