@@ -50,15 +50,16 @@ def quantize_heads(
 ) -> tuple[Tensor, Tensor]:
     """`x` [tokens, heads, head_dim] in a type of 8 bits, and scales [tokens, heads] in bfloat16.
 
-    A scale is rounded up to bfloat16, so that the largest number of a head never overflows; that of
-    a `given` scale becomes the largest that the type has.
+    A scale is rounded up to a power of 2: numbers of 8 bits have exponents of their own, so nothing
+    is lost, and the largest of a head never overflows. What does with a `given` scale becomes the
+    largest number that the type has.
     """
     largest = torch.finfo(dtype).max
     x = x.float()
     scale = (x.abs().amax(-1) / largest).clamp(min=SMALLEST_SCALE)
     if given is not None:
         scale = torch.where(given > 0, given, scale)
-    rounded = (scale.view(torch.int32) + 0xFFFF) & -0x10000
+    rounded = (scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000
     scale = rounded.view(torch.float32)
     stored = (x / scale.unsqueeze(-1)).clamp(-largest, largest).to(dtype)
     return stored, scale.bfloat16()

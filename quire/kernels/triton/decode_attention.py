@@ -57,7 +57,7 @@ def attend_to_range(
     HAS_LIMIT: tl.constexpr,
     FLOAT8: tl.constexpr,
     E4M3: tl.constexpr,
-    NVIDIA: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """The running softmax of rows over the positions from `begin` to `end`, of which each row sees
     those below its `limit`, and from its `lowest` on, where there are such.
@@ -85,11 +85,12 @@ def attend_to_range(
         kv_mask = valid[:, None] & in_head[None, :]
         k = tl.load(keys_ptr + place, kv_mask, 0)
         if FLOAT8:
-            k_scale, v_scale = scales_of(tl.load(scales_ptr + row, valid, ONES), E4M3)
-            k_even, k_odd = widen_pairs(k, E4M3, NVIDIA)
+            words = tl.load(scales_ptr + row, valid, ONES)
+            k_scale, v_log2, v_inverse = scales_of(words, E4M3, NATIVE)
+            k_even, k_odd = widen_pairs(k, E4M3, NATIVE)
             scores = tl.dot(q_even, tl.trans(k_even.to(q.dtype)), input_precision=EXACT)
             scores = tl.dot(q_odd, tl.trans(k_odd.to(q.dtype)), scores, input_precision=EXACT)
-            scores = scores * (k_scale * scale_log2)[None, :] + tl.log2(v_scale)[None, :]
+            scores = scores * (k_scale * scale_log2)[None, :] + v_log2[None, :]
         else:
             scores = tl.dot(q, tl.trans(k), input_precision=EXACT) * scale_log2
         seen = valid[None, :]
@@ -107,8 +108,8 @@ def attend_to_range(
         shrink = tl.exp2(top - base)
         v = tl.load(values_ptr + place, kv_mask, 0)
         if FLOAT8:
-            total = total * shrink + tl.sum(weights * (1.0 / v_scale)[None, :], 1)
-            v_even, v_odd = widen_pairs(v, E4M3, NVIDIA)
+            total = total * shrink + tl.sum(weights * v_inverse[None, :], 1)
+            v_even, v_odd = widen_pairs(v, E4M3, NATIVE)
             weights = weights.to(q.dtype)
             acc_even, acc_odd = acc_even * shrink[:, None], acc_odd * shrink[:, None]
             acc_even = tl.dot(weights, v_even.to(q.dtype), acc_even, input_precision=EXACT)
@@ -161,7 +162,7 @@ def _decode_kernel(
     HAS_WINDOW: tl.constexpr,
     FLOAT8: tl.constexpr,
     E4M3: tl.constexpr,
-    NVIDIA: tl.constexpr,
+    NATIVE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     request = tl.program_id(2).to(tl.int64)
@@ -230,7 +231,7 @@ def _decode_kernel(
     top, total, acc = attend_to_range(
         q, top, total, acc, keys_ptr, values_ptr, scales_ptr, table, first_row, block_rows, begin,
         end, lowest, limit, scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE,
-        HAS_WINDOW and QUERIES > 1, QUERIES > 1, FLOAT8, E4M3, NVIDIA,
+        HAS_WINDOW and QUERIES > 1, QUERIES > 1, FLOAT8, E4M3, NATIVE,
     )  # fmt: skip
 
     if not IS_SPLIT:

@@ -1,11 +1,16 @@
-"""Numbers of 8 bits in kernels: integer operations widen and round them, on any GPU.
+"""Numbers of 8 bits in kernels.
 
+GPUs of NVIDIA from Ada on have instructions that widen codes; elsewhere integer operations do it.
 Codes of e5m2 are the upper bytes of float16. Those of e4m3 become float16 by moving their bits into
 place, which divides them by 256: their scales are multiplied by that instead.
+
+A scale is a power of 2. Codes have exponents of their own, so nothing is lost by that, and its
+logarithm and its inverse cost no more than an addition.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,23 +25,16 @@ SMALLEST_SCALE = tl.constexpr(2.0**-100)
 
 
 @triton.jit
-def widen(codes, E4M3: tl.constexpr, NVIDIA: tl.constexpr):
-    """float16 of codes in uint8; of e4m3 divided by 256."""
-    if E4M3 and NVIDIA:
-        # Four codes at a time: two words with a code in each upper byte, then shifted by one.
+def widen(codes, E4M3: tl.constexpr, NATIVE: tl.constexpr):
+    """float16 of codes in uint8; of e4m3 divided by 256 where it is not `NATIVE`."""
+    if E4M3 and NATIVE:
+        # Four codes at a time.
         halves = tl.inline_asm_elementwise(
             """{
-            .reg .b32 word, code, sign;
-            prmt.b32 word, $2, 0, 0x1404;
-            shr.b32 code, word, 1;
-            and.b32 code, code, 0x3f803f80;
-            and.b32 sign, word, 0x80008000;
-            or.b32 $0, code, sign;
-            prmt.b32 word, $2, 0, 0x3424;
-            shr.b32 code, word, 1;
-            and.b32 code, code, 0x3f803f80;
-            and.b32 sign, word, 0x80008000;
-            or.b32 $1, code, sign;
+            .reg .b16 lower, upper;
+            mov.b32 {lower, upper}, $2;
+            cvt.rn.f16x2.e4m3x2 $0, lower;
+            cvt.rn.f16x2.e4m3x2 $1, upper;
             }""",
             "=r,=r,r",
             [codes],
@@ -52,27 +50,34 @@ def widen(codes, E4M3: tl.constexpr, NVIDIA: tl.constexpr):
 
 
 @triton.jit
-def widen_pairs(pairs, E4M3: tl.constexpr, NVIDIA: tl.constexpr):
-    """float16 of the lower and of the upper codes of pairs in uint16; of e4m3 divided by 256.
+def widen_pairs(pairs, E4M3: tl.constexpr, NATIVE: tl.constexpr):
+    """As `widen`: the lower and the upper codes of pairs in uint16.
 
     Both come in the layout that the pairs have, so that a tensor core's operand of 16 bits can be
     loaded as it is: single bytes could not be transposed on the way.
     """
-    if E4M3 and NVIDIA:
-        # Two pairs at a time.
+    if E4M3 and NATIVE:
+        # Two pairs at a time: lower bytes and upper bytes are brought together, and converted.
         lower, upper = tl.inline_asm_elementwise(
             """{
-            .reg .b32 code, sign;
-            and.b32 code, $2, 0x007f007f;
-            shl.b32 code, code, 7;
-            and.b32 sign, $2, 0x00800080;
-            shl.b32 sign, sign, 8;
-            or.b32 $0, code, sign;
-            shr.b32 code, $2, 1;
-            and.b32 code, code, 0x3f803f80;
-            and.b32 sign, $2, 0x80008000;
-            or.b32 $1, code, sign;
+            .reg .b32 bytes;
+            .reg .b16 two, none;
+            prmt.b32 bytes, $2, 0, 0x4420;
+            mov.b32 {two, none}, bytes;
+            cvt.rn.f16x2.e4m3x2 $0, two;
+            prmt.b32 bytes, $2, 0, 0x4431;
+            mov.b32 {two, none}, bytes;
+            cvt.rn.f16x2.e4m3x2 $1, two;
             }""",
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    elif NATIVE:
+        lower, upper = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, 0, 0x2404; and.b32 $1, $2, 0xff00ff00;",
             "=r,=r,r",
             [pairs],
             dtype=(tl.float16, tl.float16),
@@ -89,20 +94,25 @@ def widen_pairs(pairs, E4M3: tl.constexpr, NVIDIA: tl.constexpr):
 
 
 @triton.jit
-def scales_of(words, E4M3: tl.constexpr):
-    """Of words with the scales of a key and a value in bfloat16: those of widened codes."""
-    unit: tl.constexpr = 256.0 if E4M3 else 1.0
-    k_scale = (words << 16).to(tl.float32, bitcast=True) * unit
-    v_scale = (words & -65536).to(tl.float32, bitcast=True) * unit
-    return k_scale, v_scale
+def scales_of(words, E4M3: tl.constexpr, NATIVE: tl.constexpr):
+    """Of words with the scales of a key and a value in bfloat16: that of the widened key, and of
+    the value's its logarithm to the base of 2 and its inverse, which are quick for a power of 2."""
+    SHIFT: tl.constexpr = 8 if E4M3 and not NATIVE else 0  # by how much widening divides
+    k_scale = (words << 16).to(tl.float32, bitcast=True) * 2.0**SHIFT
+    exponent = (words >> 23) & 0xFF
+    # Read as a number between 2 ** 23 and 2 ** 24, the exponent is its last digits.
+    v_log2 = (exponent | 0x4B000000).to(tl.float32, bitcast=True) - (2.0**23 + 127 - SHIFT)
+    v_inverse = ((254 - SHIFT - exponent) << 23).to(tl.float32, bitcast=True)
+    return k_scale, v_log2, v_inverse
 
 
 @triton.jit
 def choose_scale(largest, given, E4M3: tl.constexpr):
-    """The scale of a head with such a largest magnitude, or a given one; rounded up to bfloat16."""
+    """The scale of a head with such a largest magnitude, or a given one; rounded up to a power of
+    2."""
     scale = largest / (448.0 if E4M3 else 57344.0)
     scale = tl.where(given > 0, given, tl.maximum(scale, SMALLEST_SCALE))
-    bits = (scale.to(tl.int32, bitcast=True) + 0xFFFF) & -65536
+    bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -143,5 +153,10 @@ def float8_options(kv_layer: Tensor) -> dict[str, Any]:
     return {
         "FLOAT8": kv_layer.element_size() == 1,
         "E4M3": kv_layer.dtype == torch.float8_e4m3fn,
-        "NVIDIA": kv_layer.is_cuda and torch.version.hip is None,
+        "NATIVE": kv_layer.is_cuda and _has_conversion(kv_layer.device),
     }
+
+
+@cache
+def _has_conversion(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -26,7 +26,7 @@ class PrefillTiles:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
-    """Registers of a thread, NVIDIA only: few enough that two programs share a multiprocessor, so
+    """Registers of a thread, NATIVE only: few enough that two programs share a multiprocessor, so
     that one computes exponentials while the other multiplies."""
 
 
@@ -56,7 +56,7 @@ def _attend_to_tile(
     MASKED: tl.constexpr,
     FLOAT8: tl.constexpr,
     E4M3: tl.constexpr,
-    NVIDIA: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """The running softmax after the keys from `start` on. `top` holds scaled scores. Scales of a
     cache in 8 bits are applied as in decode attention."""
@@ -78,11 +78,11 @@ def _attend_to_tile(
     k = tl.load(keys_ptr + place, mask, other)
     if FLOAT8:
         words = tl.load(scales_ptr + row, valid, ONES) if MASKED else tl.load(scales_ptr + row)
-        k_scale, v_scale = scales_of(words, E4M3)
-        k = widen(k, E4M3, NVIDIA).to(q.dtype)
+        k_scale, v_log2, v_inverse = scales_of(words, E4M3, NATIVE)
+        k = widen(k, E4M3, NATIVE).to(q.dtype)
     scores = tl.dot(q, k.T, input_precision=EXACT)
     if FLOAT8:
-        scores = scores * (k_scale * scale_log2)[None, :] + tl.log2(v_scale)[None, :]
+        scores = scores * (k_scale * scale_log2)[None, :] + v_log2[None, :]
         scale_log2 = 1.0
     if MASKED:
         seen = key[None, :] <= position[:, None]
@@ -98,8 +98,8 @@ def _attend_to_tile(
     shrink = tl.exp2(top - base)
     v = tl.load(values_ptr + place, mask, other)
     if FLOAT8:
-        total = total * shrink + tl.sum(weights * (1.0 / v_scale)[None, :], 1)
-        v = widen(v, E4M3, NVIDIA).to(q.dtype)
+        total = total * shrink + tl.sum(weights * v_inverse[None, :], 1)
+        v = widen(v, E4M3, NATIVE).to(q.dtype)
     else:
         total = total * shrink + tl.sum(weights, 1)
     acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=EXACT)
@@ -134,7 +134,7 @@ def _prefill_kernel(
     HAS_WINDOW: tl.constexpr,
     FLOAT8: tl.constexpr,
     E4M3: tl.constexpr,
-    NVIDIA: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     head = tl.program_id(0)
     tile = tl.program_id(1)
@@ -170,20 +170,20 @@ def _prefill_kernel(
             top, total, acc = _attend_to_tile(
                 q, top, total, acc, keys_ptr, values_ptr, scales_ptr, table, first_row,
                 block_rows, start, lowest, end, position, window, scale_log2, HEAD_DIM, PADDED_DIM,
-                BLOCK_SIZE, KEYS, HAS_WINDOW, True, FLOAT8, E4M3, NVIDIA,
+                BLOCK_SIZE, KEYS, HAS_WINDOW, True, FLOAT8, E4M3, NATIVE,
             )  # fmt: skip
     open_end = tl.maximum((first_position + 1) // KEYS * KEYS, open_begin)
     for start in range(open_begin, open_end, KEYS):
         top, total, acc = _attend_to_tile(
             q, top, total, acc, keys_ptr, values_ptr, scales_ptr, table, first_row, block_rows,
             start, lowest, end, position, window, scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE,
-            KEYS, HAS_WINDOW, False, FLOAT8, E4M3, NVIDIA,
+            KEYS, HAS_WINDOW, False, FLOAT8, E4M3, NATIVE,
         )  # fmt: skip
     for start in range(open_end, end, KEYS):
         top, total, acc = _attend_to_tile(
             q, top, total, acc, keys_ptr, values_ptr, scales_ptr, table, first_row, block_rows,
             start, lowest, end, position, window, scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE,
-            KEYS, HAS_WINDOW, True, FLOAT8, E4M3, NVIDIA,
+            KEYS, HAS_WINDOW, True, FLOAT8, E4M3, NATIVE,
         )  # fmt: skip
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     target = out_ptr + token[:, None] * stride_out + head * HEAD_DIM + dims[None, :]

@@ -48,7 +48,7 @@ def _prefix_kernel(
     TILE: tl.constexpr,
     FLOAT8: tl.constexpr,
     E4M3: tl.constexpr,
-    NVIDIA: tl.constexpr,
+    NATIVE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     tile = tl.program_id(2)
@@ -82,7 +82,7 @@ def _prefix_kernel(
     top, total, acc = attend_to_range(
         q, top, total, acc, keys_ptr, values_ptr, scales_ptr, table, first_row, block_rows, begin,
         end, None, None, scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, False, False,
-        FLOAT8, E4M3, NVIDIA,
+        FLOAT8, E4M3, NATIVE,
     )  # fmt: skip
 
     place = (member * NUM_HEADS + head) * num_splits + split

@@ -109,7 +109,8 @@ class TritonBackend(AttentionBackend):
 
     def num_warps(self, num_requests: int, queries: int = 1) -> int:
         """Of a program of decode attention, at least one for 16 query rows."""
-        wanted = 2 if num_requests * self.num_kv_heads >= PROGRAMS_WANTED // 2 else 4
+        is_full = num_requests * self.num_kv_heads >= PROGRAMS_WANTED // 2
+        wanted = 2 if is_full or self.scales is not None else 4
         rows = queries * self._dims[0] // self.num_kv_heads
         return wanted if queries == 1 else max(wanted, 1 << (rows - 1).bit_length() >> 4)
 

@@ -44,12 +44,10 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 def quantized(x: Tensor, kind: torch.dtype, given: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of heads [..., dim]; `given` is 0 where the largest number decides."""
+    """Codes of heads [..., dim], and scales: powers of 2 that fit them where `given` is 0."""
     largest = torch.finfo(kind).max
     scale = torch.where(given > 0, given, x.abs().amax(-1) / largest)
-    rounded = scale.bfloat16()
-    up = torch.nextafter(rounded, torch.full_like(rounded, torch.inf))
-    rounded = torch.where(rounded.float() < scale, up, rounded)
+    rounded = torch.exp2(scale.clamp(min=1e-30).log2().ceil()).bfloat16()
     return (x / rounded.float()[..., None]).clamp(-largest, largest).to(kind), rounded
 
 
@@ -139,7 +137,7 @@ class Cache:
                 # Keys that matter; values of very different sizes.
                 exponent = torch.rand(kv_heads, 2, generator=generator) * 6 - 5
                 exponent[:, 0] = torch.rand(kv_heads, generator=generator) - 2
-                self.scales[block, :, place] = (10**exponent).bfloat16()
+                self.scales[block, :, place] = torch.exp2((exponent * 3.3).round()).bfloat16()
             first += count
         self.lens = contexts
 
