@@ -5,7 +5,6 @@ Tensors come from transformers' state dicts of small random models.
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -189,13 +188,6 @@ def test_dummy_weights_agree_between_ranks(tmp_path: Path) -> None:
 
     for of_rank in on_ranks(2, logits):
         torch.testing.assert_close(of_rank, logits(Parallel(0, 1)), rtol=0, atol=1e-5)
-
-
-def test_quantised_checkpoints_are_refused_by_method(tmp_path: Path) -> None:
-    config, _ = saved(tmp_path)
-    config = dataclasses.replace(config, quantization={"quant_method": "awq", "bits": 4})
-    with pytest.raises(ModelError, match="quant_method 'awq'"):
-        load_model(config, dtype=torch.float32, device="cpu")
 
 
 def test_unknown_architecture_is_refused_with_the_list() -> None:
