@@ -199,6 +199,10 @@ class GptqConfig(QuantizationConfig):
         layout = values.text(key, "gptq")
         if layout not in ("gptq", "gptq_v2"):
             values.fail(key, "gptq or gptq_v2", layout)
+        if values.boolean("is_marlin_format", False):
+            values.fail("is_marlin_format", "false", True)
+        if values.text("pack_dtype", "int32") != "int32":
+            values.fail("pack_dtype", "int32", values.values["pack_dtype"])
         is_old = layout == "gptq"
         usual = _gptq_format(values, is_old)
         changes: list[tuple[re.Pattern[str], GroupFormat | None]] = []
@@ -474,7 +478,9 @@ def _parse_group(values: CheckedValues, key: str, group: object, usual: str) -> 
         values.fail(f"{key}.weights", "an object", weights)
     checked = CheckedValues(values.file, weights)
     bits, kind = checked.values.get("num_bits"), checked.text("type", "int")
-    strategy = checked.text("strategy", "tensor")
+    # As compressed-tensors understands groups without a strategy.
+    sizes = {None: "tensor", -1: "channel"}
+    strategy = checked.text("strategy", sizes.get(weights.get("group_size"), "group"))
     name = group.get("format") or usual
     if name in ("mixed-precision", "", None):
         is_packed = bits == 4 or (kind == "int" and group.get("input_activations") is None)
@@ -580,6 +586,8 @@ def _block(values: CheckedValues, key: str) -> tuple[int, int] | None:
     found: Any = values.values.get(key)
     if found is None:
         return None
+    if isinstance(found, str) and re.fullmatch(r"\d+x\d+", found):
+        found = [int(part) for part in found.split("x")]
     is_pair = isinstance(found, list) and len(found) == 2
     if not is_pair or not all(type(one) is int and one > 0 for one in found):
         values.fail(key, "two positive integers", found)

@@ -253,6 +253,8 @@ def test_damage_is_named_with_its_tensor(
         ({**packers.GPTQ, "group_size": 12}, "group_size must be a multiple of 8"),
         ({**packers.GPTQ, "group_size": "128"}, "group_size must be a positive integer"),
         ({**packers.GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format must be gptq"),
+        ({**packers.GPTQ, "is_marlin_format": True}, "is_marlin_format must be false"),
+        ({**packers.GPTQ, "pack_dtype": "int16"}, "pack_dtype must be int32"),
         ({**packers.GPTQ, "dynamic": {"+:(": {}}}, "regular expression"),
         ({**packers.AWQ, "bits": 8}, "bits must be 4, got 8"),
         ({**packers.AWQ, "version": "gemv"}, "version must be gemm"),
@@ -296,6 +298,25 @@ def test_schemes_that_have_a_name(name: str) -> None:
         return parse_quantization(CheckedValues(Path("config.json"), config))
 
     assert parse({name: ["Linear"]}) == parse({"group_0": {**written, "format": None}})
+
+
+@pytest.mark.parametrize(
+    ("written", "same"),
+    [
+        ({**packers.INT4, "strategy": None}, packers.INT4),
+        ({**packers.INT4, "strategy": None, "group_size": -1}, {**packers.INT8, "num_bits": 4}),
+        (
+            {**packers.FP8, "strategy": "block", "block_structure": "64x128"},
+            {**packers.FP8, "strategy": "block", "block_structure": [64, 128]},
+        ),
+    ],
+)
+def test_what_older_versions_wrote(written: dict[str, Any], same: dict[str, Any]) -> None:
+    found, expected = (
+        parse_quantization(CheckedValues(Path("config.json"), packers.compressed(weights)))
+        for weights in (written, same)
+    )
+    assert found == expected
 
 
 def test_an_unexpected_tensor_is_named_with_what_the_configuration_says(tmp_path: Path) -> None:
