@@ -60,10 +60,16 @@ def round_inputs(model: PreTrainedModel, one: Case) -> None:
             module.register_forward_pre_hook(lambda _, given, rounding=rounding: rounding(given[0]))
 
 
-def logits(folder: Path, parallel: Parallel = Parallel(), fused: bool = True) -> Tensor:  # noqa: B008
+def logits(
+    folder: Path,
+    parallel: Parallel = Parallel(),  # noqa: B008
+    fused: bool = True,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     config = load_model_config(str(folder))
-    model = load_model(config, dtype=torch.float32, device="cpu", parallel=parallel, fused=fused)
-    run = PagedRun(model, config, [TOKENS], num_ranks=parallel.size)
+    model = load_model(config, dtype=dtype, device=device, parallel=parallel, fused=fused)
+    run = PagedRun(model, config, [TOKENS], num_ranks=parallel.size, dtype=dtype)
     for count in (13, 1, 5):
         run.step({0: count})
     return run.all_logits()[0]
@@ -174,6 +180,12 @@ def test_shards_that_differ_stay_apart(tmp_path: Path, caplog: pytest.LogCapture
     assert "layers.*.mlp.gate_up_proj (2 layers): 2 matrices, because" in caplog.text
     assert "layers.*.self_attn.qkv_proj (1 layer): 2 matrices, because" in caplog.text
     assert "down_proj (2 layers): 2 matrices" not in caplog.text
+    save_quantized(small_model(""), tmp_path, CASES["fp8 static"])
+    model = load_model(load_model_config(str(tmp_path)), dtype=torch.float32, device="cpu")
+    qkv = model.get_submodule("model.layers.0.self_attn.qkv_proj")
+    # Scales of q and k differ, and each row keeps its own; inputs of v are rounded otherwise.
+    assert isinstance(qkv, MatrixLayer)
+    assert [matrix.num_outputs for matrix in qkv.matrices] == [96, 32]
     caplog.clear()
     save_quantized(small_model(""), tmp_path, CASES["gptq asym order"])
     config = load_model_config(str(tmp_path))
@@ -445,3 +457,17 @@ def test_tensors_of_a_matrix_may_be_in_several_files(kind: str, tmp_path: Path) 
         index = tmp_path / "model.safetensors.index.json"
         index.write_text(json.dumps({"weight_map": weight_map}))
     torch.testing.assert_close(logits(tmp_path), reference_logits(model, TOKENS), rtol=0, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_a_gpu_computes_the_same(name: str, fused: bool, tmp_path: Path) -> None:
+    one, model = CASES[name], small_model(name)
+    save_quantized(model, tmp_path, one)
+    numbers = reference_logits(model, TOKENS)
+    round_inputs(model, one)
+    noise = (reference_logits(model, TOKENS) - numbers).std()
+    found = logits(tmp_path, fused=fused, device="cuda", dtype=torch.float16).float().cpu()
+    # Kernels may leave inputs as they are, or round them as the format says.
+    assert (found - numbers).std() < 5e-3 * numbers.std() + 1.5 * noise
