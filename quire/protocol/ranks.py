@@ -97,6 +97,11 @@ class Returned(msgspec.Struct, tag=True):
     value: Any = None
 
 
+class Sampling(msgspec.Struct, tag=True):
+    """The forward pass of a step is done: `Sampled` follows soon, for which it pays to stay
+    awake."""
+
+
 class Sampled(msgspec.Struct, tag=True):
     result: StepResult
 
@@ -112,7 +117,7 @@ class RankFailed(msgspec.Struct, tag=True):
 
 
 Order = Call | Execute | Sample
-Answer = Hello | Returned | Sampled | Alive | RankFailed
+Answer = Hello | Returned | Sampling | Sampled | Alive | RankFailed
 
 
 # --- hosts of one engine ------------------------------------------------------------------------

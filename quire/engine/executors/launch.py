@@ -18,8 +18,8 @@ from quire.engine.executors.channel import Channel
 from quire.protocol.codec import line
 from quire.protocol.processes import exit_cause
 from quire.protocol.ranks import MISSES_OTHERS, Connected, Inherited, StartRank
-from quire.protocol.ring import OrderWriter, new_ring
 from quire.worker.groups import new_store, share_memory, shared_files
+from quire.worker.ring import OrderWriter, new_ring
 
 PROGRAM = "import sys; sys.path[:] = {path!r}; from quire.engine.executors.rank import main; main()"
 LOOPBACK = "127.0.0.1"

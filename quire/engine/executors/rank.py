@@ -39,12 +39,13 @@ from quire.protocol.ranks import (
     Returned,
     Sample,
     Sampled,
+    Sampling,
     StartRank,
 )
-from quire.protocol.ring import OrderReader
 from quire.worker.device import detect_device
 from quire.worker.groups import join
 from quire.worker.model_runner import PendingStep
+from quire.worker.ring import OrderReader
 from quire.worker.worker import Worker, num_loading_threads, torch_threads
 
 logger = logging.getLogger(__name__)
@@ -122,6 +123,8 @@ class RankLoop:
 
     def _sample(self, order: Sample) -> None:
         runner = self._worker.runner
+        if self._samples and self._device.type == "cpu":
+            self._answer(Sampling())
         masks: TokenMasks | None = None
         if order.mask_lines is not None and order.mask_bits is not None and self._samples:
             masks = runner.token_masks(order.mask_lines, order.mask_bits.shape[1])
