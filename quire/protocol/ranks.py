@@ -52,6 +52,9 @@ class StartRank(msgspec.Struct, tag=True):
     device_index: int = 0
     processors: list[int] = []
     """Those that it keeps to; none: all."""
+    stays_awake: bool = False
+    """Whether there are cores to spare: then it looks for orders for a moment before it sleeps, and
+    announces results, so that the engine looks for them."""
     num_local: int = 1
     """Ranks of its host."""
     log_level: str | None = None

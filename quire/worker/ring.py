@@ -24,9 +24,6 @@ MAX_READERS = 1023
 HEADER_BYTES = (1 + MAX_READERS) * COUNT_BYTES
 """Numbers of bytes: written by the writer, and read by each reader."""
 POLL_S = 0.0005
-AWAKE_S = 0.002
-"""How long a reader looks for the next message before it sleeps: the engine needs a millisecond
-between two steps of many requests, and waking up takes a tenth of one."""
 LENGTH = struct.Struct("<q")
 ORDERED_MACHINES = ("x86_64", "AMD64")
 """Other processors may show a process the count of bytes before the bytes, unless told not to."""
@@ -123,8 +120,11 @@ class OrderWriter:
 
 
 class OrderReader:
-    def __init__(self, fd: int, rank: int, wake_socket: socket.socket) -> None:
-        self._ring, self._wake_socket = _Ring(fd), wake_socket
+    def __init__(
+        self, fd: int, rank: int, wake_socket: socket.socket, awake_s: float = 0.0
+    ) -> None:
+        """It looks for the next message for `awake_s` before it sleeps."""
+        self._ring, self._wake_socket, self._awake_s = _Ring(fd), wake_socket, awake_s
         self._read, self._position = self._ring.read(rank), 0
 
     def read(self) -> bytes | None:
@@ -135,7 +135,7 @@ class OrderReader:
     def _take(self, size: int) -> bytes | None:
         parts: list[bytes] = []
         while size:
-            there = self._ring.written.get(self._position, AWAKE_S) - self._position
+            there = self._ring.written.get(self._position, self._awake_s) - self._position
             if there == 0:
                 if not self._wake_socket.recv(4096):
                     return None

@@ -33,7 +33,8 @@ class Reader:
         pid = os.fork()
         if pid == 0:
             ours.close()
-            reader, digest, count = OrderReader(fd, index, theirs), hashlib.sha256(), 0
+            reader = OrderReader(fd, index, theirs, awake_s=0.001 * index)
+            digest, count = hashlib.sha256(), 0
             while (message := reader.read()) is not None:
                 digest.update(message)
                 count += 1

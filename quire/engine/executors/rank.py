@@ -51,6 +51,9 @@ from quire.worker.worker import Worker, num_loading_threads, torch_threads
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
+AWAKE_S = 0.002
+"""How long a rank looks for the next order before it sleeps: the engine needs a millisecond between
+two steps of many requests, and waking up takes a tenth of one."""
 
 
 class RankLoop:
@@ -62,7 +65,8 @@ class RankLoop:
         if isinstance(start.channel, Inherited):
             line = socket.socket(fileno=start.channel.answers_fd)
             self._channel = Channel(line)
-            self._orders = OrderReader(start.channel.orders_fd, start.rank, line)
+            awake_s = AWAKE_S if start.stays_awake else 0.0
+            self._orders = OrderReader(start.channel.orders_fd, start.rank, line, awake_s)
         else:
             line = socket.create_connection((start.channel.host, start.channel.port), CUT_S)
             line.settimeout(None)
@@ -123,7 +127,7 @@ class RankLoop:
 
     def _sample(self, order: Sample) -> None:
         runner = self._worker.runner
-        if self._samples and self._device.type == "cpu":
+        if self._samples and self._start.stays_awake:
             self._answer(Sampling())
         masks: TokenMasks | None = None
         if order.mask_lines is not None and order.mask_bits is not None and self._samples:
