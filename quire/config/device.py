@@ -208,6 +208,12 @@ def ranks_share_devices() -> bool:
 def prefer_interface(address: str) -> None:
     """Have gloo use the network interface of this address, unless it is told another. By itself it
     looks up the name of the host, which is often that of the loopback, or of too many."""
+    if ":" in address:
+        digits = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+        for entry in map(str.split, _read(ROOT / "proc/net/if_inet6").splitlines()):
+            if entry[0] == digits:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", entry[-1])
+        return
     for _, name in socket.if_nameindex():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             asked = struct.pack("256s", name.encode()[:15])

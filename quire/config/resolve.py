@@ -37,6 +37,8 @@ class Resolved:
     options: EngineOptions
     notes: list[str]
     """Sentences such as "X became Y because Z"."""
+    warnings: list[str]
+    """What works, but is hardly meant."""
     fits_max_model_len: bool = False
     """Whether max_model_len is an upper bound, to be lowered to what fits in the KV cache."""
 
@@ -47,10 +49,11 @@ def resolve(options: EngineOptions, model: ModelConfig, device: DeviceInfo) -> R
     What stays None has no default to fill in (names, revisions, memory that must be measured).
     """
     notes: list[str] = []
+    warnings: list[str] = []
     check_options(options)
     _check_device(options, device)
     _check_device_count(options, device)
-    _check_sizes(options, model, notes)
+    _check_sizes(options, model, notes, warnings)
     _check_quantization(options, model, device)
     fits = options.model.max_model_len == AUTO_LENGTH
     options = options.replace(
@@ -65,7 +68,7 @@ def resolve(options: EngineOptions, model: ModelConfig, device: DeviceInfo) -> R
         options = options.replace(gpu_memory_utilization=DEFAULT_MEMORY_UTILIZATION)
     options = options.replace(kv_cache_dtype=_kv_cache_dtype(options, notes))
     options = _with_step_limits(options, device, notes)
-    return Resolved(options, notes, fits)
+    return Resolved(options, notes, warnings, fits)
 
 
 def cpu_cache_bytes(cache: CacheOptions, available_bytes: int, total_bytes: int) -> int:
@@ -161,7 +164,9 @@ def _sizes(options: EngineOptions) -> str:
     )
 
 
-def _check_sizes(options: EngineOptions, model: ModelConfig, notes: list[str]) -> None:
+def _check_sizes(
+    options: EngineOptions, model: ModelConfig, notes: list[str], warnings: list[str]
+) -> None:
     """Ranks and stages that would have nothing of the model."""
     size, num_stages = (
         options.parallel.tensor_parallel_size,
@@ -186,9 +191,14 @@ def _check_sizes(options: EngineOptions, model: ModelConfig, notes: list[str]) -
             f"padding: {listed}. More devices serve as stages (pipeline_parallel_size)."
         )
     if size not in even:
-        notes.append(
+        heads_each = -(-kv_heads // size)  # of KV: see `Parallel.heads`
+        num_idle = size - -(-kv_heads // heads_each)
+        what = "the last rank computes some padding"
+        if num_idle:
+            what = f"{num_idle} of the ranks compute nothing but padding in attention"
+        (warnings if num_idle else notes).append(
             f"tensor_parallel_size={size} does not divide {heads} attention heads and {kv_heads} "
-            f"KV heads: some ranks compute with padding. Without it: {listed}"
+            f"KV heads: {what}. Without padding: {listed}."
         )
 
 

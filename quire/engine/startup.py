@@ -59,6 +59,8 @@ def start_engine(options: EngineOptions, model: ModelConfig) -> Engine:
     resolved = resolve(options, model, device)
     for note in resolved.notes:
         logger.debug("%s", note)
+    for warning in resolved.warnings:
+        logger.warning("%s", warning)
     logger.info("model: %s", _description(resolved.options, model, device))
     fits = resolved.fits_max_model_len
     executor = _start_executor(resolved.options, model, device, fits)

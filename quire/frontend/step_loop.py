@@ -137,16 +137,16 @@ class Call:
     def __init__(self) -> None:
         self.changed: dict[str, OpenRequest] = {}
         """Requests with outputs that the call has not taken yet, by their names in the engine."""
-        self._bell = Lock()
-        self._bell.acquire()
+        self._wakeup = Lock()
+        self._wakeup.acquire()
 
     def wake(self) -> None:
         with contextlib.suppress(RuntimeError):  # it was woken before
-            self._bell.release()
+            self._wakeup.release()
 
     def sleep(self) -> None:
         """Until the next `wake`, or not at all if one came since the last `sleep`."""
-        self._bell.acquire()
+        self._wakeup.acquire()
 
 
 class StepLoop:

@@ -91,6 +91,15 @@ def embedding(ids: Tensor, table: Tensor) -> Tensor:
     return F.embedding(ids, table)
 
 
+def argmax(logits: Tensor) -> Tensor:
+    """The place of the largest number in each line of logits [S, V], the first of equals; int64."""
+    if logits.is_cpu and logits.dtype == torch.float32 and cpu.available()[0]:
+        from quire.kernels.cpu import sampling as native
+
+        return native.largest(logits).long()
+    return logits.argmax(-1)
+
+
 def sample_tokens(
     logits: Tensor, rows: Tensor, positions: Tensor, settings: RowSettings, kinds: Kinds
 ) -> Tensor:

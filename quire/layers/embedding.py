@@ -73,10 +73,10 @@ class LMHead(MatrixLayer):
     def gather_argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """The id of the highest of all ranks' `logits` in each line, the lowest of several."""
         # float32 holds every id of a vocabulary, and all values that are narrower, exactly.
-        pairs = torch.zeros(len(logits), 2, dtype=torch.float32, device=logits.device)
-        pairs[:, 0] = -torch.inf
+        found = logits.new_full((2, len(logits)), -torch.inf, dtype=torch.float32)
         if self.kept:
-            values, ids = logits[:, : self.kept].max(-1)
-            pairs = torch.stack((values.float(), (ids + self.first).float()), -1)
-        values, ids = self.parallel.all_gather(pairs).view(len(logits), -1, 2).unbind(-1)
-        return ids.gather(1, values.argmax(-1, keepdim=True))[:, 0].int()
+            best = dispatch.argmax(logits[:, : self.kept])
+            found[0] = logits.gather(1, best.unsqueeze(1)).squeeze(1)
+            found[1] = best + self.first
+        values, ids = self.parallel.all_gather(found.view(-1)).view(-1, *found.shape).unbind(1)
+        return ids.masked_fill(values < values.amax(0), torch.inf).amin(0).int()

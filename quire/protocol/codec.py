@@ -30,6 +30,8 @@ def _array(kind: type, value: Any) -> Any:
     code, shape, data = value
     if code not in range(len(DTYPES)):
         raise ValueError(f"an array has the unknown type {code!r:.20}")
+    if not data:
+        return np.empty(shape, DTYPES[code])
     # A copy: what is received may be kept and changed, the message may not.
     return np.frombuffer(data, DTYPES[code]).reshape(shape).copy()
 

@@ -52,6 +52,9 @@ class StartRank(msgspec.Struct, tag=True):
     device_index: int = 0
     processors: list[int] = []
     """Those that it keeps to; none: all."""
+    stays_awake: bool = False
+    """Whether there are cores to spare: then it looks for orders for a moment before it sleeps, and
+    announces results, so that the engine looks for them."""
     num_local: int = 1
     """Ranks of its host."""
     log_level: str | None = None
@@ -97,6 +100,11 @@ class Returned(msgspec.Struct, tag=True):
     value: Any = None
 
 
+class Sampling(msgspec.Struct, tag=True):
+    """The forward pass of a step is done: `Sampled` follows soon, for which it pays to stay
+    awake."""
+
+
 class Sampled(msgspec.Struct, tag=True):
     result: StepResult
 
@@ -112,7 +120,7 @@ class RankFailed(msgspec.Struct, tag=True):
 
 
 Order = Call | Execute | Sample
-Answer = Hello | Returned | Sampled | Alive | RankFailed
+Answer = Hello | Returned | Sampling | Sampled | Alive | RankFailed
 
 
 # --- hosts of one engine ------------------------------------------------------------------------

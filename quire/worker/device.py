@@ -46,7 +46,8 @@ def detect_device(wanted: str, place: int | None = None) -> DeviceInfo:
     return DeviceInfo(
         "cuda",
         name,
-        torch.cuda.mem_get_info(index)[1],
+        # Not by `mem_get_info`: an engine whose ranks are elsewhere needs no context on a GPU.
+        torch.cuda.get_device_properties(index).total_memory,
         threads.count,
         threads.reason,
         torch.cuda.is_bf16_supported(including_emulation=False),

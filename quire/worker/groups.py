@@ -82,7 +82,7 @@ def _new_file(num_bytes: int) -> int:
 
 def new_store(host: str, timeout_s: float) -> dist.TCPStore:
     """Where ranks that share no memory find each other, at a free port of this address alone."""
-    with socket.create_server((host, 0)) as listening:
+    with listen(host, 0) as listening:
         return dist.TCPStore(
             host,
             listening.getsockname()[1],
@@ -91,6 +91,12 @@ def new_store(host: str, timeout_s: float) -> dist.TCPStore:
             timeout=timedelta(seconds=timeout_s),
             master_listen_fd=os.dup(listening.fileno()),
         )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """At this address alone, of IPv4 or IPv6."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family)
 
 
 # --- what a rank does ---------------------------------------------------------------------------

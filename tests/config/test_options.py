@@ -19,6 +19,7 @@ from quire.config.quantization import parse_quantization
 from quire.config.resolve import GIB, cpu_cache_bytes, resolve
 from quire.config.server import ServingOptions
 from quire.files.json_file import CheckedValues
+from quire.layers.parallel import Parallel
 from quire.protocol.errors import OptionError, QuireError
 
 CPU = DeviceInfo("cpu", "a CPU", 16 * GIB, num_threads=8)
@@ -273,14 +274,21 @@ def test_ranks_that_would_have_nothing_are_refused(values: dict[str, Any], messa
 
 
 def test_ranks_that_need_padding_are_told_of_sizes_that_do_not() -> None:
+    """By a warning where some have nothing else."""
     model = replace(MODEL, num_heads=12, num_kv_heads=6)
     for size in (1, 2, 3, 6, 12):
-        assert "padding" not in " ".join(
-            resolve(options(tensor_parallel_size=size), model, CPU).notes
-        )
-    notes = " ".join(resolve(options(tensor_parallel_size=4), model, CPU).notes)
-    assert "tensor_parallel_size=4 does not divide 12 attention heads and 6 KV heads" in notes
-    assert "Without it: 1, 2, 3, 6, 12" in notes
+        found = resolve(options(tensor_parallel_size=size), model, CPU)
+        assert "padding" not in " ".join(found.notes + found.warnings)
+    for size, num_idle in ((4, 1), (5, 2), (7, 1), (8, 2)):
+        (said,) = resolve(options(tensor_parallel_size=size), model, CPU).warnings
+        assert f"tensor_parallel_size={size} does not divide 12 attention heads and 6 KV" in said
+        assert f"{num_idle} of the ranks compute nothing but padding" in said
+        assert "Without padding: 1, 2, 3, 6, 12." in said
+        shares = [Parallel(rank, size).heads(12, 6) for rank in range(size)]
+        assert sum(share.kv_first >= 6 for share in shares) == num_idle
+    model = replace(MODEL, num_heads=15, num_kv_heads=5)
+    other = resolve(options(tensor_parallel_size=3), model, CPU)
+    assert not other.warnings and "the last rank computes some padding" in " ".join(other.notes)
 
 
 def test_toy_models_get_one_thread_unless_more_are_asked_for() -> None:

@@ -3,6 +3,7 @@ through the host. Several GPUs are not needed, and so NCCL between two is not sh
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from quire import LLM, SamplingParams
+from quire import LLM, RequestOutput, SamplingParams
 
 pytestmark = pytest.mark.gpu
 
@@ -25,6 +26,25 @@ SIZES = {
     "eos_token_id": None,
     "bos_token_id": None,
 }
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+NEAR = 0.4
+MEAN_NEAR = 0.1
+"""Between logprobs of 32 layers in bfloat16 whose sums are taken in another order; other weights
+would make it 1.4 in the mean."""
 
 
 def tokens_of(folder: Path, **changes: Any) -> list[list[int]]:
@@ -91,3 +111,79 @@ def test_ranks_on_devices_of_their_own(
 ) -> None:
     """By NCCL, whose collectives are inside the graphs."""
     assert tokens_of(folder, tensor_parallel_size=tp, pipeline_parallel_size=pp) == expected
+
+
+@pytest.fixture(scope="module")
+def folder_8b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("llama-8b")
+    (place / "config.json").write_text(json.dumps(LLAMA_8B), encoding="utf-8")
+    return place
+
+
+def outputs_of_8b(folder: Path, **changes: int) -> list[RequestOutput]:
+    """Of 16 prompts of 100 tokens, by random weights that follow from the seed."""
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=2)
+    measured = params.clone()
+    measured.prompt_logprobs = 0
+    prompts: Any = [
+        {"prompt_token_ids": [(37 * i + 11 * j) % 128000 for j in range(100)]} for i in range(16)
+    ]
+    with LLM(
+        model=str(folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=1024,
+        max_num_seqs=32,
+        max_num_batched_tokens=2048,
+        kv_cache_memory_bytes=1 << 30,
+        enforce_eager=True,
+        **changes,  # type: ignore[arg-type]
+    ) as llm:
+        return llm.generate(prompts, [measured] * 4 + [params] * 12, use_tqdm=False)
+
+
+@pytest.fixture(scope="module")
+def expected_8b(folder_8b: Path) -> list[RequestOutput]:
+    return outputs_of_8b(folder_8b)
+
+
+def test_stages_of_an_8b_model_on_one_device(
+    folder_8b: Path, expected_8b: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer computes what it does in one process."""
+    monkeypatch.setenv("QUIRE_RANKS_SHARE_DEVICES", "1")
+    found = outputs_of_8b(folder_8b, pipeline_parallel_size=2)
+    assert [one.outputs[0].token_ids for one in found] == [
+        one.outputs[0].token_ids for one in expected_8b
+    ]
+
+
+def test_halves_of_an_8b_model_on_one_device(
+    folder_8b: Path, expected_8b: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_RANKS_SHARE_DEVICES", "1")
+    found = outputs_of_8b(folder_8b, tensor_parallel_size=2)
+    apart: list[float] = []
+    num_clear = 0
+    for one, other in zip(found, expected_8b, strict=True):
+        prompts = one.prompt_logprobs or (), other.prompt_logprobs or ()
+        for mine, theirs in list(zip(*prompts, strict=True))[1:]:
+            assert mine is not None and theirs is not None
+            apart += [abs(mine[token].logprob - theirs[token].logprob) for token in theirs]
+        (first, second), (mine_first, _) = map(_first_logprobs, (other, one))
+        apart.append(abs(first[1] - mine_first[1]))
+        if first[1] - second[1] > NEAR:
+            num_clear += 1
+            assert mine_first[0] == first[0]
+    mean = sum(apart) / len(apart)
+    print(f"{len(apart)} logprobs differ by {mean:.3f}, at most {max(apart):.3f}; {num_clear=}")
+    assert max(apart) < NEAR and mean < MEAN_NEAR and num_clear >= 3
+
+
+def _first_logprobs(output: RequestOutput) -> list[tuple[int, float]]:
+    """The two best tokens of the first position, the best first."""
+    logprobs = output.outputs[0].logprobs
+    assert logprobs is not None
+    pairs = [(token, one.logprob) for token, one in logprobs[0].items()]
+    return sorted(pairs, key=lambda pair: -pair[1])[:2]

@@ -130,13 +130,17 @@ def output_of(process: subprocess.Popen[str], timeout_s: float = 120) -> str:
     return process.communicate(timeout=timeout_s)[0]
 
 
-def test_two_hosts_and_a_cut(hosts: Hosts, model: Path) -> None:
-    """The same tokens as on one host; then the cable is cut in the middle of a request, and both
-    sides say so."""
+def tokens_of_one_host(model: Path) -> list[int]:
     with LLM(model=str(model), **OPTIONS) as llm:
         params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
         (output,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
-        expected = list(output.outputs[0].token_ids)
+        return list(output.outputs[0].token_ids)
+
+
+def test_two_hosts_and_a_cut(hosts: Hosts, model: Path) -> None:
+    """The same tokens as on one host; then the cable is cut in the middle of a request, and both
+    sides say so."""
+    expected = tokens_of_one_host(model)
     place = ("--master-addr", ADDRESSES[0])
     second = hosts.start(1, *follower(model, *place))
     first = hosts.start(0, sys.executable, "-c", head(model, 40, master_addr=ADDRESSES[0]))
@@ -157,6 +161,18 @@ def test_two_hosts_and_a_cut(hosts: Hosts, model: Path) -> None:
     said = output_of(second)
     assert second.returncode != 0
     assert f"host 0 ({ADDRESSES[0]}:29501) is lost" in said and "does not answer" in said, said
+
+
+def test_hosts_without_ipv4(hosts: Hosts, model: Path) -> None:
+    for i, name in enumerate(hosts.names):
+        run("ip", "-n", name, "addr", "flush", "dev", f"cable{i}")
+        address = f"fd00:213:7::{1 + i}/64"
+        run("ip", "-n", name, "addr", "add", address, "dev", f"cable{i}", "nodad")
+    second = hosts.start(1, *follower(model, "--master-addr", "fd00:213:7::1"))
+    first = hosts.start(0, sys.executable, "-c", head(model, 40, master_addr="fd00:213:7::1"))
+    said = output_of(first)
+    assert f"tokens {tokens_of_one_host(model)}" in said, said
+    assert second.wait(30) == 0
 
 
 @pytest.mark.parametrize(
@@ -258,7 +274,7 @@ def test_what_a_host_keeps_to_itself() -> None:
 
 def test_port_of_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which takes the connection, and says nothing."""
-    monkeypatch.setattr(nodes, "GREETING_S", 0.2)
+    monkeypatch.setattr(nodes, "HANDSHAKE_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         options = EngineOptions().replace(
             nnodes=2, node_rank=1, tensor_parallel_size=2, master_port=silent.getsockname()[1]

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 200
-JOIN = """
+JOIN = '''
 import sys
 import torch
 import torch.distributed as dist
@@ -39,7 +39,21 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def numbers(rank, step, dtype, shape=(33, 65)):
     generator = torch.Generator().manual_seed(100 * rank + step)
     return torch.randn(shape, generator=generator).to(dtype).cuda(index)
-"""
+
+def pass_on():
+    """What one stage sends the next has, in order and as it was."""
+    link = parallel.stage.link
+    for step in range(20):
+        for dtype in DTYPES:
+            shape = (1 + 300 * (step % 3), 64)
+            if parallel.stage.is_first:
+                x = numbers(0, step, dtype, shape)
+                link.send(x)
+                x.fill_(-1)
+            else:
+                out = link.receive(torch.empty(shape, dtype=dtype, device=f"cuda:{index}"))
+                assert torch.equal(out, numbers(0, step, dtype, shape)), (step, dtype)
+'''
 CAPTURE = """
 parallel = join(start, options, device)
 group = parallel.group  # `Parallel` itself would skip what one rank need not do
@@ -75,7 +89,7 @@ print("done", flush=True)
 """
 SHARE = """
 parallel = join(start, options, device)
-group, link, stage = parallel.group, parallel.stage.link, parallel.stage
+group = parallel.group
 assert dist.get_backend() == "gloo" and not parallel.is_capturable or tp == 1
 for step in range(5):
     for dtype in DTYPES:
@@ -94,16 +108,7 @@ for step in range(5):
         ids = group.broadcast(torch.tensor([rank, step], device="cuda"), 0) if tp > 1 else None
         assert ids is None or ids.tolist() == [0, step]
 if pp > 1:
-    for step in range(20):
-        for dtype in DTYPES:
-            shape = (1 + 300 * (step % 3), 64)
-            if stage.is_first:
-                x = numbers(0, step, dtype, shape)
-                link.send(x)
-                x.fill_(-1)
-            else:
-                out = link.receive(torch.empty(shape, dtype=dtype, device="cuda"))
-                assert torch.equal(out, numbers(0, step, dtype, shape)), (step, dtype)
+    pass_on()
 dist.barrier()
 print("done", flush=True)
 """
@@ -115,7 +120,7 @@ except OptionError as error:
 """
 TWO_GPUS = """
 parallel = join(start, options, device)
-group, link, stage = parallel.group, parallel.stage.link, parallel.stage
+group = parallel.group
 assert dist.get_backend() == "nccl" and parallel.is_capturable
 for dtype in DTYPES:
     if tp > 1:
@@ -130,18 +135,19 @@ for dtype in DTYPES:
             every = [numbers(other, step, dtype) for other in range(tp)]
             torch.testing.assert_close(summed, every[0] + every[1])
             assert torch.equal(gathered, torch.stack(every))
-    for step in range(20 if pp > 1 else 0):
-        shape = (1 + 300 * (step % 3), 64)
-        if stage.is_first:
-            x = numbers(0, step, dtype, shape)
-            link.send(x)
-            x.fill_(-1)
-        else:
-            out = link.receive(torch.empty(shape, dtype=dtype, device=f"cuda:{index}"))
-            assert torch.equal(out, numbers(0, step, dtype, shape)), (step, dtype)
+if pp > 1:
+    pass_on()
 dist.barrier()
 torch.cuda.synchronize()
 print("done", flush=True)
+"""
+LOOK = """
+import torch
+from quire.worker.device import detect_device
+found = detect_device("cuda")
+print(torch._C._cuda_hasPrimaryContext(0))
+assert found.total_memory_bytes == torch.cuda.mem_get_info()[1]
+print(torch._C._cuda_hasPrimaryContext(0))
 """
 
 
@@ -202,3 +208,10 @@ def test_two_ranks_on_one_gpu_are_refused() -> None:
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
 def test_two_gpus(tp: int, pp: int) -> None:
     assert run_ranks(TWO_GPUS, tp, pp, [0, 1], {"QUIRE_RANKS_SHARE_DEVICES": "0"}) == ["done\n"] * 2
+
+
+def test_an_engine_opens_no_context_on_a_gpu() -> None:
+    """It looks at the device, whose memory its ranks alone need."""
+    words = [sys.executable, "-c", LOOK]
+    found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["False", "True"]

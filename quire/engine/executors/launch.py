@@ -18,8 +18,8 @@ from quire.engine.executors.channel import Channel
 from quire.protocol.codec import line
 from quire.protocol.processes import exit_cause
 from quire.protocol.ranks import MISSES_OTHERS, Connected, Inherited, StartRank
-from quire.protocol.ring import OrderWriter, new_ring
 from quire.worker.groups import new_store, share_memory, shared_files
+from quire.worker.ring import OrderWriter, new_ring
 
 PROGRAM = "import sys; sys.path[:] = {path!r}; from quire.engine.executors.rank import main; main()"
 LOOPBACK = "127.0.0.1"
@@ -143,9 +143,11 @@ def rank_starts(options: EngineOptions, ranks: Sequence[int], num_local: int) ->
     level = logging.getLogger("quire").getEffectiveLevel()
     quiet = logging.getLevelName(max(level, logging.WARNING))
     shares = [list[int]()] * num_local
+    num_threads = options.device.num_threads or 1
+    has_cores_left = num_threads < len(os.sched_getaffinity(0))
     if options.device.device == "cpu" and num_local > 1:
         shares = core_shares(num_local)
-        threads = max((options.device.num_threads or 1) // num_local, 1)
+        threads = max(num_threads // num_local, 1)
         options = options.replace(num_threads=threads)
     return [
         StartRank(
@@ -154,6 +156,7 @@ def rank_starts(options: EngineOptions, ranks: Sequence[int], num_local: int) ->
             Connected("", 0, ""),
             device_index=place,
             processors=shares[place],
+            stays_awake=options.device.device == "cpu" and has_cores_left,
             num_local=num_local,
             log_level=quiet if rank else None,
             logs_as_server=is_server(),

@@ -37,12 +37,12 @@ from quire.protocol.ranks import (
     StartRanks,
     ToNode,
 )
-from quire.worker.groups import new_store
+from quire.worker.groups import listen, new_store
 
 logger = logging.getLogger(__name__)
 
-GREETING_S = 10.0
-MAX_GREETING_BYTES = 1 << 20
+HANDSHAKE_S = 10.0
+MAX_HANDSHAKE_BYTES = 1 << 20
 RETRY_S = 0.5
 OWN_OPTIONS = {
     *("node_rank", "num_threads", "hf_token", "download_dir", "log_level", "disable_log_stats"),
@@ -51,40 +51,40 @@ OWN_OPTIONS = {
 """Those that hosts may have different values of."""
 
 
-class Reception:
-    """Takes connections in and hands them over by their first message, which stays unread."""
+class Listener:
+    """Accepts connections and hands them over by their first message, which stays unread."""
 
     def __init__(
         self,
         address: tuple[str, int],
         secret: str,
-        welcome: Callable[[Channel, Hello | JoinNode], None],
+        connected: Callable[[Channel, Hello | JoinNode], None],
     ) -> None:
-        self._secret, self._welcome = secret, welcome
-        self._listener = socket.create_server(address)
-        self.port: int = self._listener.getsockname()[1]
+        self._secret, self._connected = secret, connected
+        self._socket = listen(*address)
+        self.port: int = self._socket.getsockname()[1]
 
-    def open(self) -> None:
-        threading.Thread(target=self._accept, name="quire-reception", daemon=True).start()
+    def start(self) -> None:
+        threading.Thread(target=self._accept, name="quire-listener", daemon=True).start()
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # it is closed already
             # `accept` of another thread goes on after a close alone.
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
 
     def _accept(self) -> None:
         while True:
             try:
-                line, _ = self._listener.accept()
+                line, _ = self._socket.accept()
             except OSError:
                 return
-            threading.Thread(target=self._greet, args=(line,), daemon=True).start()
+            threading.Thread(target=self._handshake, args=(line,), daemon=True).start()
 
-    def _greet(self, line: socket.socket) -> None:
-        line.settimeout(GREETING_S)
+    def _handshake(self, line: socket.socket) -> None:
+        line.settimeout(HANDSHAKE_S)
         notice_cut(line, CUT_S)
-        channel = Channel(line, MAX_GREETING_BYTES)
+        channel = Channel(line, MAX_HANDSHAKE_BYTES)
         decoder: Decoder[Hello | JoinNode] = Decoder(Hello | JoinNode)
         try:
             data = channel.peek()
@@ -96,7 +96,7 @@ class Reception:
             channel.close()
             return
         channel.max_bytes = MAX_MESSAGE_BYTES
-        self._welcome(channel, message)
+        self._connected(channel, message)
 
 
 class ConnectedRanks:
@@ -107,7 +107,7 @@ class ConnectedRanks:
         self._timeout_s, self._host = options.parallel.timeout_s, host
         self._secret = secrets.token_hex(16)
         try:
-            self.reception = Reception((host, port), self._secret, self.welcome)
+            self.listener = Listener((host, port), self._secret, self.connected)
         except OSError as error:
             raise OptionError(
                 f"cannot listen at master_addr={host!r}, master_port={port}: {error}. Set "
@@ -115,9 +115,9 @@ class ConnectedRanks:
                 "a free port."
             ) from None
         self._store = new_store(host, options.parallel.timeout_s)
-        self.reception.open()
+        self.listener.start()
 
-    def welcome(self, channel: Channel, message: Hello | JoinNode) -> None:
+    def connected(self, channel: Channel, message: Hello | JoinNode) -> None:
         if isinstance(message, Hello):
             channel.line.settimeout(self._timeout_s)
             self.channels[message.rank] = channel
@@ -126,7 +126,7 @@ class ConnectedRanks:
 
     def connect(self, start: StartRank) -> StartRank:
         """Tell a rank where to find this process, and the other ranks."""
-        start.channel = Connected(self._host, self.reception.port, self._secret)
+        start.channel = Connected(self._host, self.listener.port, self._secret)
         start.store = (self._host, self._store.port)
         return start
 
@@ -135,7 +135,7 @@ class ConnectedRanks:
             channel.send(order)
 
     def close(self) -> None:
-        self.reception.close()
+        self.listener.close()
         for channel in list(self.channels.values()):
             channel.close()
 
@@ -166,9 +166,9 @@ class NodeProcesses(ConnectedRanks):
         options = self._options.replace(hf_token=None) if node else self._options
         return [self.connect(one) for one in rank_starts(options, ranks, count)]
 
-    def welcome(self, channel: Channel, message: Hello | JoinNode) -> None:
+    def connected(self, channel: Channel, message: Hello | JoinNode) -> None:
         if isinstance(message, Hello):
-            super().welcome(channel, message)
+            super().connected(channel, message)
             return
         channel.read()
         node = message.node_rank
@@ -216,7 +216,7 @@ class NodeProcesses(ConnectedRanks):
         )
 
     def stop(self, comes_back: bool = False) -> None:
-        self.reception.close()  # before hosts that lose their connection try again
+        self.listener.close()  # before hosts that lose their connection try again
         for channel in list(self._nodes.values()):
             if not comes_back:
                 with contextlib.suppress(OSError):  # it is gone already
@@ -276,7 +276,7 @@ class _Node:
         parallel = options.parallel
         said = options.replace(hf_token=None).flat()
         hello = JoinNode(parallel.node_rank, socket.gethostname(), __version__, said)
-        channel.line.settimeout(GREETING_S)
+        channel.line.settimeout(HANDSHAKE_S)
         channel.send(encode(hello))
         reply = self._read()
         if isinstance(reply, Refused):
@@ -284,7 +284,7 @@ class _Node:
         if not isinstance(reply, StartRanks):
             raise QuireError(
                 f"{_address(options)} has closed the connection, or not answered for "
-                f"{GREETING_S:g} s; its log may say why. Check that master_port is that of host 0."
+                f"{HANDSHAKE_S:g} s; its log may say why. Check that master_port is that of host 0."
             )
         channel.line.settimeout(None)
         logger.info("ranks %s run here for %s", _listed(reply.ranks), _address(options))

@@ -39,17 +39,21 @@ from quire.protocol.ranks import (
     Returned,
     Sample,
     Sampled,
+    Sampling,
     StartRank,
 )
-from quire.protocol.ring import OrderReader
 from quire.worker.device import detect_device
 from quire.worker.groups import join
 from quire.worker.model_runner import PendingStep
+from quire.worker.ring import OrderReader
 from quire.worker.worker import Worker, num_loading_threads, torch_threads
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
+AWAKE_S = 0.002
+"""How long a rank looks for the next order before it sleeps: the engine needs a millisecond between
+two steps of many requests, and waking up takes a tenth of one."""
 
 
 class RankLoop:
@@ -61,7 +65,8 @@ class RankLoop:
         if isinstance(start.channel, Inherited):
             line = socket.socket(fileno=start.channel.answers_fd)
             self._channel = Channel(line)
-            self._orders = OrderReader(start.channel.orders_fd, start.rank, line)
+            awake_s = AWAKE_S if start.stays_awake else 0.0
+            self._orders = OrderReader(start.channel.orders_fd, start.rank, line, awake_s)
         else:
             line = socket.create_connection((start.channel.host, start.channel.port), CUT_S)
             line.settimeout(None)
@@ -122,6 +127,8 @@ class RankLoop:
 
     def _sample(self, order: Sample) -> None:
         runner = self._worker.runner
+        if self._samples and self._start.stays_awake:
+            self._answer(Sampling())
         masks: TokenMasks | None = None
         if order.mask_lines is not None and order.mask_bits is not None and self._samples:
             masks = runner.token_masks(order.mask_lines, order.mask_bits.shape[1])

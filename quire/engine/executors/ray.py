@@ -47,7 +47,7 @@ class RayActors(ConnectedRanks):
             self._start(options, nodes)
         except BaseException:
             self._release()
-            if hasattr(self, "reception"):
+            if hasattr(self, "listener"):
                 self.close()
             raise
 
@@ -104,7 +104,7 @@ class RayActors(ConnectedRanks):
             return "What their actors wrote may say more (`ray logs`)."
         return (
             f"{', '.join(absent)}: no actor was started, or it has not reached "
-            f"{self._host}:{self.reception.port}. Look at `ray list actors`, `ray logs` and the "
+            f"{self._host}:{self.listener.port}. Look at `ray list actors`, `ray logs` and the "
             "firewall between the nodes."
         )
 

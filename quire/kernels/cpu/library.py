@@ -13,7 +13,7 @@ from torch import Tensor
 
 LIBRARY_NAME = "libquire_cpu.so"
 ISAS = ("generic", "avx2", "avx512")
-ABI = 14
+ABI = 15
 
 
 def _find_library() -> Path:
@@ -393,4 +393,8 @@ def load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     library.quire_ring_bytes.restype = ctypes.c_int64
     library.quire_send.argtypes = MOVE
     library.quire_receive.argtypes = MOVE
+    library.quire_publish.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+    library.quire_publish.restype = None
+    library.quire_watch.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+    library.quire_watch.restype = ctypes.c_int64
     return library, f"native library, {ISAS[library.quire_best_isa()]}"

@@ -62,5 +62,6 @@ void test_contention();
 void test_collectives();
 void test_missing_rank();
 void test_ring();
+void test_published_number();
 
 }  // namespace check

@@ -27,6 +27,8 @@ int32_t quire_broadcast(const Meeting*, void* x, int64_t num_bytes, int32_t sour
 int64_t quire_ring_bytes(int64_t capacity);
 int32_t quire_send(const Ring*, const void* x, int64_t num_bytes);
 int32_t quire_receive(const Ring*, void* out, int64_t num_bytes);
+void quire_publish(int64_t* at, int64_t value);
+int64_t quire_watch(const int64_t* at, int64_t seen, int64_t awake);
 }
 
 namespace check {
@@ -187,6 +189,26 @@ void test_ring() {
   equal("send what fits", quire_send(&hasty, x.data(), 24), kDone);
   equal("receive another size", quire_receive(&hasty, x.data(), 23), kOtherSize);
   equal("send to a silent receiver", quire_send(&hasty, x.data(), kCapacity), kTimedOut);
+}
+
+void test_published_number() {
+  constexpr int64_t kCount = 200;
+  int64_t number = 0;
+  std::vector<int64_t> written(kCount + 1);
+  std::thread writer([&] {
+    for (int64_t i = 1; i <= kCount; ++i) {
+      written[i] = 3 * i;
+      quire_publish(&number, i);
+      if (i % 64 == 0) std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+  });
+  for (int64_t seen = 0, now; seen < kCount; seen = now) {
+    now = quire_watch(&number, seen, kShort);
+    equal("an older number", now < seen, false);
+    equal("what was written before", written[now], 3 * now);
+  }
+  writer.join();
+  equal("a number that stays", quire_watch(&number, kCount, kShort), kCount);
 }
 
 }  // namespace check

@@ -52,7 +52,7 @@ constexpr Test kTests[] = {
     {"penalize", test_penalize},           {"dequantize", test_dequantize},
     {"thread pool", test_thread_pool},                   {"contention", test_contention},
     {"collectives", test_collectives},     {"missing rank", test_missing_rank},
-    {"ring", test_ring},
+    {"ring", test_ring},                   {"published number", test_published_number},
 };
 
 void run(const Test& test) {

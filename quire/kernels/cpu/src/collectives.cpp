@@ -277,5 +277,16 @@ int32_t quire_receive(const Ring* ring, void* out, int64_t num_bytes) {
   return ring->read(out, num_bytes) ? quire::kDone : quire::kTimedOut;
 }
 
+// Publishes what was written before to processes that see `value` at the address.
+void quire_publish(int64_t* at, int64_t value) { __atomic_store_n(at, value, __ATOMIC_RELEASE); }
+
+// The number at an address, once it is not `seen` or `awake` nanoseconds have passed.
+int64_t quire_watch(const int64_t* at, int64_t seen, int64_t awake) {
+  int64_t found, started = 0;
+  const auto has_changed = [&] { return (found = __atomic_load_n(at, __ATOMIC_ACQUIRE)) != seen; };
+  if (!has_changed()) quire::is_met_soon(has_changed, quire::kAwake, awake, started);
+  return found;
+}
+
 }  // extern "C"
 #pragma GCC visibility pop
