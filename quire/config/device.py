@@ -42,6 +42,8 @@ class DeviceInfo:
     """Ranks of this engine that share its memory."""
     is_num_threads_wanted: bool = False
     """Whether a user asked for that number of threads."""
+    num_processors: int = 1
+    """Those that this process may run on."""
 
 
 def cpu_device(root: Path = ROOT) -> DeviceInfo:
@@ -54,6 +56,7 @@ def cpu_device(root: Path = ROOT) -> DeviceInfo:
         threads.count,
         threads.reason,
         is_num_threads_wanted=threads.is_wanted,
+        num_processors=len(list(_affinity())),
     )
 
 

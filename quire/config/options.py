@@ -227,7 +227,8 @@ class SchedulerOptions(CheckedOptions):
     max_steps_in_flight: int | None = option(
         None,
         "Steps launched before the first one's result is read.",
-        default_text="1 on a CPU, 2 on a GPU; the stages of a pipeline",
+        default_text="2 on a GPU, and on a CPU whose ranks are other processes and leave cores free; "
+        "the stages of a pipeline; else 1",
         minimum=1,
     )
     long_prefill_token_threshold: int = option(
@@ -325,6 +326,12 @@ class ParallelOptions(CheckedOptions):
     @property
     def num_ranks(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def has_rank_processes(self) -> bool:
+        """Whether ranks run in other processes than the engine."""
+        backend = self.distributed_executor_backend
+        return backend in ("mp", "ray") or (backend is None and self.num_ranks > 1)
 
     @property
     def timeout_s(self) -> float:

@@ -62,8 +62,8 @@ def resolve(options: EngineOptions, model: ModelConfig, device: DeviceInfo) -> R
         dtype=_dtype(options, model, device, notes),
         max_model_len=_max_model_len(options, model, notes),
         num_threads=_num_threads(options, model, device, notes),
-        max_steps_in_flight=_max_steps_in_flight(options, device),
     )
+    options = options.replace(max_steps_in_flight=_max_steps_in_flight(options, device, notes))
     if device.type != "cpu" and options.cache.gpu_memory_utilization is None:
         options = options.replace(gpu_memory_utilization=DEFAULT_MEMORY_UTILIZATION)
     options = options.replace(kv_cache_dtype=_kv_cache_dtype(options, notes))
@@ -120,10 +120,21 @@ def check_options(options: EngineOptions) -> None:
         )
 
 
-def _max_steps_in_flight(options: EngineOptions, device: DeviceInfo) -> int:
-    if options.parallel.pipeline_parallel_size > 1:
-        return options.parallel.pipeline_parallel_size
-    return options.scheduler.max_steps_in_flight or (1 if device.type == "cpu" else 2)
+def _max_steps_in_flight(options: EngineOptions, device: DeviceInfo, notes: list[str]) -> int:
+    """Of options whose threads are final."""
+    wanted, parallel = options.scheduler.max_steps_in_flight, options.parallel
+    if parallel.pipeline_parallel_size > 1:
+        return parallel.pipeline_parallel_size
+    if wanted is not None or device.type != "cpu":
+        return wanted or 2
+    num_threads = options.device.num_threads or 1
+    if not parallel.has_rank_processes or num_threads >= device.num_processors:
+        return 1
+    notes.append(
+        f"max_steps_in_flight became 2 because {num_threads} threads of the ranks leave some of "
+        f"{device.num_processors} processors free, on which the engine plans the next step"
+    )
+    return 2
 
 
 def _check_parallel(options: EngineOptions) -> None:

@@ -80,9 +80,7 @@ def _start_executor(
 ) -> Executor:
     from quire.engine.executors.local import LocalExecutor
 
-    parallel = options.parallel
-    backend = parallel.distributed_executor_backend or ("uni" if parallel.num_ranks == 1 else "mp")
-    if backend in ("uni", "external_launcher"):
+    if not options.parallel.has_rank_processes:
         return LocalExecutor(options, model, device, fits_max_model_len=fits_max_model_len)
     from quire.engine.executors.distributed import DistributedExecutor
 

@@ -242,6 +242,26 @@ def test_resolution_fills_what_depends_on_the_device() -> None:
     assert (small["max_num_batched_tokens"], small["max_num_seqs"]) == (8192, 256)
 
 
+@pytest.mark.parametrize(
+    ("num_processors", "values", "steps"),
+    [
+        (9, {"tensor_parallel_size": 2}, 2),
+        (9, {"distributed_executor_backend": "mp"}, 2),
+        (9, {"tensor_parallel_size": 2, "max_steps_in_flight": 1}, 1),
+        (8, {"tensor_parallel_size": 2}, 1),
+        (9, {}, 1),
+        (9, {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}, 1),
+    ],
+)
+def test_ranks_that_leave_cores_free_have_two_steps_in_flight(
+    num_processors: int, values: dict[str, Any], steps: int
+) -> None:
+    """The engine then plans the next step while ranks compute; on their own cores it would hold
+    them up."""
+    device = replace(CPU, num_processors=num_processors)
+    assert resolved(device, **values)["max_steps_in_flight"] == steps
+
+
 def test_a_pipeline_has_as_many_steps_in_flight_as_stages() -> None:
     """With fewer a stage would be idle, and there are no rows for more."""
     model = replace(MODEL, num_layers=3)
