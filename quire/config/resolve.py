@@ -127,11 +127,11 @@ def _max_steps_in_flight(options: EngineOptions, device: DeviceInfo, notes: list
         return parallel.pipeline_parallel_size
     if wanted is not None or device.type != "cpu":
         return wanted or 2
-    num_threads = options.device.num_threads or 1
-    if not parallel.has_rank_processes or num_threads >= device.num_processors:
+    num_busy = max(options.device.num_threads or 1, parallel.num_ranks // parallel.nnodes)
+    if not parallel.has_rank_processes or num_busy >= device.num_processors:
         return 1
     notes.append(
-        f"max_steps_in_flight became 2 because {num_threads} threads of the ranks leave some of "
+        f"max_steps_in_flight became 2 because the ranks' threads leave some of "
         f"{device.num_processors} processors free, on which the engine plans the next step"
     )
     return 2

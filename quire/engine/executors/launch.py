@@ -144,7 +144,7 @@ def rank_starts(options: EngineOptions, ranks: Sequence[int], num_local: int) ->
     quiet = logging.getLevelName(max(level, logging.WARNING))
     shares = [list[int]()] * num_local
     num_threads = options.device.num_threads or 1
-    has_cores_left = num_threads < len(os.sched_getaffinity(0))
+    has_cores_left = max(num_threads, num_local) < len(os.sched_getaffinity(0))
     if options.device.device == "cpu" and num_local > 1:
         shares = core_shares(num_local)
         threads = max(num_threads // num_local, 1)
