@@ -30,6 +30,7 @@ from quire.layers.weights import (
     Share,
     Weight,
 )
+from quire.protocol.errors import ModelError
 
 INT8_BLOCK = 32
 INT4_GROUP = 128
@@ -282,7 +283,10 @@ class Packed:
                 continue
             stored, bring = tensors["weight"]
             arrived.append(_brought(layer.rank_share("weight", key, stored), bring))
-        layer.matrices = self._packer.pack(arrived)
+        try:
+            layer.matrices = self._packer.pack(arrived)
+        except ModelError as error:  # such as numbers that cannot be rounded
+            raise ModelError(f"{layer.path}: {error}") from error
         if len(layer.matrices) > 1:
             count = len(layer.matrices)
             layer.why_slower.append(f"{count} matrices, because its shards differ in format")
