@@ -29,7 +29,12 @@ from quire.kernels.cpu import linear as packed
 from quire.kernels.cpu.quantized import pack_weights
 from quire.kernels.torch import linear as reference
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES
-from quire.kernels.torch.quantized_weights import GroupedWeights, QuantizedWeights, ScaledWeights
+from quire.kernels.torch.quantized_weights import (
+    GroupedWeights,
+    InputRounding,
+    QuantizedWeights,
+    ScaledWeights,
+)
 
 SHAPES = {
     "qkv": (960, 576),
@@ -74,7 +79,8 @@ def random_weights(name: str, outputs: int, inputs: int) -> QuantizedWeights:
     if name in ("W8A8", "FP8"):
         floats = torch.randn(outputs, inputs)
         values = floats.mul(40).to(torch.int8) if name == "W8A8" else floats.to(torch.float8_e4m3fn)
-        return ScaledWeights(values, torch.rand(outputs).mul(1e-3))
+        rounding = InputRounding(values.dtype)
+        return ScaledWeights(values, torch.rand(outputs).mul(1e-3), rounding=rounding)
     size = 32 if name == "MXFP4" else 128
     codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
     scales = torch.rand(outputs, -(-inputs // size)).mul(1e-3)

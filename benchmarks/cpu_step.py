@@ -15,11 +15,14 @@ large pages. No step with few requests can be faster.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,10 +38,35 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": "float32"},
     "int8": {"quantization": "int8"},
     "gguf": {"quantization": "gguf"},
+    "gguf-a16": {"quantization": "gguf-a16"},
+    "gptq": {"load_format": "dummy", "skip_tokenizer_init": True},
 }
+"""Of the embedded model; GPTQ of 4 bits in groups of 128 has random weights of its sizes."""
 WARM_UP_STEPS, ROUNDS, STEPS = 5, 6, 8
 READ_BYTES = 512 << 20
 Phases = dict[str, tuple[object, str]]
+
+
+def write_gptq(folder: Path) -> str:
+    """The configuration of a checkpoint with the sizes of the embedded model."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float16",
+        "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
 
 
 class Reader:
@@ -198,12 +226,11 @@ def main(words: Sequence[str] | None = None) -> None:
     figures: dict[str, dict[str, float]] = {}
     reader = Reader()
     for precision in arguments.precisions:
-        llm = LLM(
-            max_model_len=1024,
-            max_num_seqs=64,
-            enable_prefix_caching=False,
-            **PRECISIONS[precision],
-        )
+        options = PRECISIONS[precision]
+        with tempfile.TemporaryDirectory() as folder:
+            if precision == "gptq":
+                options = {**options, "model": write_gptq(Path(folder))}
+            llm = LLM(max_model_len=1024, max_num_seqs=64, enable_prefix_caching=False, **options)
         for size in arguments.batches:
             figures[f"{precision}, {size}"] = profile_batch(llm, reader, size, arguments.context)
         del llm

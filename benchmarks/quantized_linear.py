@@ -1,4 +1,5 @@
-"""Linear layers of an 8B model from quantised weights, by format and batch, next to cuBLAS in bf16.
+"""Linear layers of an 8B model from quantised weights, by format and batch, next to cuBLAS in 16
+bits: float16 for groups of 4 bits, as such checkpoints have it, else bfloat16.
 
     python benchmarks/quantized_linear.py
     python benchmarks/quantized_linear.py --formats fp8 fp8-block --tokens 1 64 --json FILE
@@ -26,7 +27,7 @@ ROTATED_BYTES = 256 << 20
 MAX_COPIES = 16
 BOUND = 5e-2
 """Of the relative error against inputs that are not rounded."""
-HEADER = ["layer", "tokens", "us", "TB/s", "TFLOP/s", "bf16, us", "bf16 / this", "error"]
+HEADER = ["layer", "tokens", "us", "TB/s", "TFLOP/s", "16 bits, us", "16 bits / this", "error"]
 
 Maker = Callable[[int, int], "QuantizedWeights"]
 
@@ -35,7 +36,7 @@ def makers() -> dict[str, Maker]:
     """Random weights by the name of their format."""
     import torch
 
-    from quire.kernels.torch.quantized_weights import InputRounding, ScaledWeights
+    from quire.kernels.torch.quantized_weights import GroupedWeights, InputRounding, ScaledWeights
 
     def scaled(
         dtype: torch.dtype, block: tuple[int, int] | None, outputs: int, inputs: int
@@ -49,7 +50,15 @@ def makers() -> dict[str, Maker]:
         rounding = InputRounding(dtype, group_size=None if block is None else block[1])
         return ScaledWeights(values.to(dtype), scales / 32 / inputs**0.5, block, rounding)
 
+    def grouped(has_zeros: bool, outputs: int, inputs: int) -> GroupedWeights:
+        codes = torch.randint(0, 16, (outputs, inputs), device="cuda", dtype=torch.uint8)
+        scales = torch.rand(outputs, inputs // 128, device="cuda") / 4 / inputs**0.5
+        zeros = torch.randint(0, 16, scales.shape, device="cuda", dtype=torch.uint8)
+        return GroupedWeights(codes, 4, scales.half(), 128, zeros if has_zeros else None)
+
     return {
+        "int4": partial(grouped, False),
+        "int4-zeros": partial(grouped, True),
         "fp8": partial(scaled, torch.float8_e4m3fn, None),
         "fp8-block": partial(scaled, torch.float8_e4m3fn, (128, 128)),
         "int8": partial(scaled, torch.int8, None),
@@ -59,7 +68,7 @@ def makers() -> dict[str, Maker]:
 def measure(
     make: Maker, layer: str, outputs: int, inputs: int, batches: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
-    """A layer at each size of batch: checked, then timed next to bf16."""
+    """A layer at each size of batch: checked, then timed next to 16 bits."""
     import torch
     import torch.nn.functional as F
 
@@ -68,12 +77,13 @@ def measure(
 
     copies = min(MAX_COPIES, -(-ROTATED_BYTES // (outputs * inputs)))
     weights = make(outputs, inputs)
-    dense = weights.dequantize(torch.bfloat16)
+    dtype = torch.float16 if weights.scales.dtype == torch.float16 else torch.bfloat16
+    dense = weights.dequantize(dtype)
     floats = [dense] + [torch.randn_like(dense) for _ in range(copies // 2)]
     matrices = [make_matrix(weights)]
     matrices += [make_matrix(make(outputs, inputs)) for _ in range(copies - 1)]
     for tokens in batches:
-        x = torch.randn(tokens, inputs, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(tokens, inputs, device="cuda", dtype=dtype)
         expected = F.linear(x, dense).float()
         found = matrices[0].multiply(x, None, None).float()
         error = float((found - expected).norm() / expected.norm())
@@ -85,7 +95,7 @@ def measure(
             "us": 1e6 * seconds,
             "tb_per_s": matrices[0].nbytes / seconds / 1e12,
             "tflop_per_s": 2 * tokens * outputs * inputs / seconds / 1e12,
-            "bf16_us": 1e6 * seconds_of([partial(F.linear, x, one) for one in floats]),
+            "dense_us": 1e6 * seconds_of([partial(F.linear, x, one) for one in floats]),
             "error": error,
         }
 
@@ -97,8 +107,8 @@ def row(figures: dict[str, Any]) -> list[str]:
         f"{figures['us']:,.1f}",
         f"{figures['tb_per_s']:.2f}",
         f"{figures['tflop_per_s']:.0f}",
-        f"{figures['bf16_us']:,.1f}",
-        f"{figures['bf16_us'] / figures['us']:.2f}",
+        f"{figures['dense_us']:,.1f}",
+        f"{figures['dense_us'] / figures['us']:.2f}",
         f"{figures['error']:.1e}",
     ]
 

@@ -229,6 +229,8 @@ def loaded_after(statement: str) -> set[str]:
         "from quire.cli import main; main(['--help'])",
         "from quire.cli import main; main(['generate', '--help'])",
         "from quire.cli import main; main(['bench', '--help'])",
+        "from quire.cli import main; main(['quantize', '--help'])",
+        "from quire.cli import main; main(['quality', '--help'])",
         "from quire.cli import main; main(['generate', 'x', '--block-size', '3'])",
     ],
 )

@@ -25,7 +25,12 @@ from kernel_cases.case import (
     copies_of,
     random,
 )
-from quire.kernels.torch.attention import gather_kv, paged_attention, quantize_heads
+from quire.kernels.torch.attention import (
+    DROPPED_BITS,
+    gather_kv,
+    paged_attention,
+    quantize_heads,
+)
 from quire.layers.attention.backend import AttentionInputs, KVScales
 from quire.layers.attention.shared_prefix import PrefixTiles, prefix_tiles
 from quire.layers.attention.triton import TritonBackend
@@ -80,7 +85,7 @@ def _attention_sides(
     scales: KVScales | None = None
     words: Tensor | None = None
     if float8:
-        kv, scale = quantize_heads(kv, torch.float8_e4m3fn)
+        kv, scale = quantize_heads(kv, torch.float8_e4m3fn, max(DROPPED_BITS))
         stored = scale.movedim(1, -1).contiguous()
         scales = KVScales(stored, torch.zeros(1, 2, KV_HEADS, device=DEVICE))
         words = stored[0]

@@ -17,11 +17,10 @@ from quire.config.model import ModelConfig, load_model_config
 from quire.config.options import EngineOptions, option_groups
 from quire.protocol.errors import ModelError, OptionError
 from quire.terminal import note, progress_line
-from quire.text.prompts import cut_text, read_windows
-from quire.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from quire.config.cli import CommandParser
+    from quire.text.tokenizer import Tokenizer
 
 OF_THE_MODEL = ("dtype", "quantization", "kv_cache_dtype")
 """Options of MODEL's engine; BASE has its own."""
@@ -106,6 +105,8 @@ class Side:
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Side:
+        from quire.text.tokenizer import load_tokenizer
+
         wanted = EngineOptions.from_arguments(**given).model
         config = load_model_config(
             wanted.model,
@@ -183,6 +184,8 @@ def _sides(arguments: Arguments) -> tuple[Side, Side]:
 
 
 def _windows(arguments: Arguments, model: Side, base: Side) -> list[list[int]]:
+    from quire.text.prompts import cut_text, read_windows
+
     longest = min(side.config.max_position_tokens for side in (model, base)) - 1
     window = min(WINDOW, longest) if arguments.window is None else arguments.window
     for name, value in (("tokens", arguments.tokens), ("window", window)):

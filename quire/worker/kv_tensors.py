@@ -16,8 +16,9 @@ class KVTensors:
     of different groups that have the same slot share its memory, in blocks of their own.
 
     Those in 8 bits have scales: [slot, block, kv head, place in the block, key or value]. The two
-    of a token and head are one word, which a kernel reads at once. They are powers of 2 in
-    bfloat16, whose range is that of any activation.
+    of a token and head are one word, which a kernel reads at once. They are bfloat16,
+    whose range is that of any activation; its few digits cost nothing, because what is stored was
+    divided by the very number that it is multiplied by.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:

@@ -32,6 +32,29 @@ def test_equals_torch(
     torch.testing.assert_close(found.double(), expected + bias, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_are_computed_with_as_their_numbers(
+    dtype: torch.dtype, isa: str, poisoned_memory: None
+) -> None:
+    """To the bit, subnormal numbers too."""
+    weight = (torch.randn(37, 50) * torch.logspace(-7, 2, 50)).to(dtype)
+    weight[3, :4] = torch.tensor([0.0, -0.0, torch.finfo(dtype).max, torch.finfo(dtype).tiny])
+    narrow, wide = pack_floats([weight], dtype=dtype), pack_floats([weight])
+    assert narrow.packed.dtype == dtype and 2 * narrow.nbytes == wide.nbytes
+    for num_tokens in (1, 13, 30):
+        x = torch.randn(num_tokens, 50)
+        assert torch.equal(narrow.multiply(x), wide.multiply(x))
+    norm = torch.rand(50)
+    for one, other in zip(
+        narrow.multiply_normal(x, None, norm, 1e-5),
+        wide.multiply_normal(x, None, norm, 1e-5),
+        strict=True,
+    ):
+        assert torch.equal(one, other)
+    ids = torch.tensor([36, 0, 3])
+    assert torch.equal(narrow.rows(ids), weight[ids].float())
+
+
 def test_strided_input_and_output() -> None:
     """Rows may lie apart, and nothing beside the output is written."""
     wide, weight = torch.randn(5, 100), torch.randn(20, 40)

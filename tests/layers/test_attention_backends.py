@@ -100,7 +100,12 @@ def test_steps_with_a_cache_in_8_bits(
     def stored(x: Tensor, part: int) -> Tensor:
         heads = x.unflatten(-1, (-1, HEAD_DIM))
         largest = torch.finfo(cache).max
-        own = torch.exp2((heads.abs().amax(-1) / largest).log2().ceil())
+        exact = heads.abs().amax(-1) / largest
+        down = exact.bfloat16()
+        up = torch.nextafter(down, torch.full_like(down, torch.inf))
+        own = torch.where(down.float() < exact, up, down).float()
+        if part == 1:
+            own = torch.exp2(exact.log2().ceil())
         scale = torch.where(torch.tensor(given[part]) > 0, torch.tensor(given[part]), own)
         codes = (heads / scale[..., None]).clamp(-largest, largest).to(cache)
         return (codes.float() * scale[..., None]).flatten(-2)

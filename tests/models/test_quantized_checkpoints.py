@@ -423,6 +423,17 @@ def test_weights_are_rounded_while_they_load(
     assert (error.max() > 0) == (quantization != "int8" or size == 1)
 
 
+def test_what_cannot_be_rounded_is_named(tmp_path: Path) -> None:
+    model = small_model("")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 5] = float("nan")
+    save_safetensors(model, tmp_path)
+    config = load_model_config(str(tmp_path))
+    message = r"model\.layers\.1\.mlp\.down_proj: weight of output 3 and input 5 is nan"
+    with pytest.raises(ModelError, match=message):
+        load_model(config, dtype=torch.float32, device="cpu", quantization="int4")
+
+
 def numbers_of(layer: MatrixLayer) -> Tensor:
     (matrix,) = layer.matrices
     return matrix.rows(torch.arange(matrix.num_outputs))

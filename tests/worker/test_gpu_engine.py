@@ -93,45 +93,6 @@ def test_logits_of_half_precision_are_close(folder: Path, dtype: str) -> None:
     assert agree / total > 0.99
 
 
-@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"num_gpu_blocks_override": 80, "max_model_len": 512}, {"enforce_eager": True}],
-    ids=["graphs", "preempting", "eager"],
-)
-def test_keys_and_values_in_8_bits(folder: Path, kind: str, options: dict[str, Any]) -> None:
-    """Prompts that share a prefix: likelihoods stay close to those of a cache in bfloat16."""
-    shared = prompts(1)[0] * 2
-    work = [shared + prompt for prompt in prompts(16)]
-    params = SamplingParams(
-        temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False, prompt_logprobs=0
-    )
-    found = []
-    for wanted in ("auto", kind):
-        settings = {"kv_cache_memory_bytes": 1 << 28, "max_num_seqs": 64, **options}
-        settings |= {"kv_cache_dtype": wanted, "dtype": "bfloat16", "skip_tokenizer_init": True}
-        with LLM(str(folder), **settings) as llm:
-            outputs = llm.generate([{"prompt_token_ids": p} for p in work], params, use_tqdm=False)
-            again = llm.generate(
-                [{"prompt_token_ids": p} for p in work],
-                SamplingParams(temperature=0.0, max_tokens=4, detokenize=False),
-                use_tqdm=False,
-            )
-        assert any(output.num_cached_tokens for output in again)
-        lines = []
-        for prompt, output in zip(work, outputs, strict=True):
-            entries = list(output.prompt_logprobs or [])[1:]
-            lines += [e[t].logprob for e, t in zip(entries, prompt[1:], strict=True) if e]
-        found.append((torch.tensor(lines), [o.outputs[0].token_ids[:4] for o in outputs], again))
-    (exact, exact_tokens, _), (narrow, tokens, again) = found
-    error = (exact - narrow).pow(2).mean().sqrt() / exact.std()
-    assert 0 < error < (0.1 if kind == "fp8_e4m3" else 0.2), f"{error:.3f} of the spread"
-    first = [one[0] == other[0] for one, other in zip(exact_tokens, tokens, strict=True)]
-    assert sum(first) >= 0.6 * len(first)
-    same = [list(o.outputs[0].token_ids) == list(t) for o, t in zip(again, tokens, strict=True)]
-    assert sum(same) >= 0.6 * len(same), "what the prefix cache has is what was computed"
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -133,6 +133,7 @@ class FloatLinearCall(ctypes.Structure):
         ("num_outputs", ctypes.c_int32),
         ("num_inputs", ctypes.c_int32),
         ("num_threads", ctypes.c_int32),
+        ("kind", ctypes.c_int32),
     )
 
 

@@ -32,8 +32,8 @@ from quire.kernels.torch.linear import KINDS, check_inputs, check_rows
 
 FLOAT_GROUP = 16
 """Outputs that lie together, as in src/float_linear.h."""
-FLOAT_KIND = -1
-"""Takes the place of a format of blocks."""
+FLOAT_KINDS = {torch.float32: -1, torch.bfloat16: -2, torch.float16: -3}
+"""`FloatKind` in src/float_linear.h by what weights are stored as."""
 GROUPED_KINDS = ("Grouped8", "Grouped4", "GroupedE2M1")
 """Numbers with scales for groups of inputs; `quire.kernels.cpu.quantized` packs them."""
 # Rows that are rounded at a time, to bound the memory for them in float32.
@@ -93,7 +93,7 @@ class PackedMatrix(ABC):
 
 @dataclass(frozen=True)
 class FloatMatrix(PackedMatrix):
-    """Weights [num_outputs, num_inputs] in float32."""
+    """Weights [num_outputs, num_inputs] in floats, computed with in float32."""
 
     packed: Tensor
     """[groups, inputs, FLOAT_GROUP]."""
@@ -106,7 +106,8 @@ class FloatMatrix(PackedMatrix):
     @cached_property
     def handle(self) -> MatrixHandle:
         shape = (self.num_outputs, self.packed.shape[1])
-        return ctypes.pointer(NativeMatrix(self.packed.data_ptr(), FLOAT_KIND, *shape, 1))
+        kind = FLOAT_KINDS[self.packed.dtype]
+        return ctypes.pointer(NativeMatrix(self.packed.data_ptr(), kind, *shape, 1))
 
     def multiply(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """x W^T + bias for x [tokens, inputs] in float32, into `out` if given."""
@@ -129,6 +130,7 @@ class FloatMatrix(PackedMatrix):
             num_outputs=self.num_outputs,
             num_inputs=num_inputs,
             num_threads=num_threads(),
+            kind=FLOAT_KINDS[self.packed.dtype],
         )
         if native().quire_float_linear(ctypes.byref(call)) != 0:
             raise MemoryError("no memory for the working space of a linear layer")
@@ -136,7 +138,7 @@ class FloatMatrix(PackedMatrix):
 
     def rows(self, ids: Tensor) -> Tensor:
         """The rows that `ids` [n] name, [n, inputs]."""
-        return self.packed[ids // FLOAT_GROUP, :, ids % FLOAT_GROUP]
+        return self.packed[ids // FLOAT_GROUP, :, ids % FLOAT_GROUP].float()
 
 
 @dataclass(frozen=True)
@@ -220,13 +222,15 @@ class BlockMatrix(PackedMatrix):
         return out
 
 
-def pack_floats(shards: Sequence[Tensor], empty: Empty = torch.empty) -> FloatMatrix:
+def pack_floats(
+    shards: Sequence[Tensor], empty: Empty = torch.empty, dtype: torch.dtype = torch.float32
+) -> FloatMatrix:
     """A matrix of shards [outputs, inputs] one below the other, in memory that `empty` gives.
 
     Missing outputs of the last group are 0. Nothing is copied on the way, for shards may be large.
     """
     total, num_inputs = sum(len(shard) for shard in shards), shards[0].shape[1]
-    packed = empty((-(-total // FLOAT_GROUP), num_inputs, FLOAT_GROUP), dtype=torch.float32)
+    packed = empty((-(-total // FLOAT_GROUP), num_inputs, FLOAT_GROUP), dtype=dtype)
     by_output = packed.transpose(1, 2)
     if total % FLOAT_GROUP:
         packed[-1] = 0.0

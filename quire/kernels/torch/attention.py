@@ -16,6 +16,8 @@ from torch import Tensor
 LARGEST_HALF = torch.finfo(torch.float16).max
 SMALLEST_SCALE = 2.0**-100
 """Of a head of zeros; small enough for any activation, and no trouble to divide by."""
+DROPPED_BITS = (16, 23)
+"""Scales of keys are bfloat16; those of values are powers of 2, which cost kernels less."""
 # Bounds the score matrix of a long prefill; the result does not depend on it.
 MAX_QUERIES_AT_ONCE = 256
 
@@ -40,26 +42,27 @@ def write_kv(
             stored = as_stored(x, kv_layer.dtype)
         else:
             fixed = None if given is None else given[part]
-            stored, scale = quantize_heads(x, kv_layer.dtype, fixed)
+            stored, scale = quantize_heads(x, kv_layer.dtype, DROPPED_BITS[part], fixed)
             scales[blocks, :, offsets, part] = scale
         kv_layer[part, blocks, :, offsets] = stored
 
 
 def quantize_heads(
-    x: Tensor, dtype: torch.dtype, given: Tensor | None = None
+    x: Tensor, dtype: torch.dtype, dropped_bits: int, given: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """`x` [tokens, heads, head_dim] in a type of 8 bits, and scales [tokens, heads] in bfloat16.
 
-    A scale is rounded up to a power of 2: numbers of 8 bits have exponents of their own, so nothing
-    is lost, and the largest of a head never overflows. What does with a `given` scale becomes the
-    largest number that the type has.
+    A scale is rounded up to one without the last `dropped_bits` of float32, so that the largest
+    number of a head never overflows. What does with a `given` scale becomes the largest number that
+    the type has.
     """
     largest = torch.finfo(dtype).max
     x = x.float()
     scale = (x.abs().amax(-1) / largest).clamp(min=SMALLEST_SCALE)
     if given is not None:
         scale = torch.where(given > 0, given, scale)
-    rounded = (scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000
+    last = (1 << dropped_bits) - 1
+    rounded = (scale.view(torch.int32) + last) & ~last
     scale = rounded.view(torch.float32)
     stored = (x / scale.unsqueeze(-1)).clamp(-largest, largest).to(dtype)
     return stored, scale.bfloat16()

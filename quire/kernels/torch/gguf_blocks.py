@@ -43,19 +43,19 @@ def dequantize_blocks(blocks: Tensor, type_name: str) -> Tensor:
     """Stored blocks [n, bytes] of a type in BLOCK_SIZES -> float32 [n, elements]."""
     decode = _DECODERS[type_name]
     block_elements, _ = BLOCK_SIZES[type_name]
-    output = torch.empty(len(blocks), block_elements)
+    output = torch.empty(len(blocks), block_elements, device=blocks.device)
     step = CHUNK_ELEMENTS // block_elements
     for start in range(0, len(blocks), step):
         decode(blocks[start : start + step], output[start : start + step])
     return output
 
 
-def _half(blocks: Tensor, start: int) -> Tensor:
+def half(blocks: Tensor, start: int) -> Tensor:
     """The float16 at byte `start` of every block, as a float32 column."""
     return blocks[:, start : start + 2].view(torch.float16).float()
 
 
-def _nibbles(packed: Tensor) -> Tensor:
+def nibbles(packed: Tensor) -> Tensor:
     """[n, g, b] bytes -> [n, g, 2, b]: all low halves of a group, then all high halves."""
     return torch.stack((packed & 15, packed >> 4), dim=2)
 
@@ -69,31 +69,31 @@ def _bits(packed: Tensor, num_fields: int, width: int) -> Tensor:
 def _fifth_bits(blocks: Tensor, start: int) -> Tensor:
     """Bit i of the 32-bit word at byte `start` becomes bit 4 of element i."""
     word = blocks[:, start : start + 4].unsqueeze(2)
-    shifts = torch.arange(8, dtype=torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
     return (((word >> shifts) & 1) << 4).flatten(1)
 
 
 def _q8_0(blocks: Tensor, output: Tensor) -> None:
-    output.copy_(blocks[:, 2:].view(torch.int8)).mul_(_half(blocks, 0))
+    output.copy_(blocks[:, 2:].view(torch.int8)).mul_(half(blocks, 0))
 
 
 def _q4_0(blocks: Tensor, output: Tensor) -> None:
-    output.copy_(_nibbles(blocks[:, None, 2:]).flatten(1)).sub_(8).mul_(_half(blocks, 0))
+    output.copy_(nibbles(blocks[:, None, 2:]).flatten(1)).sub_(8).mul_(half(blocks, 0))
 
 
 def _q4_1(blocks: Tensor, output: Tensor) -> None:
-    output.copy_(_nibbles(blocks[:, None, 4:]).flatten(1))
-    output.mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+    output.copy_(nibbles(blocks[:, None, 4:]).flatten(1))
+    output.mul_(half(blocks, 0)).add_(half(blocks, 2))
 
 
 def _q5_0(blocks: Tensor, output: Tensor) -> None:
-    numbers = _nibbles(blocks[:, None, 6:]).flatten(1) | _fifth_bits(blocks, 2)
-    output.copy_(numbers).sub_(16).mul_(_half(blocks, 0))
+    numbers = nibbles(blocks[:, None, 6:]).flatten(1) | _fifth_bits(blocks, 2)
+    output.copy_(numbers).sub_(16).mul_(half(blocks, 0))
 
 
 def _q5_1(blocks: Tensor, output: Tensor) -> None:
-    numbers = _nibbles(blocks[:, None, 8:]).flatten(1) | _fifth_bits(blocks, 4)
-    output.copy_(numbers).mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+    numbers = nibbles(blocks[:, None, 8:]).flatten(1) | _fifth_bits(blocks, 4)
+    output.copy_(numbers).mul_(half(blocks, 0)).add_(half(blocks, 2))
 
 
 def scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,13 +113,13 @@ def scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def _scaled(blocks: Tensor, numbers: Tensor, output: Tensor) -> None:
     """numbers [n, 8, 32] times their scales less their minima."""
     scales, minima = scales_and_minima(blocks)
-    output.view(-1, 8, 32).copy_(numbers).mul_((_half(blocks, 0) * scales.float()).unsqueeze(2))
-    output.view(-1, 8, 32).sub_((_half(blocks, 2) * minima.float()).unsqueeze(2))
+    output.view(-1, 8, 32).copy_(numbers).mul_((half(blocks, 0) * scales.float()).unsqueeze(2))
+    output.view(-1, 8, 32).sub_((half(blocks, 2) * minima.float()).unsqueeze(2))
 
 
 def q4_k_numbers(blocks: Tensor) -> Tensor:
     """[n, 8, 32] numbers from 0 to 15."""
-    return _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).flatten(1, 2)
+    return nibbles(blocks[:, 16:].reshape(-1, 4, 32)).flatten(1, 2)
 
 
 def _q4_k(blocks: Tensor, output: Tensor) -> None:
@@ -128,19 +128,19 @@ def _q4_k(blocks: Tensor, output: Tensor) -> None:
 
 def _q5_k(blocks: Tensor, output: Tensor) -> None:
     high = _bits(blocks[:, None, 16:48], 8, 1).flatten(1, 2)
-    low = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).flatten(1, 2)
+    low = nibbles(blocks[:, 48:].reshape(-1, 4, 32)).flatten(1, 2)
     _scaled(blocks, low | (high << 4), output)
 
 
 def q6_k_numbers(blocks: Tensor) -> Tensor:
     """[n, 256] numbers from 0 to 63."""
-    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).flatten(1)
+    low = nibbles(blocks[:, :128].reshape(-1, 2, 64)).flatten(1)
     high = _bits(blocks[:, 128:192].reshape(-1, 2, 32), 4, 2).flatten(1)
     return low | (high << 4)
 
 
 def _q6_k(blocks: Tensor, output: Tensor) -> None:
-    scales = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
+    scales = half(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
     output.copy_(q6_k_numbers(blocks)).sub_(32)
     output.view(-1, 16, 16).mul_(scales.unsqueeze(2))
 

@@ -114,7 +114,9 @@ class BlockMatrix(PackedMatrix):
         return dequantize_rows(self.kind, self.data[ids])
 
 
-def pack_floats(shards: Sequence[Tensor], empty: object = None) -> FloatMatrix:
+def pack_floats(
+    shards: Sequence[Tensor], empty: object = None, dtype: object = None
+) -> FloatMatrix:
     """A matrix of shards [outputs, inputs] one below the other; torch finds the memory."""
     return FloatMatrix(torch.cat(list(shards)).float())
 

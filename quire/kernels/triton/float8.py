@@ -4,8 +4,9 @@ GPUs of NVIDIA from Ada on have instructions that widen codes; elsewhere integer
 Codes of e5m2 are the upper bytes of float16. Those of e4m3 become float16 by moving their bits into
 place, which divides them by 256: their scales are multiplied by that instead.
 
-A scale is a power of 2. Codes have exponents of their own, so nothing is lost by that, and its
-logarithm and its inverse cost no more than an addition.
+A scale of values is a power of 2, whose logarithm and inverse cost no more than an addition; codes
+have exponents of their own, so little is lost by that. Scales of keys have the digits of bfloat16,
+so that the largest number of a key, on which scores depend most, is the largest code.
 """
 
 from __future__ import annotations
@@ -107,12 +108,12 @@ def scales_of(words, E4M3: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def choose_scale(largest, given, E4M3: tl.constexpr):
-    """The scale of a head with such a largest magnitude, or a given one; rounded up to a power of
-    2."""
+def choose_scale(largest, given, E4M3: tl.constexpr, OF_VALUES: tl.constexpr):
+    """The scale of a head with such a largest magnitude, or a given one, rounded up."""
     scale = largest / (448.0 if E4M3 else 57344.0)
     scale = tl.where(given > 0, given, tl.maximum(scale, SMALLEST_SCALE))
-    bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+    bits = scale.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFFF) & 0x7F800000 if OF_VALUES else (bits + 0xFFFF) & -65536
     return bits.to(tl.float32, bitcast=True)
 
 

@@ -28,12 +28,12 @@ def _normalized(first, second, weight_ptr, dims, in_half, eps, HEAD_DIM: tl.cons
 @triton.jit
 def _store_codes(
     codes_ptr, place, first, second, mask, given_ptr, kv_heads, in_heads,
-    HALF: tl.constexpr, E4M3: tl.constexpr,
+    HALF: tl.constexpr, E4M3: tl.constexpr, OF_VALUES: tl.constexpr,
 ):  # fmt: skip
     """Stores heads given as halves [heads, half] in 8 bits, and returns their scales [heads]."""
     a, b = first.to(tl.float32), second.to(tl.float32)
     largest = tl.max(tl.maximum(tl.abs(a), tl.abs(b)), 1)[:, None]
-    scale = choose_scale(largest, tl.load(given_ptr + kv_heads, in_heads, 0.0), E4M3)
+    scale = choose_scale(largest, tl.load(given_ptr + kv_heads, in_heads, 0.0), E4M3, OF_VALUES)
     tl.store(codes_ptr + place, narrow(a / scale, E4M3), mask)
     tl.store(codes_ptr + place + HALF, narrow(b / scale, E4M3), mask)
     return scale
@@ -119,11 +119,11 @@ def _rotary_cache_kernel(
         if FLOAT8:
             k_scale = _store_codes(
                 keys_ptr, place, k_first, k_second, kv_mask, given_ptr, kv_heads, in_heads,
-                HALF, E4M3,
+                HALF, E4M3, False,
             )  # fmt: skip
             v_scale = _store_codes(
                 values_ptr, place, v_first, v_second, kv_mask, given_ptr + NUM_KV_HEADS, kv_heads,
-                in_heads, HALF, E4M3,
+                in_heads, HALF, E4M3, True,
             )  # fmt: skip
             # Both are bfloat16 already.
             word = (k_scale.to(tl.int32, bitcast=True) >> 16) & 0xFFFF

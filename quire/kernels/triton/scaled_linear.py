@@ -108,14 +108,10 @@ class ScaledMatrix:
             rounded = rounded_rms_norm(x, norm_weight, eps, residual, rounding)
             out = self._multiply_rounded(rounded, bias, None)
             return silu_and_mul(out) if gated else out, total
-        if len(x) == 1 and x.is_contiguous() and not (gated and self._cuts_gates()):
-            norm = None
-            if x.shape[1] <= MAX_FUSED_INPUTS:
-                norm = NormInput(norm_weight, eps, residual)
-            else:
-                x = rms_norm(x, norm_weight, eps, residual)
-            out, summed = gemv(x, self._values, bias, norm, gated, None, self._scales, self._block)
-            return out, summed if norm is not None else total
+        is_fused = len(x) == 1 and x.is_contiguous() and x.shape[1] <= MAX_FUSED_INPUTS
+        if is_fused and not (gated and self._cuts_gates()):
+            norm = NormInput(norm_weight, eps, residual)
+            return gemv(x, self._values, bias, norm, gated, None, self._scales, self._block)
         out = self.multiply(rms_norm(x, norm_weight, eps, residual), bias)
         return silu_and_mul(out) if gated else out, total
 

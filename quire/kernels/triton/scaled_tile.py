@@ -47,6 +47,7 @@ def _tile_kernel(
     TOKENS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
+    STAGES: tl.constexpr,
     SIDE_BY_SIDE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -68,7 +69,9 @@ def _tile_kernel(
     HAS_STEPS: tl.constexpr = BLOCK_INPUTS > 0 or GROUP > 0
     sum_type: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32
     total = tl.zeros([TOKENS, OUTPUTS], tl.float32 if HAS_STEPS else sum_type)
-    for start in range(begin, min(begin + part_inputs, num_inputs), INPUTS):
+    # With a number of stages of its own, the loop loads scales ahead too, not factors alone.
+    end = min(begin + part_inputs, num_inputs)
+    for start in tl.range(begin, end, INPUTS, num_stages=STAGES):
         in_columns = columns < num_inputs - start
         x = tl.load(x_rows + start, in_tokens[:, None] & in_columns[None, :], 0.0)
         weight = tl.load(weight_rows + start, in_outputs[:, None] & in_columns[None, :], 0.0)
@@ -169,8 +172,8 @@ def scaled_product(
         OUTPUTS=outputs,
         INPUTS=inputs,
         SIDE_BY_SIDE=SIDE_BY_SIDE,
+        STAGES=tile.num_stages,
         num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
         **launch_options(out),
     )
     if num_parts > 1:

@@ -74,6 +74,8 @@ class TritonBackend(AttentionBackend):
         self.tile_queries = self.prefill.queries
         self.prefill_name = self.prefill.name
         self.stages = 3 if row_bytes <= 256 else 2
+        if is_hopper(kv.device) and row_bytes <= 128 and scales is not None:
+            self.stages = 5  # tiles of half the bytes: more of them are on their way
         # Requests times splits never exceeds this.
         self._max_pieces = max(MAX_SPLITS, MIN_SPLITS * PROGRAMS_UNSPLIT // num_kv_heads)
         self._workspaces = {1: DecodeWorkspace(self._max_pieces, num_heads, head_dim, kv.device)}

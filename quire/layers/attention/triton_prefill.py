@@ -33,7 +33,7 @@ def choose_prefill(kv: Tensor, num_heads: int, num_kv_heads: int) -> PrefillKern
 
     row_bytes = tile_row_bytes(kv)
     if hopper and row_bytes <= 256 and kv.element_size() == 1:
-        tiles = PrefillTiles(64, 64, num_warps=4, num_stages=2)
+        tiles = PrefillTiles(64, 128, num_warps=4, num_stages=2)
     elif hopper and row_bytes <= 256:
         tiles = PrefillTiles(128, 64, num_warps=8, num_stages=3, max_registers=128)
     elif hopper and row_bytes <= 512:

@@ -48,7 +48,7 @@ def choose_methods(
     """The format of weights that is asked for, that of a quantised checkpoint, or the quickest that
     keeps every number. What is rounded here is all but `exact_paths`."""
     where = torch.device(device)
-    plain = _exact_method(dtype, where)
+    plain = _exact_method(dtype, where, keeps_halves=formats_for is not None)
     if formats_for is not None:
         return _checkpoint_methods(formats_for, plain, PackQuantized(dtype, where))
     if quantization is None:
@@ -87,8 +87,12 @@ def largest_block(quantization: str | None, quantized: QuantizationConfig | None
     return max(elements for elements, _ in BLOCK_SIZES.values())
 
 
-def _exact_method(dtype: torch.dtype, device: torch.device) -> QuantizationMethod:
+def _exact_method(
+    dtype: torch.dtype, device: torch.device, keeps_halves: bool
+) -> QuantizationMethod:
+    """What a quantised checkpoint has not quantised is kept in 16 bits if it is stored so, as fast
+    as the rest of it."""
     if device.type != "cpu" or dtype != torch.float32 or not cpu.available()[0]:
         return Unquantized()
     arena = Arena()
-    return Packed(PackFloats(arena.empty), arena)
+    return Packed(PackFloats(arena.empty, keeps_halves), arena)

@@ -11,7 +11,13 @@ import torch
 from quire.kernels import cpu, dispatch
 from quire.kernels.cpu.quantized import pack_weights
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES, BlockRows, dequantize_blocks
-from quire.kernels.torch.quantized_weights import QuantizedWeights, ReferenceMatrix, ScaledWeights
+from quire.kernels.torch.gguf_groups import GROUPED_KINDS, group_blocks
+from quire.kernels.torch.quantized_weights import (
+    GroupedWeights,
+    QuantizedWeights,
+    ReferenceMatrix,
+    ScaledWeights,
+)
 from quire.layers.weights import Matrix
 
 logger = logging.getLogger(__name__)
@@ -23,7 +29,9 @@ def make_matrix(
     """Packs the weights for their device; their own memory may be reused. `dtype` is that of the
     rows of an embedding, and of blocks that no kernel computes with."""
     if isinstance(weights, BlockRows):
-        return DenseMatrix(_numbers(weights).to(dtype))
+        if weights.kind not in GROUPED_KINDS:
+            return DenseMatrix(_numbers(weights).to(dtype))
+        weights = group_blocks(weights)
     if weights.scales.device.type == "cpu" and cpu.available()[0]:
         return pack_weights(weights)
     if isinstance(weights, ScaledWeights) and weights.values.is_cuda:
@@ -33,14 +41,22 @@ def make_matrix(
         if reason is None:
             return scaled_linear.ScaledMatrix(weights)
         _say_once(f"Weights are dequantised for each product, which is slow: {reason}.")
+    if isinstance(weights, GroupedWeights) and weights.codes.is_cuda:
+        from quire.kernels.triton import grouped_matrix
+
+        if grouped_matrix.can_pack(weights):
+            return grouped_matrix.pack_grouped(weights, dtype)
+        _say_once(
+            f"Weights are dequantised for each product, which is slow: groups of "
+            f"{weights.group_size} inputs are no multiples of 16."
+        )
     return ReferenceMatrix(weights)
 
 
 def _numbers(stored: BlockRows) -> torch.Tensor:
     _, block_bytes = BLOCK_SIZES[stored.kind]
-    blocks = stored.rows.cpu().reshape(-1, block_bytes)
-    numbers = dequantize_blocks(blocks, stored.kind).view(stored.shape)
-    return numbers.to(stored.rows.device)
+    blocks = stored.rows.reshape(-1, block_bytes)
+    return dequantize_blocks(blocks, stored.kind).view(stored.shape)
 
 
 @cache

@@ -30,7 +30,9 @@ from quire.layers.weights import (
     Share,
     Weight,
 )
+from quire.protocol.errors import ModelError
 
+HALVES = {torch.bfloat16, torch.float16}
 INT8_BLOCK = 32
 INT4_GROUP = 128
 
@@ -63,16 +65,22 @@ class Packer(Protocol):
 
 
 class PackFloats:
-    """In float32, in memory that `empty` gives."""
+    """In float32, or in 16 bits if `keeps_halves` and they are stored so, in memory that `empty`
+    gives."""
 
     reads_blocks = False
 
-    def __init__(self, empty: Empty = torch.empty) -> None:
+    def __init__(self, empty: Empty = torch.empty, keeps_halves: bool = False) -> None:
         self._empty = empty
+        self._keeps_halves = keeps_halves
 
     def pack(self, weights: Sequence[Share | QuantizedWeights]) -> list[Matrix]:
-        assert all(isinstance(weight, Tensor) for weight in weights), "blocks are for `PackBlocks`"
-        return [kernels().pack_floats(weights, self._empty)]
+        tensors = [weight for weight in weights if isinstance(weight, Tensor)]
+        assert len(tensors) == len(weights), "blocks are for `PackBlocks`"
+        stored = {tensor.dtype for tensor in tensors}
+        halves = self._keeps_halves and len(stored) == 1 and stored <= HALVES
+        dtype = tensors[0].dtype if halves else torch.float32
+        return [kernels().pack_floats(tensors, self._empty, dtype)]
 
     def nbytes(self, num_outputs: int, num_inputs: int, stored: Stored) -> int:
         count: int = kernels().float_bytes(num_outputs, num_inputs)
@@ -139,7 +147,7 @@ class PackQuantized:
             if not isinstance(one, Tensor):
                 matrices.append(make_matrix(one, self._dtype))
             elif one.device.type == "cpu" and self._dtype == torch.float32:
-                matrices += PackFloats().pack([one])
+                matrices += PackFloats(keeps_halves=True).pack([one])
             else:
                 matrices.append(DenseMatrix(one.to(self._dtype)))
         return matrices
@@ -282,7 +290,10 @@ class Packed:
                 continue
             stored, bring = tensors["weight"]
             arrived.append(_brought(layer.rank_share("weight", key, stored), bring))
-        layer.matrices = self._packer.pack(arrived)
+        try:
+            layer.matrices = self._packer.pack(arrived)
+        except ModelError as error:  # such as numbers that cannot be rounded
+            raise ModelError(f"{layer.path}: {error}") from error
         if len(layer.matrices) > 1:
             count = len(layer.matrices)
             layer.why_slower.append(f"{count} matrices, because its shards differ in format")

@@ -43,11 +43,15 @@ def close(found: Tensor, expected: Tensor) -> None:
     assert error < TOLERANCE[found.dtype], f"relative error {error:.2e}"
 
 
-def quantized(x: Tensor, kind: torch.dtype, given: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of heads [..., dim], and scales: powers of 2 that fit them where `given` is 0."""
+def quantized(x: Tensor, kind: torch.dtype, given: Tensor, part: int) -> tuple[Tensor, Tensor]:
+    """Codes of keys (0) or values (1) [..., dim], and scales that fit them where `given` is 0."""
     largest = torch.finfo(kind).max
-    scale = torch.where(given > 0, given, x.abs().amax(-1) / largest)
-    rounded = torch.exp2(scale.clamp(min=1e-30).log2().ceil()).bfloat16()
+    scale = torch.where(given > 0, given, x.abs().amax(-1) / largest).clamp(min=1e-30)
+    rounded = scale.bfloat16()
+    up = torch.nextafter(rounded, torch.full_like(rounded, torch.inf))
+    rounded = torch.where(rounded.float() < scale, up, rounded)
+    if part == 1:
+        rounded = torch.exp2(scale.log2().ceil()).bfloat16()
     return (x / rounded.float()[..., None]).clamp(-largest, largest).to(kind), rounded
 
 
@@ -98,7 +102,7 @@ def test_written_codes_and_scales(
         untouched[slot] = False
         for part, x in enumerate((k, v)):
             heads_of_token = x[token].float()
-            codes, scale = quantized(heads_of_token, kind, prescribed[part])
+            codes, scale = quantized(heads_of_token, kind, prescribed[part], part)
             expected = codes.float() * scale.float()[:, None]
             expected = torch.where(heads_of_token == 0, 0.0, expected).cpu()
             stored = found[part, slot // size, :, slot % size]
@@ -137,7 +141,9 @@ class Cache:
                 # Keys that matter; values of very different sizes.
                 exponent = torch.rand(kv_heads, 2, generator=generator) * 6 - 5
                 exponent[:, 0] = torch.rand(kv_heads, generator=generator) - 2
-                self.scales[block, :, place] = torch.exp2((exponent * 3.3).round()).bfloat16()
+                self.scales[block, :, place] = (10**exponent).bfloat16()
+                powers = torch.exp2((exponent[:, 1] * 3.3).round()).bfloat16()
+                self.scales[block, :, place, 1] = powers
             first += count
         self.lens = contexts
 

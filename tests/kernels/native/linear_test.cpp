@@ -75,9 +75,18 @@ void compare(const Shape& shape, const Tensors& found, const Floats& x, const Fl
   }
 }
 
-void run_float(const Shape& shape, bool has_bias, Random& random) {
+// The upper half of a float.
+uint16_t upper(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return static_cast<uint16_t>(bits >> 16);
+}
+
+void run_float(const Shape& shape, bool has_bias, bool is_bfloat, Random& random) {
   Tensors tensors(shape, random);
-  const Floats weight = random.normals(static_cast<size_t>(shape.outputs * shape.inputs));
+  Floats weight = random.normals(static_cast<size_t>(shape.outputs * shape.inputs));
+  if (is_bfloat)
+    for (float& one : weight) one = std::ldexp(std::nearbyint(std::ldexp(one, 4)), -4);  // fits
   const int groups = (shape.outputs + quire::kPacked - 1) / quire::kPacked;
   Floats packed(static_cast<size_t>(groups * shape.inputs * quire::kPacked));
   for (int o = 0; o < shape.outputs; ++o)
@@ -85,11 +94,14 @@ void run_float(const Shape& shape, bool has_bias, Random& random) {
       packed[static_cast<size_t>((o / quire::kPacked * shape.inputs + i) * quire::kPacked +
                                  o % quire::kPacked)] =
           weight[static_cast<size_t>(o * shape.inputs + i)];
+  std::vector<uint16_t> narrow;
+  for (float one : packed) narrow.push_back(upper(one));
   const quire::FloatLinearCall call = {
-      tensors.x.data(), packed.data(),      has_bias ? tensors.bias.data() : nullptr,
+      tensors.x.data(), is_bfloat ? static_cast<const void*>(narrow.data()) : packed.data(),
+      has_bias ? tensors.bias.data() : nullptr,
       tensors.out.data(), tensors.x_stride, tensors.out_stride,
       shape.tokens,     shape.outputs,      shape.inputs,
-      num_threads};
+      num_threads,      is_bfloat ? quire::FloatKind::kBfloat16 : quire::FloatKind::kFloat32};
   equal("quire_float_linear", quire_float_linear(&call), 0);
   compare(shape, tensors, tensors.x, weight, has_bias, 1e-6);
 }
@@ -195,9 +207,10 @@ bool is_super(quire::Kind kind) { return quire::layout_of(kind).scale_blocks > 1
 void test_float_linear() {
   Random random(static_cast<uint32_t>(num_threads));
   for (int outputs = 1; outputs <= 3 * quire::kPacked; ++outputs)
-    run_float({(outputs * 7 + num_threads) % 31 + 1, outputs, outputs + 2}, outputs % 2, random);
+    run_float({(outputs * 7 + num_threads) % 31 + 1, outputs, outputs + 2}, outputs % 2,
+              outputs % 3 == 0, random);
   for (const Shape& shape : {Shape{1, 700, 150}, Shape{14, 129, 67}, Shape{60, 17, 130}})
-    run_float(shape, true, random);
+    run_float(shape, true, shape.tokens == 14, random);
 }
 
 void test_packed_linear() {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "float_linear.h"
-#include "vector.h"
+#include "halves.h"
 
 namespace quire {
 namespace {
@@ -33,14 +33,15 @@ constexpr int kRowsPerPointer = 3;
 // How far ahead of their use weights are asked for where all tokens fit one tile, in floats.
 constexpr int64_t kFloatsAhead = 512;
 
-// T tokens times G groups. Weights that lie `ahead` of those in use are asked for, if it is not 0.
-template <int G, int T>
+// T tokens times G groups of weights of type E. Weights that lie `ahead` of those in use are asked
+// for, if it is not 0.
+template <typename E, int G, int T>
 QUIRE_NOINLINE void multiply_tile(const FloatLinearCall& call, int32_t group, int32_t token,
                                   int64_t ahead) {
   constexpr int kPointers = (T + kRowsPerPointer - 1) / kRowsPerPointer;
   const int32_t num_inputs = call.num_inputs;
   const size_t panel = static_cast<size_t>(num_inputs) * kPacked;
-  const float* weight = call.weight + group * panel;
+  const E* weight = static_cast<const E*>(call.weight) + group * panel;
   const int64_t stride = call.x_stride;
   const float* x[kPointers];
   QUIRE_UNROLL
@@ -81,16 +82,16 @@ QUIRE_NOINLINE void multiply_tile(const FloatLinearCall& call, int32_t group, in
 }
 
 // Calls the tile that was compiled for this number of tokens.
-template <int G, int T = 1>
+template <typename E, int G, int T = 1>
 void multiply_tokens(const FloatLinearCall& call, int32_t group, int32_t token, int32_t count,
                      int64_t ahead) {
   if constexpr (T < kTileTokens)
-    if (count > T) return multiply_tokens<G, T + 1>(call, group, token, count, ahead);
-  multiply_tile<G, T>(call, group, token, ahead);
+    if (count > T) return multiply_tokens<E, G, T + 1>(call, group, token, count, ahead);
+  multiply_tile<E, G, T>(call, group, token, ahead);
 }
 
 // G groups, which stay in the cache meanwhile, for the tokens of all tiles.
-template <int G>
+template <typename E, int G>
 void multiply_all(const FloatLinearCall& call, int32_t group, bool has_next) {
   const TokenTiles tiles(call.num_tokens, kTileTokens);
   // Weights come from memory while earlier ones are worked with: those of the next groups if there is
@@ -99,15 +100,24 @@ void multiply_all(const FloatLinearCall& call, int32_t group, bool has_next) {
   if (tiles.count > 1) ahead = has_next ? int64_t{G} * call.num_inputs * kPacked : 0;
   for (int32_t tile = 0; tile < tiles.count; ++tile) {
     const int32_t token = tiles.first(tile), height = tiles.first(tile + 1) - token;
-    multiply_tokens<G>(call, group, token, height, tile == 0 ? ahead : 0);
+    multiply_tokens<E, G>(call, group, token, height, tile == 0 ? ahead : 0);
   }
 }
 
-void multiply_groups(const FloatLinearCall& call, int32_t first, int32_t end) {
+template <typename E>
+void multiply_groups_of(const FloatLinearCall& call, int32_t first, int32_t end) {
   int32_t group = first;
   for (; group + kTileGroups <= end; group += kTileGroups)
-    multiply_all<kTileGroups>(call, group, group + 2 * kTileGroups <= end);
-  for (; group < end; ++group) multiply_all<1>(call, group, group + 2 <= end);
+    multiply_all<E, kTileGroups>(call, group, group + 2 * kTileGroups <= end);
+  for (; group < end; ++group) multiply_all<E, 1>(call, group, group + 2 <= end);
+}
+
+void multiply_groups(const FloatLinearCall& call, int32_t first, int32_t end) {
+  switch (call.kind) {
+    case FloatKind::kFloat32: return multiply_groups_of<float>(call, first, end);
+    case FloatKind::kFloat16: return multiply_groups_of<Half>(call, first, end);
+    case FloatKind::kBfloat16: return multiply_groups_of<Bfloat>(call, first, end);
+  }
 }
 
 }  // namespace

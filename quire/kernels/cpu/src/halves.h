@@ -1,4 +1,4 @@
-// Vectors of float16 in memory: scales of packed weights, and keys and values.
+// Vectors of 16-bit floats in memory: scales of packed weights, weights, and keys and values.
 #pragma once
 
 #include "half.h"
@@ -70,6 +70,29 @@ QUIRE_INLINE void store_halves(void* p, Floats x) {
 }
 
 QUIRE_INLINE Floats load(const Half* p) { return load_halves(p); }
+
+// The upper half of a float.
+struct Bfloat {
+  uint16_t bits;
+};
+
+QUIRE_INLINE Floats load(const Bfloat* p) {
+#if defined(__AVX512F__)
+  const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+#elif defined(__AVX2__)
+  const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+#else
+  typedef uint16_t Shorts16 __attribute__((vector_size(2 * kLanes)));
+  Shorts16 halves;
+  std::memcpy(&halves, p, sizeof halves);
+  const Ints bits = __builtin_convertvector(halves, Ints) << 16;
+  Floats values;
+  std::memcpy(&values, &bits, sizeof values);
+  return values;
+#endif
+}
 QUIRE_INLINE float to_float(float x) { return x; }
 QUIRE_INLINE float to_float(Half x) { return half_to_float(x); }
 

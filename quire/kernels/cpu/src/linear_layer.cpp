@@ -216,7 +216,7 @@ int quire_packed_linear(const quire::PackedMatrix* matrix, const float* x, int64
   return quire::compute_blocks(*matrix, layer);
 }
 
-// The same for a weight in float32.
+// The same for a weight in floats.
 int quire_float_linear(const quire::FloatLinearCall* call) {
   const quire::Layer layer = {call->x, call->x_stride, call->num_tokens, nullptr,
                               0.0f,    nullptr,        call->bias,       false,
@@ -225,12 +225,12 @@ int quire_float_linear(const quire::FloatLinearCall* call) {
 }
 
 // A linear layer after a norm, and with gates if `layer` says so. The matrix is of quantised blocks,
-// or of packed floats if its kind is -1.
+// or of packed floats if its kind is a FloatKind.
 int quire_norm_linear(const quire::PackedMatrix* matrix, const quire::Layer* layer) {
   using namespace quire;
   if (static_cast<int32_t>(matrix->kind) >= 0) return compute_blocks(*matrix, *layer);
   const FloatLinearCall call = {layer->x,
-                                reinterpret_cast<const float*>(matrix->data),
+                                matrix->data,
                                 layer->bias,
                                 layer->out,
                                 layer->x_stride,
@@ -238,7 +238,8 @@ int quire_norm_linear(const quire::PackedMatrix* matrix, const quire::Layer* lay
                                 static_cast<int32_t>(layer->num_tokens),
                                 matrix->num_outputs,
                                 matrix->num_inputs,
-                                layer->num_threads};
+                                layer->num_threads,
+                                static_cast<FloatKind>(matrix->kind)};
   return compute_floats(call, *layer);
 }
 

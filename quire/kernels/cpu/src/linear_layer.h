@@ -26,7 +26,7 @@ struct Layer {
   int32_t num_threads;
 };
 
-// A weight in float32, packed as float_linear.h says.
+// A weight in floats, packed as float_linear.h says.
 class FloatProduct {
  public:
   static constexpr int32_t kGroupRows = kPacked;

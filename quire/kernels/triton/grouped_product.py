@@ -1,0 +1,265 @@
+"""Products with weights of a few bits: read as codes, turned into numbers in registers.
+
+A matrix is cut into spans of 8 * RUN inputs. An element of a plane holds the bits of eight inputs
+that lie RUN apart, so that each shift of a tile of elements is a tile of RUN adjacent inputs, and
+the product of a span the sum of eight. Codes of 1, 2 and 4 bits are one plane of elements of 8, 16
+and 32 bits; others are split into two.
+
+Results are computed as W x^T: the numbers that come from codes are then the operand that tensor
+cores take from registers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quire.kernels.hopper.overlap import wait_for_inputs
+
+FIELDS = tl.constexpr(8)
+"""Inputs of an element."""
+
+
+def _bits(field: int, mask: str, exponent: str, shift: int) -> str:
+    """PTX that puts the codes of a field, of two elements, into the fractions of two halves."""
+    return (
+        f"prmt.b32 two, $1, $2, {'0x5410' if field < 4 else '0x7632'};\n"
+        f"shr.b32 two, two, {shift};\n"
+        f"lop3.b32 two, two, {mask}, {exponent}, 0xea;\n"
+    )
+
+
+def _in_place(field: int) -> str:
+    """Every other field in float16, with a shift less: the halves are 64 + code."""
+    return _bits(field, "0x00f000f0", "0x54005400", 4 * (field % 4) - 4)
+
+
+def _lowest(field: int, exponent: str) -> str:
+    """The halves are 2 ** n + code: 1024 and more in float16, 128 and more in bfloat16."""
+    return _bits(field, "0x000f000f", exponent, 4 * (field % 4))
+
+
+def _raised(field: int, is_float16: bool) -> str:
+    if not is_float16:
+        bits = _lowest(field, "0x43004300")
+    else:
+        bits = _in_place(field) if field % 2 else _lowest(field, "0x64006400")
+    return f"{{ .reg .b32 two;\n{bits}mov.b32 $0, two; }}"
+
+
+def _lessened(field: int, is_float16: bool) -> str:
+    """The same less the last operand, which is 2 ** n + zero: code - zero, exactly."""
+    if not is_float16:
+        return f"{{ .reg .b32 two;\n{_lowest(field, '0x43004300')}sub.rn.bf16x2 $0, two, $3; }}"
+    if field % 2 == 0:
+        return f"{{ .reg .b32 two;\n{_lowest(field, '0x64006400')}sub.rn.f16x2 $0, two, $3; }}"
+    # 64 + zero is 960 less than 1024 + zero.
+    return (
+        "{ .reg .b32 two, less;\n"
+        f"{_in_place(field)}"
+        "mov.b32 less, 0x63806380;\n"
+        "sub.rn.f16x2 less, $3, less;\n"
+        "sub.rn.f16x2 $0, two, less; }"
+    )
+
+
+TO_FLOAT16 = tl.constexpr(tuple(_lessened(field, True) for field in range(8)))
+TO_BFLOAT16 = tl.constexpr(tuple(_lessened(field, False) for field in range(8)))
+RAISED_FLOAT16 = tl.constexpr(tuple(_raised(field, True) for field in range(8)))
+RAISED_BFLOAT16 = tl.constexpr(tuple(_raised(field, False) for field in range(8)))
+
+
+@triton.jit
+def _unpack(words, zero, FIELD: tl.constexpr, dtype: tl.constexpr):
+    """code - zero of a field, for words [outputs, RUN] of eight codes and zero [outputs, 1]."""
+    if dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            TO_FLOAT16[FIELD], "=r,r,r,r", [words, (zero + 1024).to(dtype)], tl.float16, True, 2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            TO_BFLOAT16[FIELD], "=r,r,r,r", [words, (zero + 128).to(dtype)], tl.bfloat16, True, 2
+        )
+
+
+@triton.jit
+def _decode(
+    low,
+    high,
+    FIELD: tl.constexpr,
+    LOW_BITS: tl.constexpr,
+    HIGH_BITS: tl.constexpr,
+    IS_E2M1: tl.constexpr,
+):
+    """The numbers that the codes of a field stand for, in float32."""
+    code = (low.to(tl.int32) >> (LOW_BITS * FIELD)) & ((1 << LOW_BITS) - 1)
+    if HIGH_BITS > 0:
+        upper = (high.to(tl.int32) >> (HIGH_BITS * FIELD)) & ((1 << HIGH_BITS) - 1)
+        code |= upper << LOW_BITS
+    if IS_E2M1:
+        # Exponent and mantissa where float32 has them; its exponents are 126 greater.
+        bits = ((code & 7) << 22) | ((code >> 3) << 31)
+        return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+    return code.to(tl.float32)
+
+
+# Numbers differ from step to step; a kernel for each of their divisors would be compiled while
+# requests wait.
+@triton.jit(do_not_specialize=["num_tokens", "splits"])
+def _product_kernel(
+    x_ptr,
+    low_ptr,
+    high_ptr,
+    scales_ptr,
+    zeros_ptr,
+    minima_ptr,
+    bias_ptr,
+    out_ptr,
+    partial_ptr,
+    count_ptr,
+    num_tokens,
+    num_outputs,
+    num_inputs,
+    num_spans,
+    stride_x,
+    stride_out,
+    splits,
+    LOW_BITS: tl.constexpr,
+    HIGH_BITS: tl.constexpr,
+    IS_E2M1: tl.constexpr,
+    ZERO: tl.constexpr,
+    RUN: tl.constexpr,
+    GROUP_RUNS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    SCALES_LATE: tl.constexpr,
+    USES_PTX: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    token_tiles = tl.cdiv(num_tokens, TOKENS)
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    tokens = tile % token_tiles * TOKENS + tl.arange(0, TOKENS)
+    outputs = tile // token_tiles * OUTPUTS + tl.arange(0, OUTPUTS)
+    in_tokens = tokens < num_tokens
+    in_outputs = outputs < num_outputs
+    run = tl.arange(0, RUN)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    x_rows = x_ptr + tokens.to(tl.int64)[None, :] * stride_x
+    first = num_spans * split // splits
+    last = num_spans * (split + 1) // splits
+    wait_for_inputs(OVERLAPS)
+    acc = tl.zeros([OUTPUTS, TOKENS], tl.float32)
+    wide_outputs = num_outputs.to(tl.int64)
+    for span in range(first, last):
+        elements = (span * wide_outputs + outputs)[:, None] * RUN + run[None, :]
+        low = tl.load(low_ptr + elements, in_outputs[:, None], 0)
+        high = low
+        if high_ptr is not None:
+            high = tl.load(high_ptr + elements, in_outputs[:, None], 0)
+        partial = acc
+        scale = tl.zeros([OUTPUTS], tl.float32)
+        zero = tl.full([OUTPUTS], ZERO, tl.float32)
+        minimum = tl.zeros([OUTPUTS], tl.float32)
+        for field in tl.static_range(FIELDS):
+            if field * RUN % (GROUP_RUNS * RUN) == 0:
+                group = (span * FIELDS + field) // GROUP_RUNS * wide_outputs
+                scale = tl.load(scales_ptr + group + outputs, in_outputs, 0.0).to(tl.float32)
+                if zeros_ptr is not None:
+                    zero = tl.load(zeros_ptr + group + outputs, in_outputs, 0).to(tl.float32)
+                if minima_ptr is not None:
+                    minimum = tl.load(minima_ptr + group + outputs, in_outputs, 0.0).to(tl.float32)
+                partial = tl.zeros([OUTPUTS, TOKENS], tl.float32)
+            if USES_PTX:
+                value = _unpack(low, zero[:, None], field, dtype)
+            else:
+                value = _decode(low, high, field, LOW_BITS, HIGH_BITS, IS_E2M1) - zero[:, None]
+                if SCALES_LATE:
+                    value = value.to(dtype)
+            at = (span * FIELDS + field) * RUN + run
+            x = tl.load(x_rows + at[:, None], in_tokens[None, :] & (at < num_inputs)[:, None], 0.0)
+            if SCALES_LATE:
+                partial = tl.dot(value, x, partial, input_precision="ieee")
+                if (field + 1) % GROUP_RUNS == 0 or field == FIELDS - 1:
+                    acc += partial * scale[:, None]
+            else:
+                if minima_ptr is not None or not USES_PTX or dtype != tl.float16:
+                    wide = value.to(tl.float32) * scale[:, None]
+                    if minima_ptr is not None:
+                        wide += minimum[:, None]
+                    value = wide.to(dtype)
+                else:
+                    value = value * scale.to(dtype)[:, None]
+                acc = tl.dot(value, x, acc, input_precision="ieee")
+    if IS_SPLIT:
+        # The last program of a tile adds up what all of them found, always in the same order.
+        place = tl.arange(0, OUTPUTS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+        here = partial_ptr + tile.to(tl.int64) * splits * OUTPUTS * TOKENS + place
+        tl.store(here + split * OUTPUTS * TOKENS, acc)
+        tl.debug_barrier()
+        count = tl.atomic_add(count_ptr + tile, 1)
+        if count < splits - 1:
+            return
+        acc = tl.zeros([OUTPUTS, TOKENS], tl.float32)
+        for one in range(splits):
+            acc += tl.load(here + one * OUTPUTS * TOKENS, cache_modifier=".cg")
+        tl.store(count_ptr + tile, 0)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + outputs, in_outputs, 0.0).to(tl.float32)[:, None]
+    places = out_ptr + tokens.to(tl.int64)[None, :] * stride_out + outputs[:, None]
+    tl.store(places, acc.to(dtype), in_outputs[:, None] & in_tokens[None, :])
+
+
+@triton.jit(do_not_specialize=["first_row", "num_rows"])
+def _dequantize_kernel(
+    rows_ptr,
+    low_ptr,
+    high_ptr,
+    scales_ptr,
+    zeros_ptr,
+    minima_ptr,
+    out_ptr,
+    first_row,
+    num_rows,
+    num_outputs,
+    num_inputs,
+    LOW_BITS: tl.constexpr,
+    HIGH_BITS: tl.constexpr,
+    IS_E2M1: tl.constexpr,
+    ZERO: tl.constexpr,
+    RUN: tl.constexpr,
+    GROUP_RUNS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    span = tl.program_id(1)
+    places = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    in_rows = places < num_rows
+    run = tl.arange(0, RUN)
+    wait_for_inputs(OVERLAPS)
+    if rows_ptr is None:
+        outputs = first_row + places
+    else:
+        outputs = tl.load(rows_ptr + places, in_rows, 0).to(tl.int32)
+    wide_outputs = num_outputs.to(tl.int64)
+    elements = (span * wide_outputs + outputs)[:, None] * RUN + run[None, :]
+    low = tl.load(low_ptr + elements, in_rows[:, None], 0)
+    high = low
+    if high_ptr is not None:
+        high = tl.load(high_ptr + elements, in_rows[:, None], 0)
+    for field in tl.static_range(FIELDS):
+        group = (span * FIELDS + field) // GROUP_RUNS * wide_outputs + outputs
+        scale = tl.load(scales_ptr + group, in_rows, 0.0).to(tl.float32)
+        value = _decode(low, high, field, LOW_BITS, HIGH_BITS, IS_E2M1)
+        if zeros_ptr is not None:
+            value -= tl.load(zeros_ptr + group, in_rows, 0).to(tl.float32)[:, None]
+        else:
+            value -= ZERO
+        value *= scale[:, None]
+        if minima_ptr is not None:
+            value += tl.load(minima_ptr + group, in_rows, 0.0).to(tl.float32)[:, None]
+        at = (span * FIELDS + field) * RUN + run
+        target = out_ptr + places.to(tl.int64)[:, None] * num_inputs + at[None, :]
+        mask = in_rows[:, None] & (at < num_inputs)[None, :]
+        tl.store(target, value.to(out_ptr.dtype.element_ty), mask)
