@@ -227,7 +227,7 @@ class SchedulerOptions(CheckedOptions):
     max_steps_in_flight: int | None = option(
         None,
         "Steps launched before the first one's result is read.",
-        default_text="2 on a GPU, and on a CPU whose ranks are other processes and leave cores free; "
+        default_text="2 on a GPU, and on a CPU whose ranks are processes that leave cores free; "
         "the stages of a pipeline; else 1",
         minimum=1,
     )
