@@ -35,8 +35,9 @@ def broken(x_ptr):
     triton.language.no_such_thing(x_ptr)
 
 # Compiled before: a launch would fail, since there is no such GPU.
-norm._rms_norm_kernel.warmup(x, x, weight, x, 1e-5, 64, 64, HAS_RESIDUAL=False, WIDTH=64,
-                             OVERLAPS=False, grid=(2,), num_warps=1)
+norm._rms_norm_kernel.warmup(x, x, weight, x, 1e-5, 64, 64, None, 0, None, None,
+                             HAS_RESIDUAL=False, GROUP=64, LARGEST=0.0, WIDTH=64, OVERLAPS=False,
+                             grid=(2,), num_warps=1)
 assert len(compiled) == 1
 compiled.clear()
 with CompilingTogether(2):

@@ -9,6 +9,7 @@ the weights is that of `kernels/triton/grouped_product.py`.
 
 from __future__ import annotations
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -16,11 +17,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quire.kernels.hopper.grouped_vectors import code_offset, wait_for_inputs
 from quire.kernels.hopper.loader import load_box
 from quire.kernels.hopper.prefill_attention import barrier
-from quire.kernels.triton.grouped_product import FIELDS, TO_BFLOAT16, TO_FLOAT16
+from quire.kernels.hopper.unpacking import TO_BFLOAT16, TO_FLOAT16
+from quire.kernels.triton.grouped_product import FIELDS
 
 ROWS = gl.constexpr(64)
 """Outputs of a group of warps."""
@@ -286,3 +289,19 @@ def product_kernel(
             [4, 1],
             [REGISTERS, LOAD_REGISTERS],
         )  # fmt: skip
+
+
+def descriptors(
+    x: Tensor, elements: Tensor, tokens: int, outputs: int
+) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Of the boxes of x [tokens, inputs] and of elements [outputs and spans, RUN] that the kernel
+    loads."""
+    run = elements.shape[1]
+    return (
+        TensorDescriptor.from_tensor(
+            x, [tokens, run], gl.NVMMASharedLayout(min(128, 2 * run), 16, 2)
+        ),
+        TensorDescriptor.from_tensor(
+            elements, [outputs, run], gl.NVMMASharedLayout(min(128, 4 * run), 32, 2)
+        ),
+    )

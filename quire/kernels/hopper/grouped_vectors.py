@@ -12,7 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from quire.kernels.triton.grouped_product import FIELDS, RAISED_BFLOAT16, RAISED_FLOAT16
+from quire.kernels.hopper.unpacking import RAISED_BFLOAT16, RAISED_FLOAT16
+from quire.kernels.triton.grouped_product import FIELDS
 
 
 @gluon.jit

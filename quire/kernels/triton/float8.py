@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.hopper.unpacking import widen_e4m3, widen_e4m3_pairs, widen_e5m2_pairs
+
 ONES = tl.constexpr(0x3F803F80)
 """Two scales of 1."""
 SMALLEST_SCALE = tl.constexpr(2.0**-100)
@@ -29,20 +31,7 @@ SMALLEST_SCALE = tl.constexpr(2.0**-100)
 def widen(codes, E4M3: tl.constexpr, NATIVE: tl.constexpr):
     """float16 of codes in uint8; of e4m3 divided by 256 where it is not `NATIVE`."""
     if E4M3 and NATIVE:
-        # Four codes at a time.
-        halves = tl.inline_asm_elementwise(
-            """{
-            .reg .b16 lower, upper;
-            mov.b32 {lower, upper}, $2;
-            cvt.rn.f16x2.e4m3x2 $0, lower;
-            cvt.rn.f16x2.e4m3x2 $1, upper;
-            }""",
-            "=r,=r,r",
-            [codes],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=4,
-        )
+        halves = widen_e4m3(codes)
     else:
         wide = codes.to(tl.uint16)
         bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7) if E4M3 else wide << 8
@@ -58,33 +47,9 @@ def widen_pairs(pairs, E4M3: tl.constexpr, NATIVE: tl.constexpr):
     loaded as it is: single bytes could not be transposed on the way.
     """
     if E4M3 and NATIVE:
-        # Two pairs at a time: lower bytes and upper bytes are brought together, and converted.
-        lower, upper = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 bytes;
-            .reg .b16 two, none;
-            prmt.b32 bytes, $2, 0, 0x4420;
-            mov.b32 {two, none}, bytes;
-            cvt.rn.f16x2.e4m3x2 $0, two;
-            prmt.b32 bytes, $2, 0, 0x4431;
-            mov.b32 {two, none}, bytes;
-            cvt.rn.f16x2.e4m3x2 $1, two;
-            }""",
-            "=r,=r,r",
-            [pairs],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
+        lower, upper = widen_e4m3_pairs(pairs)
     elif NATIVE:
-        lower, upper = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $2, 0, 0x2404; and.b32 $1, $2, 0xff00ff00;",
-            "=r,=r,r",
-            [pairs],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
+        lower, upper = widen_e5m2_pairs(pairs)
     elif E4M3:
         lower = (((pairs & 0x80) << 8) | ((pairs & 0x7F) << 7)).to(tl.float16, bitcast=True)
         upper = ((pairs & 0x8000) | ((pairs & 0x7F00) >> 1)).to(tl.float16, bitcast=True)

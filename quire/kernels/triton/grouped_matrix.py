@@ -176,7 +176,7 @@ class GroupedMatrix:
 
     def _runs_on_hopper(self, x: Tensor, out: Tensor) -> bool:
         return (
-            self._uses_ptx(x.dtype)
+            self._unpacks_natively(x.dtype)
             and is_hopper(x.device)
             and self.run == 64
             and all(tensor.data_ptr() % 16 == 0 for tensor in (x, out))
@@ -256,7 +256,7 @@ class GroupedMatrix:
             TOKENS=tile.tokens,
             IS_SPLIT=tile.splits > 1,
             SCALES_LATE=tile.scales_late and self.minima is None,
-            USES_PTX=self._uses_ptx(x.dtype),
+            NATIVE=self._unpacks_natively(x.dtype),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             **self._layout(),
@@ -304,22 +304,12 @@ class GroupedMatrix:
     def multiply_on_hopper(
         self, x: Tensor, bias: Tensor | None, out: Tensor, tile: HopperTile
     ) -> None:
-        from triton.experimental.gluon import language as gl
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-        from quire.kernels.hopper.grouped_product import product_kernel
+        from quire.kernels.hopper.grouped_product import descriptors, product_kernel
 
         outputs = 64 * tile.groups
         tiles = triton.cdiv(len(x), tile.tokens) * triton.cdiv(self.num_outputs, outputs)
         product_kernel[(tiles, tile.splits)](
-            TensorDescriptor.from_tensor(
-                x, [tile.tokens, self.run], gl.NVMMASharedLayout(min(128, 2 * self.run), 16, 2)
-            ),
-            TensorDescriptor.from_tensor(
-                self.low.view(-1, self.run),
-                [outputs, self.run],
-                gl.NVMMASharedLayout(min(128, 4 * self.run), 32, 2),
-            ),
+            *descriptors(x, self.low.view(-1, self.run), tile.tokens, outputs),
             self.scales,
             self.zeros,
             self.minima,
@@ -346,7 +336,7 @@ class GroupedMatrix:
             **launch_options(out),
         )
 
-    def _uses_ptx(self, dtype: torch.dtype) -> bool:
+    def _unpacks_natively(self, dtype: torch.dtype) -> bool:
         is_plain = self.low_bits == 4 and self.high is None and not self.is_e2m1
         if not is_plain or not self.low.is_cuda or torch.version.hip is not None:
             return False

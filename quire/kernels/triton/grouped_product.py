@@ -15,71 +15,10 @@ import triton
 import triton.language as tl
 
 from quire.kernels.hopper.overlap import wait_for_inputs
+from quire.kernels.hopper.unpacking import unpack_codes
 
 FIELDS = tl.constexpr(8)
 """Inputs of an element."""
-
-
-def _bits(field: int, mask: str, exponent: str, shift: int) -> str:
-    """PTX that puts the codes of a field, of two elements, into the fractions of two halves."""
-    return (
-        f"prmt.b32 two, $1, $2, {'0x5410' if field < 4 else '0x7632'};\n"
-        f"shr.b32 two, two, {shift};\n"
-        f"lop3.b32 two, two, {mask}, {exponent}, 0xea;\n"
-    )
-
-
-def _in_place(field: int) -> str:
-    """Every other field in float16, with a shift less: the halves are 64 + code."""
-    return _bits(field, "0x00f000f0", "0x54005400", 4 * (field % 4) - 4)
-
-
-def _lowest(field: int, exponent: str) -> str:
-    """The halves are 2 ** n + code: 1024 and more in float16, 128 and more in bfloat16."""
-    return _bits(field, "0x000f000f", exponent, 4 * (field % 4))
-
-
-def _raised(field: int, is_float16: bool) -> str:
-    if not is_float16:
-        bits = _lowest(field, "0x43004300")
-    else:
-        bits = _in_place(field) if field % 2 else _lowest(field, "0x64006400")
-    return f"{{ .reg .b32 two;\n{bits}mov.b32 $0, two; }}"
-
-
-def _lessened(field: int, is_float16: bool) -> str:
-    """The same less the last operand, which is 2 ** n + zero: code - zero, exactly."""
-    if not is_float16:
-        return f"{{ .reg .b32 two;\n{_lowest(field, '0x43004300')}sub.rn.bf16x2 $0, two, $3; }}"
-    if field % 2 == 0:
-        return f"{{ .reg .b32 two;\n{_lowest(field, '0x64006400')}sub.rn.f16x2 $0, two, $3; }}"
-    # 64 + zero is 960 less than 1024 + zero.
-    return (
-        "{ .reg .b32 two, less;\n"
-        f"{_in_place(field)}"
-        "mov.b32 less, 0x63806380;\n"
-        "sub.rn.f16x2 less, $3, less;\n"
-        "sub.rn.f16x2 $0, two, less; }"
-    )
-
-
-TO_FLOAT16 = tl.constexpr(tuple(_lessened(field, True) for field in range(8)))
-TO_BFLOAT16 = tl.constexpr(tuple(_lessened(field, False) for field in range(8)))
-RAISED_FLOAT16 = tl.constexpr(tuple(_raised(field, True) for field in range(8)))
-RAISED_BFLOAT16 = tl.constexpr(tuple(_raised(field, False) for field in range(8)))
-
-
-@triton.jit
-def _unpack(words, zero, FIELD: tl.constexpr, dtype: tl.constexpr):
-    """code - zero of a field, for words [outputs, RUN] of eight codes and zero [outputs, 1]."""
-    if dtype == tl.float16:
-        return tl.inline_asm_elementwise(
-            TO_FLOAT16[FIELD], "=r,r,r,r", [words, (zero + 1024).to(dtype)], tl.float16, True, 2
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            TO_BFLOAT16[FIELD], "=r,r,r,r", [words, (zero + 128).to(dtype)], tl.bfloat16, True, 2
-        )
 
 
 @triton.jit
@@ -134,7 +73,7 @@ def _product_kernel(
     TOKENS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     SCALES_LATE: tl.constexpr,
-    USES_PTX: tl.constexpr,
+    NATIVE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     token_tiles = tl.cdiv(num_tokens, TOKENS)
@@ -171,8 +110,8 @@ def _product_kernel(
                 if minima_ptr is not None:
                     minimum = tl.load(minima_ptr + group + outputs, in_outputs, 0.0).to(tl.float32)
                 partial = tl.zeros([OUTPUTS, TOKENS], tl.float32)
-            if USES_PTX:
-                value = _unpack(low, zero[:, None], field, dtype)
+            if NATIVE:
+                value = unpack_codes(low, zero[:, None], field, dtype)
             else:
                 value = _decode(low, high, field, LOW_BITS, HIGH_BITS, IS_E2M1) - zero[:, None]
                 if SCALES_LATE:
@@ -184,7 +123,7 @@ def _product_kernel(
                 if (field + 1) % GROUP_RUNS == 0 or field == FIELDS - 1:
                     acc += partial * scale[:, None]
             else:
-                if minima_ptr is not None or not USES_PTX or dtype != tl.float16:
+                if minima_ptr is not None or not NATIVE or dtype != tl.float16:
                     wide = value.to(tl.float32) * scale[:, None]
                     if minima_ptr is not None:
                         wide += minimum[:, None]
