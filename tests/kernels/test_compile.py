@@ -95,6 +95,35 @@ assert max(kernel.metadata.shared for kernel in made) <= 1 << 16
 print("done")
 """
 
+GROUPED = """
+import sys, torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from quire.kernels.torch.quantized_weights import GroupedWeights
+from quire.kernels.triton import grouped_matrix
+from quire.kernels.triton.compile import CompilingTogether
+
+CAPABILITY, SHARED_BYTES = int(sys.argv[1]), int(sys.argv[2])
+grouped_matrix.shared_bytes = lambda device: SHARED_BYTES
+
+class Driver:
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", CAPABILITY, 32))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+
+driver.set_active(Driver())
+codes, scales = torch.zeros(256, 1024, dtype=torch.uint8), torch.ones(256, 8).half()
+with CompilingTogether(2) as together:
+    for bits in (4, 8):
+        matrix = grouped_matrix.pack_grouped(GroupedWeights(codes, bits, scales, 128), scales.dtype)
+        for tokens in (1, 16, 64):
+            matrix.multiply(torch.zeros(tokens, 1024).half())
+made = [job.result() for job in together._jobs.values()]
+assert len(made) == 6, made
+assert max(kernel.metadata.shared for kernel in made) <= SHARED_BYTES, made
+print("done")
+"""
+
 
 def test_kernels_are_compiled_and_not_launched(tmp_path: Path) -> None:
     run(PROGRAM, tmp_path)
@@ -105,6 +134,15 @@ def test_kernels_are_compiled_and_not_launched(tmp_path: Path) -> None:
 def test_attention_compiles_for_gpus_with_less_to_offer(target: str, tmp_path: Path) -> None:
     """No products that they do not have, and no more than their 64 KiB of shared memory."""
     run(ATTENTION, tmp_path, target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("capability", "kib"), [("75", 64), ("80", 163), ("89", 99), ("90", 227)])
+def test_products_of_few_bits_fit_into_shared_memory(
+    capability: str, kib: int, tmp_path: Path
+) -> None:
+    """Of Turing, A100, Ada (and consumer Ampere), and Hopper."""
+    run(GROUPED, tmp_path, capability, str(kib << 10))
 
 
 def run(text: str, tmp_path: Path, *arguments: str) -> None:

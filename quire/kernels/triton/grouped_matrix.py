@@ -26,6 +26,8 @@ MAX_PADDING = 1 / 16
 WORKSPACE_BYTES = 128 << 20
 MAX_TILES = 1 << 16
 """Of a product whose inputs are split."""
+LEAST_SHARED_BYTES = 64 << 10
+"""Of GPUs that are known: Turing's, and AMD's."""
 MAX_VECTORS = 8
 MAX_TOKENS_IN_REGISTERS = 1024
 """Beyond, numbers that were written to memory once pay."""
@@ -36,6 +38,15 @@ def is_hopper(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program may have."""
+    if device.type != "cuda":
+        return LEAST_SHARED_BYTES
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", LEAST_SHARED_BYTES)
 
 
 class Workspace:
@@ -219,7 +230,15 @@ class GroupedMatrix:
             return Tile(16, 8, 1, 3)
         if num_tokens <= 16:
             return Tile(16, 16, 1, 3)
-        return Tile(64, 64, 4, 3)
+        tiles = (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2))
+        available = shared_bytes(self.low.device)
+        return next((one for one in tiles if self._buffer_bytes(one) <= available), tiles[-1])
+
+    def _buffer_bytes(self, tile: Tile) -> int:
+        """Of shared memory, for spans that are on their way and 16-bit inputs."""
+        elements = self.low.element_size() + (0 if self.high is None else self.high.element_size())
+        span_bytes = self.run * (tile.outputs * elements + FIELDS * tile.tokens * 2)
+        return (tile.num_stages - 1) * span_bytes
 
     def _layout(self) -> dict[str, Any]:
         return {

@@ -26,7 +26,7 @@ class PrefillTiles:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
-    """Registers of a thread, NATIVE only: few enough that two programs share a multiprocessor, so
+    """Registers of a thread, NVIDIA only: few enough that two programs share a multiprocessor, so
     that one computes exponentials while the other multiplies."""
 
 
