@@ -415,15 +415,18 @@ class CompressedTensorsConfig(QuantizationConfig):
         return max(_inputs_of(scheme.format) for scheme in self.schemes)
 
     def _listed(self, module: str) -> MatrixFormat | None:
-        if _matches(self.ignored, module):
+        if _closeness(self.ignored, module):
             return None
-        for scheme in self.schemes:
-            if _matches(scheme.targets, module):
-                return scheme.format
-        return None
+        return self._scheme(module)
+
+    def _scheme(self, module: str) -> MatrixFormat | None:
+        """That of the first group whose targets match the module most closely."""
+        matching = [one for one in self.schemes if _closeness(one.targets, module)]
+        best = max(matching, key=lambda one: _closeness(one.targets, module), default=None)
+        return None if best is None else best.format
 
     def _stored(self, module: str, tensors: Tensors) -> MatrixFormat | None:
-        found = next((one.format for one in self.schemes if _matches(one.targets, module)), None)
+        found = self._scheme(module)
         if "weight_packed" in tensors and isinstance(found, GroupFormat):
             has_order = "weight_g_idx" in tensors
             symmetric = "weight_zero_point" not in tensors
@@ -518,15 +521,14 @@ def _parse_group(values: CheckedValues, key: str, group: object, usual: str) -> 
     return _Scheme(targets, ScaledFormat(dtype, strategy, block, inputs=rounding))
 
 
-def _matches(targets: Sequence[str], module: str) -> bool:
-    """Targets are paths, regular expressions after "re:", or classes, of which all matrices here
-    have one."""
-    return any(
-        re.match(target[3:], module) is not None
-        if target.startswith("re:")
-        else target in ("Linear", module)
-        for target in targets
-    )
+def _closeness(targets: Sequence[str], module: str) -> int:
+    """How closely some target matches: 3 a path, 2 a regular expression after "re:", 1 a class, of
+    which all matrices here have one, 0 none."""
+    if module in targets:
+        return 3
+    if any(one.startswith("re:") and re.match(one[3:], module) for one in targets):
+        return 2
+    return int("Linear" in targets)
 
 
 # --- MXFP4 ----------------------------------------------------------------------------------------

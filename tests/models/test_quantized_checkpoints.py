@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.quantization import preset_name_to_scheme
+from compressed_tensors.utils.match import match_targets
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from quire.config.model import load_model_config
-from quire.config.quantization import PRESETS, parse_quantization
+from quire.config.quantization import PRESETS, GroupFormat, parse_quantization
 from quire.files.json_file import CheckedValues
 from quire.files.safetensors import TensorInfo
 from quire.kernels.torch.linear import FloatMatrix
@@ -222,6 +223,7 @@ def test_random_weights_are_like_those_of_a_model(name: str, tmp_path: Path) -> 
         ("awq", "scales", lambda x: x.fill_(float("inf")), "infinite or no numbers"),
         ("w4a16", "weight_scale", lambda x: x.mul_(float("nan")), "infinite or no numbers"),
         ("fp8", "weight_scale", lambda x: x.mul_(float("nan")), "infinite or no numbers"),
+        ("fp8", "weight", lambda x: (x.view(torch.uint8) | 0x7F).view(x.dtype), "are no numbers"),
         ("fp8 static", "input_scale", lambda x: x.mul_(float("nan")), "infinite or no numbers"),
         ("mxfp4", "weight_scale", lambda x: x.fill_(255), "infinite or no numbers"),
         ("gptq", "g_idx", lambda x: x.add_(1), "names groups from 1 to 2, but there are 2"),
@@ -329,6 +331,25 @@ def test_what_older_versions_wrote(written: dict[str, Any], same: dict[str, Any]
         for weights in (written, same)
     )
     assert found == expected
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_the_closest_target_counts(is_reversed: bool) -> None:
+    """As in compressed-tensors, whatever the order of groups."""
+    names = ["Linear", "re:.*down_proj", "model.layers.0.mlp.down_proj"]
+    sizes = dict(zip(names, (32, 64, 128), strict=True))
+    groups = {
+        name: {"targets": [name], "weights": {**packers.INT4, "group_size": size}}
+        for name, size in (reversed(sizes.items()) if is_reversed else sizes.items())
+    }
+    config = {"quant_method": "compressed-tensors", "config_groups": groups}
+    parsed = parse_quantization(CheckedValues(Path("config.json"), config))
+    for module in ("up_proj", "down_proj"):
+        for layer in (0, 1):
+            path = f"model.layers.{layer}.mlp.{module}"
+            found = parsed.format_of(path, None)
+            (closest, *_) = match_targets(path, torch.nn.Linear(1, 1), names)
+            assert isinstance(found, GroupFormat) and found.group_size == sizes[closest]
 
 
 def test_an_unexpected_tensor_is_named_with_what_the_configuration_says(tmp_path: Path) -> None:

@@ -475,6 +475,8 @@ class ScaledReader:
     ) -> QuantizedWeights:
         stored, bring = tensors["weight"]
         values = bring(_part(stored, cut.outputs, cut.inputs))
+        if values.dtype == torch.float8_e4m3fn:
+            _check_numbers(f"{self.module}.weight", values)
         block = self.format.block
         if self.format.strategy == "tensor":
             scales = scales.expand(len(values), 1)
@@ -586,6 +588,13 @@ def _part(weight: Weight, rows: slice, columns: slice) -> Tensor:
 def _whole(weight: Weight) -> Tensor:
     assert isinstance(weight, Tensor), "no format has blocks among its tensors"
     return weight
+
+
+def _check_numbers(tensor: str, values: Tensor) -> None:
+    """float8_e4m3fn has no infinities."""
+    magnitudes = values.contiguous().view(torch.uint8) & 0x7F
+    if magnitudes.numel() and int(magnitudes.max()) == 0x7F:
+        raise TensorError(tensor, "has values that are no numbers")
 
 
 def _check_finite(tensor: str, values: Tensor) -> None:
