@@ -102,6 +102,12 @@ class HopperTile(NamedTuple):
         """Of a thread when the kernel starts; two programs of 64 outputs share a multiprocessor."""
         return 168 if self.groups == 2 else 128
 
+    def sum_bytes(self, num_tokens: int, num_outputs: int) -> int:
+        """Of what the programs of a split find."""
+        outputs = 64 * self.groups
+        tiles = triton.cdiv(num_tokens, self.tokens) * triton.cdiv(num_outputs, outputs)
+        return 4 * tiles * self.tokens * outputs
+
 
 FEW_TOKENS = (HopperTile(1, 16, 8, 2, 4), HopperTile(1, 32, 4, 3, 3), HopperTile(1, 64, 4, 2, 2))
 MANY_TOKENS = (
@@ -122,6 +128,8 @@ def _hopper_tile(num_tokens: int, num_outputs: int, num_spans: int) -> HopperTil
 
     def cost(choice: tuple[HopperTile, int, int], splits: int) -> float:
         tile, at_once, microseconds = choice
+        if splits > 1 and splits * tile.sum_bytes(num_tokens, num_outputs) > WORKSPACE_BYTES:
+            return float("inf")
         tiles = triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(num_outputs, 64 * tile.groups)
         adding = 2 + splits * num_tokens * num_outputs * 8 / 2e6 if splits > 1 else 0
         waves: float = triton.cdiv(tiles * splits, at_once)

@@ -8,7 +8,13 @@ import torch
 triton = pytest.importorskip("triton")
 
 from quire.kernels.torch.quantized_weights import GroupedWeights  # noqa: E402
-from quire.kernels.triton.grouped_matrix import Tile, can_pack, pack_grouped  # noqa: E402
+from quire.kernels.triton.grouped_matrix import (  # noqa: E402
+    WORKSPACE_BYTES,
+    Tile,
+    _hopper_tile,
+    can_pack,
+    pack_grouped,
+)
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -135,3 +141,14 @@ def test_rows(bits: int, offset: str | None, ordered: bool) -> None:
     expected = weights.dequantize()[ids.long()]
     assert found.dtype == torch.float16
     torch.testing.assert_close(found.float(), expected, rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [129, 300, 700, 1024])
+@pytest.mark.parametrize("outputs", [16384, 36864, 73728, 131072])
+@pytest.mark.parametrize("spans", [28, 56, 104])
+def test_sums_of_splits_fit_into_the_workspace(tokens: int, outputs: int, spans: int) -> None:
+    tile = _hopper_tile(tokens, outputs, spans)
+    if tile.splits > 1:
+        rows = -(-tokens // tile.tokens) * tile.tokens
+        columns = -(-outputs // (64 * tile.groups)) * 64 * tile.groups
+        assert 4 * tile.splits * rows * columns <= WORKSPACE_BYTES
