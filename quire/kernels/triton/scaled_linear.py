@@ -173,7 +173,10 @@ class ScaledMatrix:
             out = out[:num_tokens]
             return out if bias is None else out.add_(bias)
         token_scales = x.scales.view(-1, 1)
-        if _fills_tiles(num_tokens, self.num_outputs, _multiprocessors(weight.device)):
+        # With scales of rows torch has other types than bfloat16 on some GPUs alone.
+        if x.dtype == torch.bfloat16 and _fills_tiles(
+            num_tokens, self.num_outputs, _multiprocessors(weight.device)
+        ):
             return torch._scaled_mm(
                 x.values,
                 weight,
