@@ -22,7 +22,7 @@ GGUF_BLOCKS = ("gguf", "gguf-a16")
 """Ways to compute from the blocks of a GGUF file."""
 WHILE_LOADING = ("fp8", "int8", "int4")
 """Formats that weights of 16 bits are rounded to."""
-QUANTIZATIONS = (*GGUF_BLOCKS, *WHILE_LOADING, *METHODS, *SAME_METHODS)
+QUANTIZATIONS = tuple(dict.fromkeys((*GGUF_BLOCKS, *WHILE_LOADING, *METHODS, *SAME_METHODS)))
 # Tokens and sequences per step.
 _CPU_LIMITS = (4096, 256)
 _LARGE_GPU_LIMITS = (16384, 1024)
@@ -66,7 +66,7 @@ def resolve(options: EngineOptions, model: ModelConfig, device: DeviceInfo) -> R
     options = options.replace(max_steps_in_flight=_max_steps_in_flight(options, device, notes))
     if device.type != "cpu" and options.cache.gpu_memory_utilization is None:
         options = options.replace(gpu_memory_utilization=DEFAULT_MEMORY_UTILIZATION)
-    options = options.replace(kv_cache_dtype=_kv_cache_dtype(options, notes))
+    options = options.replace(kv_cache_dtype=_kv_cache_dtype(options, notes, warnings))
     options = _with_step_limits(options, device, notes)
     return Resolved(options, notes, warnings, fits)
 
@@ -335,7 +335,7 @@ def _dtype(options: EngineOptions, model: ModelConfig, device: DeviceInfo, notes
     return model.dtype
 
 
-def _kv_cache_dtype(options: EngineOptions, notes: list[str]) -> str:
+def _kv_cache_dtype(options: EngineOptions, notes: list[str], warnings: list[str]) -> str:
     """Of options whose device, dtype and quantisation are final."""
     wanted, dtype = options.cache.kv_cache_dtype, options.model.dtype
     narrows = options.device.device == "cpu" and dtype == "float32"
@@ -350,7 +350,7 @@ def _kv_cache_dtype(options: EngineOptions, notes: list[str]) -> str:
     if wanted in FLOAT8:
         if not narrows or options.device.attention_backend == "torch":
             return wanted
-        notes.append(
+        warnings.append(
             f"kv_cache_dtype became float16 because the CPU library has no {wanted}; "
             "attention_backend='torch' has it, and is slow"
         )

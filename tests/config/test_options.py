@@ -473,7 +473,7 @@ def test_keys_and_values_in_8_bits(
     """The library of a CPU has none: float16 takes their place, and start-up says so."""
     found = resolve(options(**changes), MODEL, device)
     assert found.options.cache.kv_cache_dtype == expected
-    said = any("became float16 because the CPU library has no fp8" in note for note in found.notes)
+    said = any("became float16 because the CPU library has no fp8" in one for one in found.warnings)
     assert said == (expected == "float16")
 
 
