@@ -173,6 +173,11 @@ def _sides(arguments: Arguments) -> tuple[Side, Side]:
         value = getattr(arguments, f"against_{name}")
         if value is not None:
             for_base[name] = value
+    if given == for_base:
+        raise OptionError(
+            "the base is the model itself, so that nothing would be compared; name another with "
+            "--against, or what differs by --quantization, --dtype or --kv-cache-dtype."
+        )
     model, base = Side.of(given), Side.of(for_base)
     if model.config.vocab_size != base.config.vocab_size:
         raise ModelError(

@@ -102,9 +102,11 @@ def test_a_model_against_itself(
     """Without --against the base is MODEL, and only the flags for one of them differ."""
     words = ["quality", str(pair["folder"] / "base"), "--tokens", "100", "--window", "50", *ENGINE]
     out = ["--json", str(tmp_path / "out.json")]
-    assert main([*words, "--max-kl", "1e-5"]) == 0
+    assert main([*words, "--dtype", "float32", "--max-kl", "1e-5"]) == 0
     printed = capsys.readouterr().out
     assert "same most likely token          100.0 %" in printed
+    assert main([*words, "--max-kl", "1e-5"]) == 2, "a limit that is always kept"
+    assert "the base is the model itself" in capsys.readouterr().err
     assert main([*words, "--quantization", "int8", *out]) == 0
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["model"]["quantization"] == "int8" and found["base"]["quantization"] is None
