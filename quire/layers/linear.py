@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import nn
@@ -122,10 +123,12 @@ class RowLinear(Linear):
 
     def gated_matrix(self, num_tokens: int) -> GatedMatrix | None:
         """What `after_gates` multiplies; None where gates are better applied before."""
-        matrix = self.matrices[0] if len(self.matrices) == 1 else None
-        if isinstance(matrix, GatedMatrix) and matrix.takes_gates(num_tokens):
-            return matrix
-        return None
+        if len(self.matrices) != 1:
+            return None
+        matrix = cast(GatedMatrix, self.matrices[0])
+        # `isinstance` would take as long as a launch, in each layer of each step.
+        is_gated = hasattr(matrix, "takes_gates") and matrix.takes_gates(num_tokens)
+        return matrix if is_gated else None
 
     def after_gates(self, matrix: GatedMatrix, gate_up: torch.Tensor) -> torch.Tensor:
         """forward(silu(gate) * up)."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -325,7 +325,6 @@ class Matrix(Protocol):
         ...
 
 
-@runtime_checkable
 class GatedMatrix(Matrix, Protocol):
     """A matrix that takes gates with what they are multiplied with, before its inputs are made of
     these."""
