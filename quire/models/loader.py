@@ -41,6 +41,8 @@ from quire.protocol.errors import ModelError
 logger = logging.getLogger(__name__)
 
 MAX_NAMED_TENSORS = 10
+OF_QUANTIZED = (".weight_scale", ".weight_scale_inv", ".weight_packed", ".qweight")
+"""What names of tensors end with where weights are quantised."""
 ONE_RANK = Parallel(0, 1)
 
 
@@ -337,6 +339,11 @@ def load_weights(
         _listed("of the wrong shape", misshapen),
         _listed("of the wrong type", mistyped),
     ]
+    if config.quantization is None and any(name.endswith(OF_QUANTIZED) for name in extra):
+        problems.append(
+            "the weights are quantised, but config.json has no quantization_config "
+            "that explains them"
+        )
     if len(tied_rows) == 2 and not torch.equal(*tied_rows.values()):
         problems.append(
             f"{weight_map.head} differs from {weight_map.embedding} although tie_word_embeddings "

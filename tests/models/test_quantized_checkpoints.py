@@ -333,6 +333,17 @@ def test_what_older_versions_wrote(written: dict[str, Any], same: dict[str, Any]
     assert found == expected
 
 
+@pytest.mark.parametrize("name", ["fp8", "w4a16", "gptq"])
+def test_a_configuration_without_the_format(name: str, tmp_path: Path) -> None:
+    save_quantized(small_model(""), tmp_path, CASES[name])
+    file = tmp_path / "config.json"
+    described = json.loads(file.read_text())
+    del described["quantization_config"]
+    file.write_text(json.dumps(described))
+    with pytest.raises(ModelError, match=r"has no quantization_config that explains them"):
+        load_model(load_model_config(str(tmp_path)), dtype=torch.float32, device="cpu")
+
+
 @pytest.mark.parametrize("is_reversed", [False, True])
 def test_the_closest_target_counts(is_reversed: bool) -> None:
     """As in compressed-tensors, whatever the order of groups."""
@@ -444,7 +455,8 @@ def test_weights_are_rounded_while_they_load(
     assert (error.max() > 0) == (quantization != "int8" or size == 1)
 
 
-def test_what_cannot_be_rounded_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])
+def test_what_cannot_be_rounded_is_named(quantization: str, tmp_path: Path) -> None:
     model = small_model("")
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[3, 5] = float("nan")
@@ -452,7 +464,7 @@ def test_what_cannot_be_rounded_is_named(tmp_path: Path) -> None:
     config = load_model_config(str(tmp_path))
     message = r"model\.layers\.1\.mlp\.down_proj: weight of output 3 and input 5 is nan"
     with pytest.raises(ModelError, match=message):
-        load_model(config, dtype=torch.float32, device="cpu", quantization="int4")
+        load_model(config, dtype=torch.float32, device="cpu", quantization=quantization)
 
 
 def numbers_of(layer: MatrixLayer) -> Tensor:

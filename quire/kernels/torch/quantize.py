@@ -93,15 +93,19 @@ def _chunks(weight: Tensor) -> Iterator[slice]:
     num_rows = max(1, ELEMENTS_AT_ONCE // max(1, weight.shape[1]))
     for start in range(0, len(weight), num_rows):
         part = slice(start, start + num_rows)
-        is_finite = weight[part].isfinite()
-        if not is_finite.all():
-            row, column = (~is_finite).nonzero()[0].tolist()
-            raise ModelError(
-                f"weight of output {start + row} and input {column} is "
-                f"{weight[start + row, column].item()}, which cannot be quantised; the checkpoint "
-                "is damaged."
-            )
+        check_finite(weight[part], start)
         yield part
+
+
+def check_finite(weight: Tensor, first_output: int = 0) -> None:
+    """Refuse what cannot be rounded."""
+    is_finite = weight.isfinite()
+    if not is_finite.all():
+        row, column = (~is_finite).nonzero()[0].tolist()
+        raise ModelError(
+            f"weight of output {first_output + row} and input {column} is "
+            f"{weight[row, column].item()}, which cannot be quantised; the checkpoint is damaged."
+        )
 
 
 def _symmetric_range(

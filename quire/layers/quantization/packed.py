@@ -15,7 +15,7 @@ from quire.config.quantization import MatrixFormat
 from quire.kernels import cpu, dispatch
 from quire.kernels.cpu.memory import Arena, Empty
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES, BlockRows
-from quire.kernels.torch.quantize import to_fp8, to_groups, to_int8
+from quire.kernels.torch.quantize import check_finite, to_fp8, to_groups, to_int8
 from quire.kernels.torch.quantized_weights import QuantizedWeights, ReferenceMatrix
 from quire.layers.quantization.matrices import DenseMatrix, make_matrix
 from quire.layers.quantization.readers import Reader, join_alike, make_reader
@@ -96,6 +96,8 @@ class PackInt8:
         if weights[0].shape[1] % INT8_BLOCK:
             return PackFloats().pack(weights)
         tensors = [weight for weight in weights if isinstance(weight, Tensor)]
+        for tensor in tensors:
+            check_finite(tensor)
         return [kernels().quantize_int8(tensors[0] if len(tensors) == 1 else torch.cat(tensors))]
 
     def nbytes(self, num_outputs: int, num_inputs: int, stored: Stored) -> int:
