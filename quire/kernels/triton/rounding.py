@@ -86,12 +86,6 @@ def store_rounded(
     tl.store(place, tl.reshape(values, [WIDTH]), columns < num_inputs)
 
 
-def can_round(rounding: InputRounding) -> bool:
-    """Whether kernels have this rounding: groups are powers of two."""
-    size = rounding.group_size
-    return size is None or size == triton.next_power_of_2(size)
-
-
 def empty_rounded(
     rounding: InputRounding, num_tokens: int, num_inputs: int, like: Tensor
 ) -> RoundedInput:
