@@ -152,9 +152,10 @@ def run(arguments: Arguments) -> int:
     subject = Subject(model_options, base_options)
     figures = _figures(found, windows, model.tokenizer)
     publish(_report(figures, subject), arguments, subject)
-    if arguments.max_kl is not None and figures["kl_mean"] > arguments.max_kl:
+    # Negated, for a divergence that is no number.
+    if arguments.max_kl is not None and not figures["kl_mean"] <= arguments.max_kl:
         note(
-            f"quire quality: the mean divergence, {figures['kl_mean']:.3g}, is above --max-kl "
+            f"quire quality: the mean divergence, {figures['kl_mean']:.3g}, is not within --max-kl "
             f"{arguments.max_kl:g}."
         )
         return 1

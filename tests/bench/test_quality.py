@@ -93,7 +93,19 @@ def test_status_follows_max_kl(pair: dict[str, Any], capsys: pytest.CaptureFixtu
     words = ["--tokens", "100", "--window", "50", *ENGINE]
     assert quality(pair, *words, "--max-kl", "100") == 0
     assert quality(pair, *words, "--max-kl", "1e-6") == 1
-    assert "above --max-kl 1e-06" in capsys.readouterr().err
+    assert "is not within --max-kl 1e-06" in capsys.readouterr().err
+
+
+def test_a_divergence_that_is_no_number_is_beyond_any_bound(
+    pair: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = save_tiny(tmp_path)
+    with torch.no_grad():
+        broken.model.norm.weight.fill_(float("nan"))
+    save_safetensors(broken, tmp_path)
+    words = ["--against", str(pair["folder"] / "base"), "--tokens", "50", "--max-kl", "100"]
+    assert main(["quality", str(tmp_path), *words, *ENGINE]) == 1
+    assert "the mean divergence, nan, is not within" in capsys.readouterr().err
 
 
 def test_a_model_against_itself(
