@@ -105,6 +105,7 @@ from quire.kernels.triton.compile import CompilingTogether
 
 CAPABILITY, SHARED_BYTES = int(sys.argv[1]), int(sys.argv[2])
 grouped_matrix.shared_bytes = lambda device: SHARED_BYTES
+grouped_matrix.multiplies_ahead = lambda device: CAPABILITY == 90
 
 class Driver:
     get_current_target = staticmethod(lambda: GPUTarget("cuda", CAPABILITY, 32))

@@ -50,7 +50,7 @@ def test_products(
     weights = make_weights(outputs, inputs, group_size, offset)
     matrix, exact = pack_grouped(weights, dtype), weights.dequantize().double()
     bias = torch.randn(outputs, device="cuda").to(dtype)
-    for tokens in (1, 7, 16, 17, 33, 65, 129, 200, 256, 300, 512, 600):
+    for tokens in (1, 7, 16, 17, 33, 65, 129, 200, 256, 300, 512, 600, 1100):
         x = torch.randn(tokens, inputs, device="cuda").to(dtype)
         out = torch.full((tokens, outputs + 8), torch.nan, dtype=dtype, device="cuda")
         expected = F.linear(x.double(), exact, bias.double())

@@ -49,6 +49,15 @@ def shared_bytes(device: torch.device) -> int:
     return getattr(properties, "shared_memory_per_block_optin", LEAST_SHARED_BYTES)
 
 
+@cache
+def multiplies_ahead(device: torch.device) -> bool:
+    """Whether a product goes on while the next one is prepared, so that it holds its inputs for
+    longer: that of Hopper and of Blackwell's large GPUs."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
 class Workspace:
     """Memory that all matrices of a device use one after the other."""
 
@@ -73,8 +82,6 @@ class Tile(NamedTuple):
     tokens: int
     num_warps: int
     num_stages: int
-    splits: int = 1
-    scales_late: bool = True
 
 
 class VectorTile(NamedTuple):
@@ -245,8 +252,9 @@ class GroupedMatrix:
     def _buffer_bytes(self, tile: Tile) -> int:
         """Of shared memory, for spans that are on their way and 16-bit inputs."""
         elements = self.low.element_size() + (0 if self.high is None else self.high.element_size())
-        span_bytes = self.run * (tile.outputs * elements + FIELDS * tile.tokens * 2)
-        return (tile.num_stages - 1) * span_bytes
+        codes, inputs = tile.outputs * elements, FIELDS * tile.tokens * 2
+        held = tile.num_stages if multiplies_ahead(self.low.device) else tile.num_stages - 1
+        return self.run * ((tile.num_stages - 1) * codes + held * inputs)
 
     def _layout(self) -> dict[str, Any]:
         return {
@@ -261,7 +269,7 @@ class GroupedMatrix:
     def multiply_tiled(self, x: Tensor, bias: Tensor | None, out: Tensor, tile: Tile) -> None:
         """By programs that turn codes into numbers in registers."""
         tiles = triton.cdiv(len(x), tile.tokens) * triton.cdiv(self.num_outputs, tile.outputs)
-        _product_kernel[(tiles, tile.splits)](
+        _product_kernel[(tiles,)](
             x,
             self.low,
             self.high,
@@ -270,19 +278,14 @@ class GroupedMatrix:
             self.minima,
             bias,
             out,
-            self.workspace.memory.view(torch.float32),
-            self.workspace.counts,
             len(x),
             self.num_outputs,
             self.num_inputs,
             len(self.low),
             x.stride(0),
             out.stride(0),
-            tile.splits,
             OUTPUTS=tile.outputs,
             TOKENS=tile.tokens,
-            IS_SPLIT=tile.splits > 1,
-            SCALES_LATE=tile.scales_late and self.minima is None,
             NATIVE=self._unpacks_natively(x.dtype),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,

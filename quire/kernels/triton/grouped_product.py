@@ -44,7 +44,7 @@ def _decode(
 
 # Numbers differ from step to step; a kernel for each of their divisors would be compiled while
 # requests wait.
-@triton.jit(do_not_specialize=["num_tokens", "splits"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _product_kernel(
     x_ptr,
     low_ptr,
@@ -54,15 +54,12 @@ def _product_kernel(
     minima_ptr,
     bias_ptr,
     out_ptr,
-    partial_ptr,
-    count_ptr,
     num_tokens,
     num_outputs,
     num_inputs,
     num_spans,
     stride_x,
     stride_out,
-    splits,
     LOW_BITS: tl.constexpr,
     HIGH_BITS: tl.constexpr,
     IS_E2M1: tl.constexpr,
@@ -71,14 +68,11 @@ def _product_kernel(
     GROUP_RUNS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     TOKENS: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-    SCALES_LATE: tl.constexpr,
     NATIVE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     token_tiles = tl.cdiv(num_tokens, TOKENS)
     tile = tl.program_id(0)
-    split = tl.program_id(1)
     tokens = tile % token_tiles * TOKENS + tl.arange(0, TOKENS)
     outputs = tile // token_tiles * OUTPUTS + tl.arange(0, OUTPUTS)
     in_tokens = tokens < num_tokens
@@ -86,12 +80,10 @@ def _product_kernel(
     run = tl.arange(0, RUN)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     x_rows = x_ptr + tokens.to(tl.int64)[None, :] * stride_x
-    first = num_spans * split // splits
-    last = num_spans * (split + 1) // splits
     wait_for_inputs(OVERLAPS)
     acc = tl.zeros([OUTPUTS, TOKENS], tl.float32)
     wide_outputs = num_outputs.to(tl.int64)
-    for span in range(first, last):
+    for span in range(num_spans):
         elements = (span * wide_outputs + outputs)[:, None] * RUN + run[None, :]
         low = tl.load(low_ptr + elements, in_outputs[:, None], 0)
         high = low
@@ -114,36 +106,17 @@ def _product_kernel(
                 value = unpack_codes(low, zero[:, None], field, dtype)
             else:
                 value = _decode(low, high, field, LOW_BITS, HIGH_BITS, IS_E2M1) - zero[:, None]
-                if SCALES_LATE:
+                if minima_ptr is None:
                     value = value.to(dtype)
             at = (span * FIELDS + field) * RUN + run
             x = tl.load(x_rows + at[:, None], in_tokens[None, :] & (at < num_inputs)[:, None], 0.0)
-            if SCALES_LATE:
+            if minima_ptr is None:
                 partial = tl.dot(value, x, partial, input_precision="ieee")
                 if (field + 1) % GROUP_RUNS == 0 or field == FIELDS - 1:
                     acc += partial * scale[:, None]
             else:
-                if minima_ptr is not None or not NATIVE or dtype != tl.float16:
-                    wide = value.to(tl.float32) * scale[:, None]
-                    if minima_ptr is not None:
-                        wide += minimum[:, None]
-                    value = wide.to(dtype)
-                else:
-                    value = value * scale.to(dtype)[:, None]
-                acc = tl.dot(value, x, acc, input_precision="ieee")
-    if IS_SPLIT:
-        # The last program of a tile adds up what all of them found, always in the same order.
-        place = tl.arange(0, OUTPUTS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
-        here = partial_ptr + tile.to(tl.int64) * splits * OUTPUTS * TOKENS + place
-        tl.store(here + split * OUTPUTS * TOKENS, acc)
-        tl.debug_barrier()
-        count = tl.atomic_add(count_ptr + tile, 1)
-        if count < splits - 1:
-            return
-        acc = tl.zeros([OUTPUTS, TOKENS], tl.float32)
-        for one in range(splits):
-            acc += tl.load(here + one * OUTPUTS * TOKENS, cache_modifier=".cg")
-        tl.store(count_ptr + tile, 0)
+                wide = value.to(tl.float32) * scale[:, None] + minimum[:, None]
+                acc = tl.dot(wide.to(dtype), x, acc, input_precision="ieee")
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + outputs, in_outputs, 0.0).to(tl.float32)[:, None]
     places = out_ptr + tokens.to(tl.int64)[None, :] * stride_out + outputs[:, None]
