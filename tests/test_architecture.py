@@ -264,6 +264,7 @@ with LLM(sys.argv[1], num_threads=1, kv_cache_memory_bytes="32MiB") as llm:
     (output,) = llm.generate(["a prompt"], params)
     assert len(output.outputs[0].token_ids) == 4
     assert llm.get_metrics()
+assert "torch._dynamo" not in sys.modules, "torch's compiler takes half a second to import"
 """
 
 

@@ -31,12 +31,15 @@ class Rotary(nn.Module):
     ) -> None:
         super().__init__()
         frequencies, magnitude = rotary_frequencies(head_dim, theta, scaling)
-        # On a CPU, whose rounding all devices share; where sizes are only counted, nowhere.
-        where = "meta" if device.type == "meta" else "cpu"
-        positions = torch.arange(max_positions, dtype=torch.float32, device=where)
-        angles = positions.unsqueeze(1) * frequencies.to(where)
-        self.register_buffer("cos", (angles.cos() * magnitude).to(device), persistent=False)
-        self.register_buffer("sin", (angles.sin() * magnitude).to(device), persistent=False)
+        if device.type == "meta":  # where sizes are counted: arithmetic imports torch's compiler
+            cos, sin = torch.empty(2, max_positions, len(frequencies), device=device)
+        else:
+            # On a CPU, whose rounding all devices share.
+            positions = torch.arange(max_positions, dtype=torch.float32)
+            angles = positions.unsqueeze(1) * frequencies
+            cos, sin = (angles.cos() * magnitude).to(device), (angles.sin() * magnitude).to(device)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, positions: torch.Tensor) -> Rotation:
         """The rotation of a step's tokens, made once for all layers."""

@@ -6,6 +6,7 @@ CPUs of several hosts.
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -348,6 +349,8 @@ class _TorchRanks:
             # Communicators are made now: none could be while a CUDA graph is captured.
             device_id=self._device if self._backend == "nccl" else None,
         )
+        # Threads of gloo that still ran while the interpreter ends would abort the process.
+        atexit.register(_end_groups)
 
     @contextmanager
     def _explaining(self, names: Sequence[str]) -> Iterator[None]:
@@ -392,6 +395,11 @@ class _TorchRanks:
             else:
                 before = group
         return TorchLink(before, after, place, names)
+
+
+def _end_groups() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _key(rank: int) -> str:

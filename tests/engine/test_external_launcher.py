@@ -22,7 +22,15 @@ OPTIONS = {
     "skip_tokenizer_init": True,
 }
 SCRIPT = """
-import json, os, sys
+import atexit, json, os, sys
+from pathlib import Path
+
+def note_threads():
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    Path(f"{sys.argv[2]}-threads{os.environ['RANK']}").write_text("".join(names))
+
+if len(sys.argv) > 2:
+    atexit.register(note_threads)  # runs last, being the first
 from quire import LLM, SamplingParams
 options = json.loads(sys.argv[1])
 llm = LLM(**options)
@@ -61,6 +69,8 @@ def test_all_ranks_answer(tmp_path: Path) -> None:
     )
     expected = json.loads(alone.stdout)
     assert [json.loads(Path(f"{out}{rank}").read_text()) for rank in (0, 1)] == [expected] * 2
+    # One that runs on while the interpreter ends may abort the process.
+    assert "gloo" not in "".join(Path(f"{out}-threads{rank}").read_text() for rank in (0, 1))
 
 
 def test_without_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
