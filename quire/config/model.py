@@ -23,6 +23,8 @@ SUPPORTED_ARCHITECTURES: dict[str, str] = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "GraniteForCausalLM": "granite",
+    "SmolLM3ForCausalLM": "smollm3",
     "OPTForCausalLM": "opt",
     "GPT2LMHeadModel": "gpt2",
 }
@@ -108,6 +110,10 @@ class ModelConfig:
         rows += 0 if is_gated else self.max_position_tokens
         return self.num_layers * layer + rows * self.hidden_size
 
+    def number(self, key: str, default: float) -> float:
+        """A positive number that only some families have."""
+        return CheckedValues(self.source.path / "config.json", self.raw).number(key, default)
+
     def layer_window(self, layer: int) -> int | None:
         """The sliding window of one layer."""
         kinds = self.raw.get("layer_types")
@@ -136,6 +142,7 @@ class _Family:
     head_dim: int | None = None
     """Used where config.json gives none; None means width / heads."""
     tied: bool = False
+    theta: float = 10000.0
     bias: bool | str = False
     """Whether attention has biases, or the key that says so."""
     mlp_bias: bool | str = False
@@ -146,6 +153,10 @@ _FAMILIES = {
     "mistral": _Family(default_positions=131072),
     "qwen2": _Family(default_positions=32768, bias=True),
     "qwen3": _Family(default_positions=32768, bias="attention_bias", head_dim=128),
+    "granite": _Family(bias="attention_bias", mlp_bias="mlp_bias"),
+    "smollm3": _Family(
+        default_positions=32768, bias="attention_bias", mlp_bias="mlp_bias", tied=True, theta=2e6
+    ),
     "opt": _Family(
         kv_heads=None,
         intermediate="ffn_dim",
@@ -247,7 +258,7 @@ def _build(source: ModelSource, values: CheckedValues, generation: dict[str, Any
         vocab_size=values.count("vocab_size"),
         max_position_tokens=_max_positions(values, family, rope_scaling),
         norm_eps=values.number(family.eps, family.default_eps),
-        rope_theta=values.number("rope_theta", 10000.0),
+        rope_theta=values.number("rope_theta", family.theta),
         rope_scaling=rope_scaling,
         tie_word_embeddings=values.boolean("tie_word_embeddings", family.tied),
         sliding_window=_sliding_window(values, model_type),
@@ -366,7 +377,9 @@ def _sliding_window(values: CheckedValues, model_type: str) -> int | None:
     if model_type == "mistral":
         # Null means no window; a missing key means the window of the first Mistral.
         return values.integer("sliding_window", None if "sliding_window" in values.values else 4096)
-    if model_type not in ("qwen2", "qwen3") or not values.boolean("use_sliding_window", False):
+    if model_type not in ("qwen2", "qwen3", "smollm3") or not values.boolean(
+        "use_sliding_window", False
+    ):
         return None
     window = values.integer("sliding_window", None)
     kinds = values.values.get("layer_types")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -28,6 +29,9 @@ class AttentionTraits:
     qk_norm: bool = False
     """Queries and keys are normalised per head before the rotation."""
     window: int | None = None
+    scale: float | None = None
+    """Of scores, where it is not head_dim ** -0.5."""
+    rotates: bool = True
 
 
 class LlamaAttention(nn.Module):
@@ -46,11 +50,13 @@ class LlamaAttention(nn.Module):
         if traits.qk_norm:
             self.q_norm = RMSNorm(head_dim, config.norm_eps, build / "q_norm")
             self.k_norm = RMSNorm(head_dim, config.norm_eps, build / "k_norm")
-        self.attend = Attention(layer_index, head_dim**-0.5, traits.window)
+        scale = head_dim**-0.5 if traits.scale is None else traits.scale
+        self.attend = Attention(layer_index, scale, traits.window)
+        self.rotates = traits.rotates
 
     def forward(self, x: torch.Tensor, rotation: Rotation, step: StepContext) -> torch.Tensor:
         q, k, v = self.qkv_proj(x)
-        qkv = QKV(q, k, v, rotation, self.qk_norms)
+        qkv = QKV(q, k, v, rotation if self.rotates else None, self.qk_norms)
         return self.o_proj(self.attend(qkv, step))
 
     @property
@@ -94,6 +100,8 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
+    layer_class: ClassVar[type[LlamaLayer]] = LlamaLayer
+
     def __init__(self, config: ModelConfig, traits: list[AttentionTraits], build: Build) -> None:
         super().__init__()
         hidden, stage = config.hidden_size, build.stage
@@ -109,7 +117,7 @@ class LlamaModel(nn.Module):
         )
         self.layers = DecoderLayers(
             {
-                index: LlamaLayer(config, index, traits[index], build / f"layers.{index}")
+                index: self.layer_class(config, index, traits[index], build / f"layers.{index}")
                 for index in stage.layers(config.num_layers)
             }
         )
@@ -121,6 +129,7 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(CausalLM):
+    model_class: ClassVar[type[LlamaModel]] = LlamaModel
     weight_map = WeightMap(
         fused={
             "qkv_proj": {("q",): "q_proj", ("k",): "k_proj", ("v",): "v_proj"},
@@ -132,7 +141,7 @@ class LlamaForCausalLM(CausalLM):
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__(config, build)
         traits = [self.attention_traits(config, index) for index in range(config.num_layers)]
-        self.model = LlamaModel(config, traits, build / "model")
+        self.model = self.model_class(config, traits, build / "model")
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         if build.stage.is_last:
             self.lm_head = LMHead(config.vocab_size, config.hidden_size, build / "lm_head", tied)

@@ -35,6 +35,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {**_LLAMA_LIKE, "sliding_window": None}),
     "qwen2": ("Qwen2Config", _LLAMA_LIKE),
     "qwen3": ("Qwen3Config", {**_LLAMA_LIKE, "head_dim": 16}),
+    "granite": (
+        "GraniteConfig",
+        {
+            **_LLAMA_LIKE,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.4,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "smollm3": (
+        "SmolLM3Config",
+        {**_LLAMA_LIKE, "no_rope_layers": [1, 0, 1], "pad_token_id": 0},
+    ),
     "opt": (
         "OPTConfig",
         {

@@ -61,6 +61,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen3-tied-biased": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+    "granite": ("granite", {}),
+    "granite-tied-biased": (
+        "granite",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "smollm3": ("smollm3", {}),
+    "smollm3-untied": ("smollm3", {"tie_word_embeddings": False, "no_rope_layers": [0, 1, 0]}),
     "opt": ("opt", {}),
     "opt-350m": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
     "opt-no-biases": (
@@ -78,6 +85,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_inner": 80, "scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False},
     ),
 }
+
+
+TENSOR_PARALLEL = [
+    *("llama-gqa", "llama-biases", "qwen3-tied-biased", "granite", "smollm3", "opt", "gpt2")
+]
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -176,7 +188,7 @@ def test_gpt2_with_and_without_prefix(prefix: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("case", ["llama-gqa", "llama-biases", "qwen3-tied-biased", "opt", "gpt2"])
+@pytest.mark.parametrize("case", TENSOR_PARALLEL)
 def test_tensor_parallel_ranks_compute_the_same(case: str, size: int, tmp_path: Path) -> None:
     """Each rank loads its share of the files; with 4 ranks, 2 KV heads are kept twice."""
     family, changes = CASES[case]

@@ -59,6 +59,10 @@ class QKVStep:
         self._qkv.cos, self._qkv.sin = cos.data_ptr(), sin.data_ptr()
         self._qkv.positions = positions.data_ptr()
 
+    def clear_rotation(self) -> None:
+        """The layers to come have no rotation."""
+        self._cos = self._qkv.cos = self._qkv.sin = self._qkv.positions = None
+
     def set_norms(self, q_weight: Tensor | None, k_weight: Tensor | None, eps: float) -> None:
         """The norms of the layer to come."""
         self._qkv.q_norm = None if q_weight is None else q_weight.data_ptr()

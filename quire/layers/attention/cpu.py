@@ -84,6 +84,8 @@ class CpuStep:
         rotation, norms = qkv.rotation, qkv.norms
         if rotation is not None:
             self.step.set_rotation(rotation.cos, rotation.sin, rotation.positions)
+        else:
+            self.step.clear_rotation()
         if norms is not None:
             self.step.set_norms(norms.q_weight, norms.k_weight, norms.eps)
         else:
