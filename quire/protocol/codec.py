@@ -31,7 +31,7 @@ def _array(kind: type, value: Any) -> Any:
     if code not in range(len(DTYPES)):
         raise ValueError(f"an array has the unknown type {code!r:.20}")
     if not data:
-        return np.empty(shape, DTYPES[code])
+        return np.empty(0, DTYPES[code]).reshape(shape)  # a shape of anything is refused
     # A copy: what is received may be kept and changed, the message may not.
     return np.frombuffer(data, DTYPES[code]).reshape(shape).copy()
 
