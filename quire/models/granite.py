@@ -30,10 +30,7 @@ class GraniteModel(LlamaModel):
         self.factor = config.number("embedding_multiplier", 1.0)
 
     def forward(self, step: StepContext) -> torch.Tensor:
-        if step.hidden is None:
-            x = step.embed(self.embed_tokens) * self.factor
-        else:
-            x = step.hidden
+        x = step.embed(self.embed_tokens) * self.factor if step.hidden is None else step.hidden
         return self.layers(x, self.rotary(step.positions), step, self.norm)
 
 

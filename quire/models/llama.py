@@ -31,10 +31,13 @@ class AttentionTraits:
     window: int | None = None
     scale: float | None = None
     """Of scores, where it is not head_dim ** -0.5."""
+    softcap: float | None = None
     rotates: bool = True
 
 
 class LlamaAttention(nn.Module):
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
+
     def __init__(
         self, config: ModelConfig, layer_index: int, traits: AttentionTraits, build: Build
     ) -> None:
@@ -48,10 +51,10 @@ class LlamaAttention(nn.Module):
         )
         self.qk_norm = traits.qk_norm
         if traits.qk_norm:
-            self.q_norm = RMSNorm(head_dim, config.norm_eps, build / "q_norm")
-            self.k_norm = RMSNorm(head_dim, config.norm_eps, build / "k_norm")
+            self.q_norm = self.norm_class(head_dim, config.norm_eps, build / "q_norm")
+            self.k_norm = self.norm_class(head_dim, config.norm_eps, build / "k_norm")
         scale = head_dim**-0.5 if traits.scale is None else traits.scale
-        self.attend = Attention(layer_index, scale, traits.window)
+        self.attend = Attention(layer_index, scale, traits.window, traits.softcap)
         self.rotates = traits.rotates
 
     def forward(self, x: torch.Tensor, rotation: Rotation, step: StepContext) -> torch.Tensor:
@@ -81,15 +84,18 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaLayer(nn.Module):
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
+    attention_class: ClassVar[type[LlamaAttention]] = LlamaAttention
+
     def __init__(
         self, config: ModelConfig, layer_index: int, traits: AttentionTraits, build: Build
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(
+        self.input_layernorm = self.norm_class(
             config.hidden_size, config.norm_eps, build / "input_layernorm"
         )
-        self.self_attn = LlamaAttention(config, layer_index, traits, build / "self_attn")
-        self.post_attention_layernorm = RMSNorm(
+        self.self_attn = self.attention_class(config, layer_index, traits, build / "self_attn")
+        self.post_attention_layernorm = self.norm_class(
             config.hidden_size, config.norm_eps, build / "post_attention_layernorm"
         )
         self.mlp = LlamaMLP(config, build / "mlp")
@@ -101,6 +107,8 @@ class LlamaLayer(nn.Module):
 
 class LlamaModel(nn.Module):
     layer_class: ClassVar[type[LlamaLayer]] = LlamaLayer
+    interleaved: ClassVar[bool] = False
+    """Whether neighbouring dimensions are rotated with each other."""
 
     def __init__(self, config: ModelConfig, traits: list[AttentionTraits], build: Build) -> None:
         super().__init__()
@@ -111,9 +119,20 @@ class LlamaModel(nn.Module):
         scaling = config.rope_scaling
         if scaling is not None:
             trained = config.raw.get("max_position_embeddings")
-            scaling = {"original_max_position_embeddings": trained, **scaling}
+            longest = build.max_model_len or config.max_position_tokens
+            scaling = {
+                "original_max_position_embeddings": trained,
+                "max_position_embeddings": trained,
+                "max_model_len": longest,
+                **scaling,
+            }
         self.rotary = Rotary(
-            config.head_dim, config.max_position_tokens, config.rope_theta, scaling, build.device
+            config.rotary_dim,
+            config.max_position_tokens,
+            config.rope_theta,
+            scaling,
+            build.device,
+            self.interleaved,
         )
         self.layers = DecoderLayers(
             {
@@ -121,7 +140,10 @@ class LlamaModel(nn.Module):
                 for index in stage.layers(config.num_layers)
             }
         )
-        self.norm = RMSNorm(hidden, config.norm_eps, build / "norm") if stage.is_last else None
+        self.norm: RMSNorm | None = None
+        if stage.is_last:
+            norm_class = self.layer_class.norm_class
+            self.norm = norm_class(hidden, config.norm_eps, build / "norm")
 
     def forward(self, step: StepContext) -> torch.Tensor:
         x = step.embed(self.embed_tokens) if step.hidden is None else step.hidden

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.config.model import ModelConfig
+from quire.config.model import ModelConfig, rotated_layers
 from quire.models.llama import AttentionTraits, LlamaForCausalLM
 
 
@@ -13,13 +13,5 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
             qkv_bias=config.attention_bias,
             output_bias=config.attention_bias,
             window=config.layer_window(layer_index),
-            rotates=_rotates(config, layer_index),
+            rotates=rotated_layers(config.values, config.num_layers)[layer_index],
         )
-
-
-def _rotates(config: ModelConfig, layer_index: int) -> bool:
-    """`no_rope_layers` has a 1 for each layer that rotates; without it, every fourth does not."""
-    listed = config.raw.get("no_rope_layers")
-    if isinstance(listed, list) and layer_index < len(listed):
-        return bool(listed[layer_index])
-    return (layer_index + 1) % int(config.number("no_rope_layer_interval", 4)) != 0
