@@ -1,5 +1,5 @@
-"""Gemma 3, its language model: Gemma 2 with queries and keys normalised per head, and another base
-of RoPE in layers with a window. Images are not taken."""
+"""Gemma 3 (text): Gemma 2 with queries and keys normalised per head, and another base of RoPE in
+layers with a window. Images are not taken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama, and the frame that its relatives share: pre-norm, rotary positions, gated MLP."""
+"""Llama: pre-norm, rotary positions, gated MLP; the frame that its relatives share."""
 
 from __future__ import annotations
 
