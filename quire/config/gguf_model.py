@@ -32,6 +32,8 @@ GGUF_ARCHITECTURES: dict[str, tuple[str, dict[str, str]]] = {
     "qwen3": ("Qwen3ForCausalLM", _ROTARY_KEYS),
     "gpt2": ("GPT2LMHeadModel", _GPT2_KEYS),
 }
+WINDOWED_GGUF = {"llama": "MistralForCausalLM"}
+"""What an architecture is where it has a window."""
 FLOAT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 END_OF_TEXT_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
@@ -153,8 +155,8 @@ def _attention(file: GGUFFile, name: str) -> dict[str, Any]:
         values["head_dim"] = _required(file, f"{name}.embedding_length") // heads
     values["rope_scaling"] = _rope_scaling(file, name, values)
     window = _optional(file, f"{name}.attention.sliding_window")
-    if name == "llama" and window:
-        values.update(architectures=["MistralForCausalLM"], model_type="mistral")
+    if name in WINDOWED_GGUF and window:
+        values.update(architectures=[WINDOWED_GGUF[name]], model_type="mistral")
         values["sliding_window"] = window
     if name == "llama":
         values["attention_bias"] = "blk.0.attn_q.bias" in file.tensors

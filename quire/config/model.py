@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,14 @@ SUPPORTED_ARCHITECTURES: dict[str, str] = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "GraniteForCausalLM": "granite",
+    "SmolLM3ForCausalLM": "smollm3",
+    "Phi3ForCausalLM": "phi3",
+    "Olmo2ForCausalLM": "olmo2",
+    "Glm4ForCausalLM": "glm4",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "Gemma3ForConditionalGeneration": "gemma3",
     "OPTForCausalLM": "opt",
     "GPT2LMHeadModel": "gpt2",
 }
@@ -54,6 +63,10 @@ MAX_POSITIONS = 1 << 25
 """The longest context of a published model has 10 million tokens."""
 ALWAYS_TRIED = 1 << 24
 """Weights that are allocated without a look at the files: a missing tensor is then told by name."""
+ALL_SLIDING = ("mistral", "phi3")
+"""Families whose layers all have the window, if there is one."""
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""Entries of `layer_types`."""
 STRETCHED_ROPES = ("linear", "dynamic", "yarn")
 """Scalings whose `max_position_embeddings` is the length before scaling."""
 
@@ -99,6 +112,12 @@ class ModelConfig:
     in `rope_theta` and `rope_scaling`."""
 
     @property
+    def rotary_dim(self) -> int:
+        """The first dimensions of a head, which are rotated."""
+        factor = self.raw.get("partial_rotary_factor", 1.0)
+        return int(self.head_dim * factor)
+
+    @property
     def num_weights(self) -> int:
         """The large matrices: attention, MLP and embeddings, a tied head counted once."""
         heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
@@ -108,14 +127,23 @@ class ModelConfig:
         rows += 0 if is_gated else self.max_position_tokens
         return self.num_layers * layer + rows * self.hidden_size
 
+    def number(self, key: str, default: float) -> float:
+        """A positive number that only some families have."""
+        return self.values.number(key, default)
+
+    @property
+    def values(self) -> CheckedValues:
+        """Checked access to `raw`, for what only some families have."""
+        return CheckedValues(self.source.path / "config.json", self.raw)
+
     def layer_window(self, layer: int) -> int | None:
         """The sliding window of one layer."""
+        return self.sliding_window if self.slides(layer) else None
+
+    def slides(self, layer: int) -> bool:
+        """Whether a layer is of the kind that has a window, if the model has one."""
         kinds = self.raw.get("layer_types")
-        if self.model_type == "mistral":
-            return self.sliding_window
-        if isinstance(kinds, list) and layer < len(kinds):
-            return self.sliding_window if kinds[layer] == "sliding_attention" else None
-        return self.sliding_window if layer >= self.raw.get("max_window_layers", 28) else None
+        return self.model_type in ALL_SLIDING or (kinds is not None and kinds[layer] == SLIDING)
 
 
 @dataclass(frozen=True)
@@ -136,9 +164,16 @@ class _Family:
     head_dim: int | None = None
     """Used where config.json gives none; None means width / heads."""
     tied: bool = False
+    theta: float = 10000.0
     bias: bool | str = False
     """Whether attention has biases, or the key that says so."""
     mlp_bias: bool | str = False
+    partial_rotary: float | None = None
+    """Share of a head that is rotated where config.json does not say; None: always all of it."""
+    stretched: bool = True
+    """Whether `max_position_embeddings` is the length before `STRETCHED_ROPES` scale it."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What published files leave out."""
 
 
 _FAMILIES = {
@@ -146,6 +181,52 @@ _FAMILIES = {
     "mistral": _Family(default_positions=131072),
     "qwen2": _Family(default_positions=32768, bias=True),
     "qwen3": _Family(default_positions=32768, bias="attention_bias", head_dim=128),
+    "granite": _Family(bias="attention_bias", mlp_bias="mlp_bias"),
+    "smollm3": _Family(
+        default_positions=32768, bias="attention_bias", mlp_bias="mlp_bias", tied=True, theta=2e6
+    ),
+    "phi3": _Family(default_positions=4096, default_eps=1e-5, partial_rotary=1.0),
+    "olmo2": _Family(default_eps=1e-5, bias="attention_bias"),
+    "glm4": _Family(
+        default_positions=131072,
+        default_eps=1.5625e-7,
+        head_dim=128,
+        bias="attention_bias",
+        partial_rotary=0.5,
+        defaults={"attention_bias": True, "num_key_value_heads": 2},
+    ),
+    "gemma2": _Family(
+        default_positions=8192,
+        act="hidden_activation",
+        default_act="gelu_pytorch_tanh",
+        head_dim=256,
+        tied=True,
+        bias="attention_bias",
+        defaults={
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+        },
+    ),
+    "gemma3": _Family(
+        default_positions=131072,
+        act="hidden_activation",
+        default_act="gelu_pytorch_tanh",
+        head_dim=256,
+        tied=True,
+        theta=1e6,
+        bias="attention_bias",
+        stretched=False,
+        defaults={
+            "vocab_size": 262208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "query_pre_attn_scalar": 256,
+            "rope_local_base_freq": 10000.0,
+            "sliding_window": 4096,
+        },
+    ),
     "opt": _Family(
         kv_heads=None,
         intermediate="ffn_dim",
@@ -201,7 +282,10 @@ def load_model_config(
         raw = read_json_object(file)
         if (source.path / "generation_config.json").is_file():
             generation = read_json_object(source.path / "generation_config.json")
-    raw = {**_normalise_rope(file, raw), **_normalise_rope(file, hf_overrides or {})}
+    raw = {
+        **_normalise_rope(file, _text_part(file, raw)),
+        **_normalise_rope(file, hf_overrides or {}),
+    }
     config = _build(source, CheckedValues(file, raw), generation)
     if load_format != "dummy":
         check_size(config, file)
@@ -226,9 +310,10 @@ def _build(source: ModelSource, values: CheckedValues, generation: dict[str, Any
     architecture = _architecture(values)
     model_type = SUPPORTED_ARCHITECTURES[architecture]
     family = _FAMILIES[model_type]
+    values = _with_defaults(values, family, model_type)
     hidden = values.count(family.hidden)
     num_heads, num_kv_heads, head_dim = _heads(values, family, model_type, hidden)
-    rope_scaling = _rope_scaling(values)
+    rope_scaling = _rope_scaling(values, model_type, head_dim)
     # GPT-2 leaves its MLP width null to mean four times the model width.
     ffn_default = 4 * hidden if model_type == "gpt2" else REQUIRED
     folder = None if source.kind == "gguf" else source.path
@@ -247,7 +332,7 @@ def _build(source: ModelSource, values: CheckedValues, generation: dict[str, Any
         vocab_size=values.count("vocab_size"),
         max_position_tokens=_max_positions(values, family, rope_scaling),
         norm_eps=values.number(family.eps, family.default_eps),
-        rope_theta=values.number("rope_theta", 10000.0),
+        rope_theta=values.number("rope_theta", family.theta),
         rope_scaling=rope_scaling,
         tie_word_embeddings=values.boolean("tie_word_embeddings", family.tied),
         sliding_window=_sliding_window(values, model_type),
@@ -311,9 +396,13 @@ def _normalise_rope(file: Path, raw: dict[str, Any]) -> dict[str, Any]:
         return raw
     checked = CheckedValues(file, raw)
     parameters = dict(checked.mapping("rope_parameters") or {})
+    if SLIDING in parameters and FULL in parameters:
+        parameters = _layer_ropes(checked, raw, parameters)
     if any(isinstance(value, dict) for value in parameters.values()):
         checked.fail("rope_parameters", "the same for all layers", parameters)
     del raw["rope_parameters"]
+    if parameters.get("partial_rotary_factor") is not None:
+        raw["partial_rotary_factor"] = parameters.pop("partial_rotary_factor")
     theta = parameters.pop("rope_theta", None)
     if theta is not None:
         raw["rope_theta"] = theta
@@ -321,7 +410,85 @@ def _normalise_rope(file: Path, raw: dict[str, Any]) -> dict[str, Any]:
     return raw
 
 
-def _rope_scaling(values: CheckedValues) -> dict[str, Any] | None:
+def _layer_ropes(
+    checked: CheckedValues, raw: dict[str, Any], parameters: dict[str, Any]
+) -> dict[str, Any]:
+    """Gemma 3: a base of its own for layers with a window, which go into `rope_local_base_freq`."""
+    local, parameters = parameters[SLIDING], parameters[FULL]
+    if not isinstance(local, dict) or not isinstance(parameters, dict):
+        checked.fail("rope_parameters", f"an object for {SLIDING} and {FULL}", raw)
+    if local.get("rope_type", "default") != "default":
+        checked.fail(f"rope_parameters[{SLIDING!r}]", "of rope_type default", local)
+    if local.get("rope_theta") is not None:
+        raw["rope_local_base_freq"] = local["rope_theta"]
+    return dict(parameters)
+
+
+def _text_part(file: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a configuration that also has one of images."""
+    text = CheckedValues(file, raw).mapping("text_config")
+    if text is None:
+        return raw
+    outer = {key: value for key, value in raw.items() if not key.endswith("_config")}
+    quantized = {key: raw[key] for key in ("quantization_config",) if key in raw}
+    own = {key: value for key, value in text.items() if key not in ("architectures", "model_type")}
+    return {**own, **outer, **quantized}
+
+
+def _with_defaults(values: CheckedValues, family: _Family, model_type: str) -> CheckedValues:
+    """With what the family takes for granted, the kind of each layer, and how much of a head
+    rotates; refuses what its model has no code for."""
+    given = values.values
+    raw = {**family.defaults, **given}
+    values = CheckedValues(values.file, raw)
+    if family.kv_heads is not None and model_type not in ALL_SLIDING:
+        raw["layer_types"] = _layer_types(values, family, model_type)
+    share = values.number("partial_rotary_factor", family.partial_rotary or 1.0)
+    if share > 1 or (share != 1 and family.partial_rotary is None):
+        values.fail("partial_rotary_factor", "1.0, since whole heads are rotated", share)
+    raw["partial_rotary_factor"] = share
+    if values.boolean("use_bidirectional_attention", False):
+        values.fail("use_bidirectional_attention", "false for a model that generates text", True)
+    return values
+
+
+def _layer_types(values: CheckedValues, family: _Family, model_type: str) -> list[str]:
+    """`SLIDING` or `FULL` for each layer, as config.json says or its family has it."""
+    num_layers = values.count(family.layers, maximum=MAX_LAYERS)
+    kinds: list[str] | None = values.values.get("layer_types")
+    if kinds is not None:
+        is_list = isinstance(kinds, list) and len(kinds) >= num_layers
+        if not is_list or not {SLIDING, FULL}.issuperset(kinds):
+            values.fail("layer_types", f"{num_layers} times {SLIDING} or {FULL}", kinds)
+        return kinds
+    if model_type == "gemma2":
+        slides = [layer % 2 == 0 for layer in range(num_layers)]
+    elif model_type == "gemma3":
+        pattern = values.count("sliding_window_pattern", 6)
+        slides = [(layer + 1) % pattern != 0 for layer in range(num_layers)]
+    elif model_type == "smollm3":
+        slides = [not rotates for rotates in rotated_layers(values, num_layers)]
+    else:
+        first = values.values.get("max_window_layers", 28)
+        if isinstance(first, bool) or not isinstance(first, int):
+            values.fail("max_window_layers", "an integer", first)
+        slides = [layer >= first for layer in range(num_layers)]
+    return [SLIDING if one else FULL for one in slides]
+
+
+def rotated_layers(values: CheckedValues, num_layers: int) -> list[bool]:
+    """SmolLM3: `no_rope_layers` has a 1 for each layer that rotates; without it, every fourth does
+    not."""
+    listed = values.values.get("no_rope_layers")
+    if listed is None:
+        interval = values.count("no_rope_layer_interval", 4)
+        return [(layer + 1) % interval != 0 for layer in range(num_layers)]
+    if not isinstance(listed, list) or len(listed) < num_layers:
+        values.fail("no_rope_layers", f"a list of {num_layers} numbers", listed)
+    return [bool(one) for one in listed]
+
+
+def _rope_scaling(values: CheckedValues, model_type: str, head_dim: int) -> dict[str, Any] | None:
     scaling = values.mapping("rope_scaling")
     if not scaling:
         return None
@@ -332,6 +499,11 @@ def _rope_scaling(values: CheckedValues) -> dict[str, Any] | None:
         values.fail("rope_scaling", "an object with a rope_type", scaling)
     if kind == "default":
         return None
+    if model_type == "phi3" and kind in ("su", "yarn"):  # older names
+        kind = scaling["rope_type"] = "longrope"
+    if kind == "longrope":
+        _check_longrope(values, scaling, head_dim)
+        return scaling
     for key in ROPE_FACTORS.get(kind, ()):
         number: Any = scaling.get(key)
         is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
@@ -340,11 +512,27 @@ def _rope_scaling(values: CheckedValues) -> dict[str, Any] | None:
     return scaling
 
 
+def _check_longrope(values: CheckedValues, scaling: dict[str, Any], head_dim: int) -> None:
+    """A factor for each pair of dimensions, for contexts within the original length and beyond."""
+    count = int(head_dim * values.number("partial_rotary_factor", 1.0)) // 2
+    for key in ("short_factor", "long_factor"):
+        factors: Any = scaling.get(key)
+        is_list = isinstance(factors, list) and len(factors) == count
+        if not is_list or not all(type(one) in (int, float) and one > 0 for one in factors):
+            values.fail(f"rope_scaling[{key!r}]", f"a list of {count} positive numbers", factors)
+    if scaling.get("original_max_position_embeddings") is None:
+        scaling["original_max_position_embeddings"] = values.count(
+            "original_max_position_embeddings", 4096
+        )
+
+
 def _max_positions(
     values: CheckedValues, family: _Family, rope_scaling: dict[str, Any] | None
 ) -> int:
     positions = values.count(family.positions, family.default_positions, MAX_POSITIONS)
-    if rope_scaling is None or rope_scaling["rope_type"] not in STRETCHED_ROPES:
+    if rope_scaling is None or not family.stretched:
+        return positions
+    if rope_scaling["rope_type"] not in STRETCHED_ROPES:
         return positions
     original = rope_scaling.get("original_max_position_embeddings", positions)
     is_number = isinstance(original, (int, float)) and not isinstance(original, bool)
@@ -366,16 +554,13 @@ def _sliding_window(values: CheckedValues, model_type: str) -> int | None:
     if model_type == "mistral":
         # Null means no window; a missing key means the window of the first Mistral.
         return values.integer("sliding_window", None if "sliding_window" in values.values else 4096)
-    if model_type not in ("qwen2", "qwen3") or not values.boolean("use_sliding_window", False):
+    if model_type in ("qwen2", "qwen3", "smollm3"):
+        has_windows = values.boolean("use_sliding_window", False)
+    else:
+        has_windows = model_type in ("phi3", "gemma2", "gemma3")
+    if not has_windows or SLIDING not in values.values.get("layer_types", (SLIDING,)):
         return None
-    window = values.integer("sliding_window", None)
-    kinds = values.values.get("layer_types")
-    if isinstance(kinds, list):
-        return window if "sliding_attention" in kinds else None
-    first = values.values.get("max_window_layers", 28)
-    if isinstance(first, bool) or not isinstance(first, int):
-        values.fail("max_window_layers", "an integer", first)
-    return window if first < values.count("num_hidden_layers") else None
+    return values.integer("sliding_window", None)
 
 
 def _bias(values: CheckedValues, rule: bool | str) -> bool:

@@ -164,6 +164,7 @@ def _weights(layer: LayerParts) -> native.LayerWeights | None:
         layer.qkv.heads[0],
         layer.attend.scale,
         layer.attend.window,
+        layer.attend.softcap,
     )
 
 

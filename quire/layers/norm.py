@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from quire.kernels import dispatch
-from quire.layers.weights import Build, WeightedLayer, whole
+from quire.layers.weights import Axis, Build, WeightedLayer, whole
 
 
 class Norm(WeightedLayer, ABC):
@@ -33,15 +34,35 @@ class RMSNorm(Norm):
 
     weight: nn.Parameter
 
-    def __init__(self, dim: int, eps: float, build: Build) -> None:
+    dtype: ClassVar[torch.dtype | None] = None
+    """Of the weight; None: that of the model."""
+
+    def __init__(self, dim: int | Axis, eps: float, build: Build) -> None:
         super().__init__(build)
         self.eps = eps
-        self.add_weight("weight", (whole(dim),), build)
+        axis = whole(dim) if isinstance(dim, int) else dim
+        self.add_weight("weight", (axis,), build, self.dtype)
 
     def add_and_normalize(
         self, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return dispatch.rms_norm(x, self.weight, self.eps, residual)
+
+
+class WideRMSNorm(RMSNorm):
+    """The weight multiplies in float32, before the result is rounded to the model's type."""
+
+    dtype = torch.float32
+
+
+class OffsetRMSNorm(WideRMSNorm):
+    """x / rms(x) * (1 + weight), where checkpoints have the weight without the 1."""
+
+    def fill_dummy(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+        tensor.zero_()
+
+    def finish_loading(self) -> None:
+        self.weight.add_(1)
 
 
 class LayerNorm(Norm):

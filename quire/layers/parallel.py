@@ -90,6 +90,8 @@ class HeadShare:
     count: int
     kv_first: int
     kv_count: int
+    copies: int = 1
+    """Ranks that keep the same KV heads."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,7 @@ class Parallel:
         group, size, rank = num_heads // num_kv_heads, self.size, self.rank
         if num_heads % size == 0 and size % num_kv_heads == 0:
             count = num_heads // size
-            return HeadShare(rank * count, count, rank * num_kv_heads // size, 1)
+            first = rank * num_kv_heads // size
+            return HeadShare(rank * count, count, first, 1, size // num_kv_heads)
         count = self.share(num_kv_heads)
         return HeadShare(rank * count * group, count * group, rank * count, count)

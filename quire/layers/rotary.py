@@ -16,21 +16,23 @@ Scaling = Mapping[str, Any]
 
 
 class Rotary(nn.Module):
-    """cos and sin of every position's angles, in fp32, [max_positions, head_dim / 2] each."""
+    """cos and sin of every position's angles, in fp32, [max_positions, rotary_dim / 2] each."""
 
     cos: torch.Tensor
     sin: torch.Tensor
 
     def __init__(
         self,
-        head_dim: int,
+        rotary_dim: int,
         max_positions: int,
         theta: float,
         scaling: Scaling | None,
         device: torch.device,
+        interleaved: bool = False,
     ) -> None:
         super().__init__()
-        frequencies, magnitude = rotary_frequencies(head_dim, theta, scaling)
+        self.interleaved = interleaved
+        frequencies, magnitude = rotary_frequencies(rotary_dim, theta, scaling)
         if device.type == "meta":  # where sizes are counted: arithmetic imports torch's compiler
             cos, sin = torch.empty(2, max_positions, len(frequencies), device=device)
         else:
@@ -43,25 +45,20 @@ class Rotary(nn.Module):
 
     def forward(self, positions: torch.Tensor) -> Rotation:
         """The rotation of a step's tokens, made once for all layers."""
-        return Rotation(self.cos, self.sin, positions)
+        return Rotation(self.cos, self.sin, positions, self.interleaved)
 
 
 def rotary_frequencies(
-    head_dim: int, theta: float, scaling: Scaling | None
+    rotary_dim: int, theta: float, scaling: Scaling | None
 ) -> tuple[torch.Tensor, float]:
-    """Radians per position, [head_dim / 2], and the factor on cos and sin.
+    """Radians per position, [rotary_dim / 2], and the factor on cos and sin.
 
     `scaling` is config.json's rope_scaling or rope_parameters. Formulas are those of transformers,
     in fp32 like there, since trained models carry that rounding.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     frequencies = 1.0 / (theta**exponents)
     scaling = scaling or {}
-    if scaling.get("partial_rotary_factor") not in (None, 1):
-        raise ModelError(
-            f"partial_rotary_factor={scaling['partial_rotary_factor']!r} in config.json is not "
-            f"supported; only models that rotate whole heads (1.0) are."
-        )
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     if kind == "default":
         return frequencies, 1.0
@@ -136,8 +133,24 @@ def _yarn_magnitude(factor: float, scaling: Scaling) -> float:
     return growth(1.0)
 
 
+def _longrope(
+    frequencies: torch.Tensor, theta: float, scaling: Scaling
+) -> tuple[torch.Tensor, float]:
+    """A factor for each pair of dimensions, and others where sequences may be longer than the
+    original length (Phi-3). The choice is made once, so that cached keys stay valid."""
+    original = _number(scaling, "original_max_position_embeddings")
+    is_long = _number(scaling, "max_model_len") > original
+    factors = torch.tensor(scaling["long_factor" if is_long else "short_factor"])
+    growth = _number(scaling, "max_position_embeddings") / original
+    growth = _number(scaling, "factor", growth)
+    magnitude = math.sqrt(1 + math.log(growth) / math.log(original)) if growth > 1 else 1.0
+    powers = theta ** (torch.arange(len(frequencies)) / len(frequencies))
+    return 1.0 / (factors * powers), _number(scaling, "attention_factor", magnitude)
+
+
 _SCALINGS: dict[str, Callable[[torch.Tensor, float, Scaling], tuple[torch.Tensor, float]]] = {
     "linear": _linear,
     "llama3": _llama3,
+    "longrope": _longrope,
     "yarn": _yarn,
 }

@@ -71,6 +71,8 @@ class Build:
     block: int = 1
     """Inputs of the largest blocks in which weights are stored: ranks do not cut them, if
     possible."""
+    max_model_len: int | None = None
+    """Tokens of the longest sequence; None: as many as the model has positions for."""
     path: str = ""
     """As modules are named from the model on: "model.layers.3.self_attn.qkv_proj"."""
 

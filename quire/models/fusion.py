@@ -27,6 +27,8 @@ def layer_parts(layer: nn.Module) -> LayerParts | None:
     attention, mlp = layer.self_attn, layer.mlp
     if type(attention) is not LlamaAttention or type(mlp) is not LlamaMLP:
         return None
+    if not attention.rotates:
+        return None
     return LayerParts(
         attention_norm=layer.input_layernorm,
         qkv=attention.qkv_proj,

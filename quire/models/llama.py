@@ -1,8 +1,9 @@
-"""Llama, and the frame that its relatives share: pre-norm, rotary positions, gated MLP."""
+"""Llama: pre-norm, rotary positions, gated MLP; the frame that its relatives share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -28,9 +29,15 @@ class AttentionTraits:
     qk_norm: bool = False
     """Queries and keys are normalised per head before the rotation."""
     window: int | None = None
+    scale: float | None = None
+    """Of scores, where it is not head_dim ** -0.5."""
+    softcap: float | None = None
+    rotates: bool = True
 
 
 class LlamaAttention(nn.Module):
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
+
     def __init__(
         self, config: ModelConfig, layer_index: int, traits: AttentionTraits, build: Build
     ) -> None:
@@ -44,13 +51,15 @@ class LlamaAttention(nn.Module):
         )
         self.qk_norm = traits.qk_norm
         if traits.qk_norm:
-            self.q_norm = RMSNorm(head_dim, config.norm_eps, build / "q_norm")
-            self.k_norm = RMSNorm(head_dim, config.norm_eps, build / "k_norm")
-        self.attend = Attention(layer_index, head_dim**-0.5, traits.window)
+            self.q_norm = self.norm_class(head_dim, config.norm_eps, build / "q_norm")
+            self.k_norm = self.norm_class(head_dim, config.norm_eps, build / "k_norm")
+        scale = head_dim**-0.5 if traits.scale is None else traits.scale
+        self.attend = Attention(layer_index, scale, traits.window, traits.softcap)
+        self.rotates = traits.rotates
 
     def forward(self, x: torch.Tensor, rotation: Rotation, step: StepContext) -> torch.Tensor:
         q, k, v = self.qkv_proj(x)
-        qkv = QKV(q, k, v, rotation, self.qk_norms)
+        qkv = QKV(q, k, v, rotation if self.rotates else None, self.qk_norms)
         return self.o_proj(self.attend(qkv, step))
 
     @property
@@ -75,15 +84,18 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaLayer(nn.Module):
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
+    attention_class: ClassVar[type[LlamaAttention]] = LlamaAttention
+
     def __init__(
         self, config: ModelConfig, layer_index: int, traits: AttentionTraits, build: Build
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(
+        self.input_layernorm = self.norm_class(
             config.hidden_size, config.norm_eps, build / "input_layernorm"
         )
-        self.self_attn = LlamaAttention(config, layer_index, traits, build / "self_attn")
-        self.post_attention_layernorm = RMSNorm(
+        self.self_attn = self.attention_class(config, layer_index, traits, build / "self_attn")
+        self.post_attention_layernorm = self.norm_class(
             config.hidden_size, config.norm_eps, build / "post_attention_layernorm"
         )
         self.mlp = LlamaMLP(config, build / "mlp")
@@ -94,6 +106,10 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
+    layer_class: ClassVar[type[LlamaLayer]] = LlamaLayer
+    interleaved: ClassVar[bool] = False
+    """Whether neighbouring dimensions are rotated with each other."""
+
     def __init__(self, config: ModelConfig, traits: list[AttentionTraits], build: Build) -> None:
         super().__init__()
         hidden, stage = config.hidden_size, build.stage
@@ -103,17 +119,31 @@ class LlamaModel(nn.Module):
         scaling = config.rope_scaling
         if scaling is not None:
             trained = config.raw.get("max_position_embeddings")
-            scaling = {"original_max_position_embeddings": trained, **scaling}
+            longest = build.max_model_len or config.max_position_tokens
+            scaling = {
+                "original_max_position_embeddings": trained,
+                "max_position_embeddings": trained,
+                "max_model_len": longest,
+                **scaling,
+            }
         self.rotary = Rotary(
-            config.head_dim, config.max_position_tokens, config.rope_theta, scaling, build.device
+            config.rotary_dim,
+            config.max_position_tokens,
+            config.rope_theta,
+            scaling,
+            build.device,
+            self.interleaved,
         )
         self.layers = DecoderLayers(
             {
-                index: LlamaLayer(config, index, traits[index], build / f"layers.{index}")
+                index: self.layer_class(config, index, traits[index], build / f"layers.{index}")
                 for index in stage.layers(config.num_layers)
             }
         )
-        self.norm = RMSNorm(hidden, config.norm_eps, build / "norm") if stage.is_last else None
+        self.norm: RMSNorm | None = None
+        if stage.is_last:
+            norm_class = self.layer_class.norm_class
+            self.norm = norm_class(hidden, config.norm_eps, build / "norm")
 
     def forward(self, step: StepContext) -> torch.Tensor:
         x = step.embed(self.embed_tokens) if step.hidden is None else step.hidden
@@ -121,6 +151,7 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(CausalLM):
+    model_class: ClassVar[type[LlamaModel]] = LlamaModel
     weight_map = WeightMap(
         fused={
             "qkv_proj": {("q",): "q_proj", ("k",): "k_proj", ("v",): "v_proj"},
@@ -132,7 +163,7 @@ class LlamaForCausalLM(CausalLM):
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__(config, build)
         traits = [self.attention_traits(config, index) for index in range(config.num_layers)]
-        self.model = LlamaModel(config, traits, build / "model")
+        self.model = self.model_class(config, traits, build / "model")
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         if build.stage.is_last:
             self.lm_head = LMHead(config.vocab_size, config.hidden_size, build / "lm_head", tied)

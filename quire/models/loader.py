@@ -130,17 +130,18 @@ def load_model(
     quantization: str | None = None,
     method_for: MethodFor | None = None,
     fused: bool = True,
+    max_model_len: int | None = None,
 ) -> CausalLM:
     """The model of `config` with its weights, or this rank's share of them, on `device`.
 
     `load_format="dummy"` makes random weights instead: equal for equal seeds on one type of device.
     `method_for` takes the place of what follows from `quantization`. Layers that are not `fused`
-    compute as their model's file says, step by step.
+    compute as their model's file says, step by step. Some rope scalings depend on `max_model_len`.
     """
     if method_for is None:
         method_for = _methods(config, quantization, dtype, device, load_format)
     block = largest_block(quantization, config.quantization)
-    build = Build(dtype, torch.device(device), parallel, method_for, block)
+    build = Build(dtype, torch.device(device), parallel, method_for, block, max_model_len)
     model = model_class(config.architecture)(config, build)
     if load_format == "dummy":
         load_dummy_weights(model, build, seed)
@@ -316,7 +317,7 @@ def load_weights(
         if name in tied:
             tied_rows[name] = _some_rows(tensor)
         if target is None:
-            is_known = name in tied_rows or name.endswith(weight_map.ignored)
+            is_known = name in tied_rows or weight_map.ignores(name)
             is_known = is_known or _is_no_bias(name, tensor, quantized)
             if not is_known and not _is_kv_scale(model, config, name, tensor):
                 extra.append(original_name)

@@ -34,10 +34,17 @@ class WeightMap:
     """Endings of names whose tensors are stored [in, out]."""
     ignored: tuple[str, ...] = ()
     """Endings of names that checkpoints may hold and the model has no use for."""
+    ignored_parts: tuple[str, ...] = ()
+    """Beginnings, with or without `model.`, of names of other parts than the language model."""
     embedding: str = "model.embed_tokens.weight"
     """The tensor that a tied output head shares."""
     head: str = "lm_head.weight"
     """The output head's own name: where tied, a checkpoint may repeat the embedding under it."""
+
+    def ignores(self, name: str) -> bool:
+        """Whether the model has no use for a checkpoint's tensor."""
+        own_name = name.removeprefix("model.")
+        return name.endswith(self.ignored) or own_name.startswith(self.ignored_parts)
 
     def modules(self, path: str) -> dict[ShardKey, str]:
         """The checkpoint's modules that the layer with this path stands for."""

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.config.model import ModelConfig
+from quire.kernels.torch.attention import attend
 from quire.layers.attention.layer import QKV, StepContext
 from quire.layers.decoder import LayerParts
 from quire.layers.linear import Linear
@@ -97,8 +98,17 @@ class InputStatistics:
 class WholePrompt:
     """Attention within one prompt, all of whose tokens are there."""
 
-    def attend(self, layer_index: int, qkv: QKV, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer_index: int,
+        qkv: QKV,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
+    ) -> Tensor:
         q, k, v = (x.transpose(0, 1) for x in qkv.prepared())
+        if softcap is not None:
+            return attend(q.transpose(0, 1), k, v, scale, window, softcap)
         places = torch.arange(q.shape[1], device=q.device)
         distance = places[:, None] - places
         seen = distance >= 0

@@ -163,6 +163,7 @@ class Worker:
                 parallel=self._parallel,
                 seed=options.model.seed,
                 quantization=options.model.quantization,
+                max_model_len=options.model.max_model_len,
             )
         bind_kv_groups(self._model, self.layout.groups)
         return_free_memory()

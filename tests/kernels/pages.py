@@ -29,6 +29,7 @@ class Case:
     head_dim: int = 64
     block_size: int = 16
     window: int | None = None
+    softcap: float | None = None
     seed: int = 0
     narrow: bool = False
     """Whether keys and values are in float16, whatever the type of queries."""
@@ -85,7 +86,15 @@ class Step:
     block_tables: Tensor
     slots: Tensor
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
+    ) -> Tensor:
         _, _, num_kv_heads, block_size, head_dim = self.kv_layer.shape
         layers = self.kv_layer.unsqueeze(0)
         backend = self.backend(layers, q.shape[1], num_kv_heads, head_dim, block_size)
@@ -97,7 +106,7 @@ class Step:
             query_lens=np.diff(self.query_start.numpy()),
             send=Staging(torch.device("cpu")).send,
         )
-        return backend.plan(inputs).attend(0, QKV(q, k, v), scale, window)
+        return backend.plan(inputs).attend(0, QKV(q, k, v), scale, window, softcap)
 
 
 def attend(backend: type[AttentionBackend], case: Case, pages: Pages) -> Tensor:
@@ -106,7 +115,8 @@ def attend(backend: type[AttentionBackend], case: Case, pages: Pages) -> Tensor:
     k, v, slots = pages.new_tokens()
     block_size = case.block_size
     kv_layer[:, slots // block_size, :, slots % block_size] = torch.nan
-    return Step(backend, kv_layer, *where, slots).attend(q, k, v, case.scale, case.window)
+    step = Step(backend, kv_layer, *where, slots)
+    return step.attend(q, k, v, case.scale, case.window, case.softcap)
 
 
 def slot(pages: Pages, request: int, position: int) -> tuple[int, int]:
@@ -179,6 +189,10 @@ def dense_attention(case: Case, pages: Pages) -> Tensor:
         seen = key <= position
         if case.window is not None:
             seen &= key > position - case.window
-        out = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=case.scale)
+        if case.softcap is None:
+            out = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=case.scale)
+        else:
+            scores = case.softcap * torch.tanh(q @ k.transpose(1, 2) * case.scale / case.softcap)
+            out = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
         outs.append(out.transpose(0, 1))
     return torch.cat(outs)

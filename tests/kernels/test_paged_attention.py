@@ -47,6 +47,7 @@ def cases(draw: st.DrawFn) -> Case:
         head_dim=draw(st.sampled_from((64, 80, 96, 128, 256, 4, 18, 33, 72))),
         block_size=draw(st.sampled_from((4, 8, 16, 32, 64, 128))),
         window=draw(st.sampled_from((None, None, 1, 5, 64, 100))),
+        softcap=draw(st.sampled_from((None, None, 0.4, 50.0))),
         seed=draw(st.integers(0, 2)),
         narrow=draw(st.booleans()),
     )
@@ -170,7 +171,7 @@ def test_result_does_not_depend_on_the_chunk(
             slots[first:end],
         )
         new = pages.q[first:end], k[first:end], v[first:end]
-        part = step.attend(*new, case.scale, case.window)
+        part = step.attend(*new, case.scale, case.window, case.softcap)
         assert torch.equal(part, whole[first:end])
 
 

@@ -19,13 +19,13 @@ REQUESTS = ((1, 40), (9, 9), (1, 1), (33, 70), (1, 200))
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 @pytest.mark.parametrize("head_dim", [64, 4, 36, 128])
 @pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize("rotates", [None, "halves", "part", "neighbours"])
 @pytest.mark.parametrize("narrow", [False, True])
 def test_prepares_stores_and_attends(
     threads: int,
     head_dim: int,
     norms: bool,
-    rotates: bool,
+    rotates: str | None,
     narrow: bool,
     isa: str,
     num_threads: None,
@@ -41,7 +41,9 @@ def test_prepares_stores_and_attends(
     slots = tables[owner, positions // 16].long() * 16 + positions % 16
     joined = torch.randn(num_tokens, 10, head_dim)
     q, k, v = joined.clone().split((6, 2, 2), dim=1)
-    cos, sin = torch.rand(300, head_dim // 2), torch.rand(300, head_dim // 2)
+    pairs = head_dim // 4 if rotates == "part" else head_dim // 2 - (rotates == "neighbours")
+    cos, sin = torch.rand(2, 300, pairs)
+    interleaved = rotates == "neighbours"
     weights = torch.randn(2, head_dim)
 
     expected_layer = kv_layer.clone()
@@ -50,12 +52,12 @@ def test_prepares_stores_and_attends(
         eq, ek = rms_norm(eq, weights[0], EPS), rms_norm(ek, weights[1], EPS)
     if rotates:
         angles = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
-        eq, ek = rotate(eq, *angles), rotate(ek, *angles)
+        eq, ek = rotate(eq, *angles, interleaved), rotate(ek, *angles, interleaved)
     reference.write_kv(expected_layer, ek, ev, slots)
 
     step = QKVStep(kv_layer, slots, query_start, context_lens, tables)
     if rotates:
-        step.set_rotation(cos, sin, positions)
+        step.set_rotation(cos, sin, positions, interleaved)
     if norms:
         step.set_norms(weights[0], weights[1], EPS)
     found = step.attend(kv_addresses(kv_layer), q, k, v, case.scale, None)
@@ -74,7 +76,7 @@ def test_refuses_tables_of_another_size() -> None:
     slots = torch.zeros(1, dtype=torch.int64)
     step = QKVStep(kv_layer, slots, ints, ints[:1], ints.view(1, 2))
     with pytest.raises(ValueError, match="rotation tables"):
-        step.set_rotation(torch.ones(5, 3), torch.ones(5, 3), slots)
+        step.set_rotation(torch.ones(5, 5), torch.ones(5, 5), slots)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 8])

@@ -30,11 +30,83 @@ _LLAMA_LIKE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": MAX_POSITIONS,
 }
+_NO_TOKENS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+"""Defaults lie beyond this vocabulary."""
+EAGER = ("gemma2", "gemma3")
+"""Other implementations of transformers leave out the softcap."""
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", _LLAMA_LIKE),
     "mistral": ("MistralConfig", {**_LLAMA_LIKE, "sliding_window": None}),
     "qwen2": ("Qwen2Config", _LLAMA_LIKE),
     "qwen3": ("Qwen3Config", {**_LLAMA_LIKE, "head_dim": 16}),
+    "granite": (
+        "GraniteConfig",
+        {
+            **_LLAMA_LIKE,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.4,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "smollm3": (
+        "SmolLM3Config",
+        {**_LLAMA_LIKE, "no_rope_layers": [1, 0, 1], "pad_token_id": 0},
+    ),
+    "phi3": (
+        "Phi3Config",
+        {
+            **_LLAMA_LIKE,
+            **_NO_TOKENS,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5000.0,
+                "partial_rotary_factor": 0.75,
+            },
+            "sliding_window": 21,
+        },
+    ),
+    "olmo2": ("Olmo2Config", {**_LLAMA_LIKE, **_NO_TOKENS, "rms_norm_eps": 1e-3}),
+    "glm4": (
+        "Glm4Config",
+        {
+            **_LLAMA_LIKE,
+            **_NO_TOKENS,
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            **_LLAMA_LIKE,
+            **_NO_TOKENS,
+            "head_dim": 24,
+            "query_pre_attn_scalar": 9,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 7.0,
+            "sliding_window": 19,
+        },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            **_LLAMA_LIKE,
+            **_NO_TOKENS,
+            "head_dim": 24,
+            "query_pre_attn_scalar": 40,
+            "sliding_window": 11,
+            "sliding_window_pattern": 2,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+                "full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 7000.0},
+            },
+        },
+    ),
     "opt": (
         "OPTConfig",
         {
@@ -65,7 +137,8 @@ def random_model(
     """A transformers model with weights large enough that every part of it shows in the logits."""
     class_name, settings = FAMILIES[family]
     config: PretrainedConfig = getattr(transformers, class_name)(**{**settings, **changes})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    how = {"attn_implementation": "eager"} if family in EAGER else {}
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **how).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         is_norm = parameter.dim() == 1 and name.endswith("weight")

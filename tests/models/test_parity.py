@@ -36,6 +36,14 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0],
+    "long_factor": [1.5, 2.0, 4.0, 7.0, 11.0, 13.0],
+    "original_max_position_embeddings": 16,
+}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("llama", {}),
@@ -61,6 +69,52 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen3-tied-biased": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+    "granite": ("granite", {}),
+    "granite-tied-biased": (
+        "granite",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "smollm3": ("smollm3", {}),
+    "smollm3-untied": ("smollm3", {"tie_word_embeddings": False, "no_rope_layers": [0, 1, 0]}),
+    "smollm3-windows": (
+        "smollm3",
+        {"use_sliding_window": True, "sliding_window": 5, "no_rope_layers": [1, 0, 1]},
+    ),
+    "phi3": ("phi3", {}),
+    "phi3-longrope": (
+        "phi3",
+        {
+            "rope_parameters": LONGROPE,
+            "original_max_position_embeddings": 16,
+            "tie_word_embeddings": True,
+            "sliding_window": None,
+        },
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo2-biased": (
+        "olmo2",
+        {"attention_bias": True, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    ),
+    "glm4": ("glm4", {}),
+    "glm4-tied": (
+        "glm4",
+        {"attention_bias": False, "tie_word_embeddings": True, "head_dim": 32},
+    ),
+    "gemma2": ("gemma2", {}),
+    "gemma2-no-caps": (
+        "gemma2",
+        {
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "attention_bias": True,
+        },
+    ),
+    "gemma3": ("gemma3", {}),
+    "gemma3-capped-logits": (
+        "gemma3",
+        {"final_logit_softcapping": 5.0, "num_key_value_heads": 1, "tie_word_embeddings": False},
+    ),
     "opt": ("opt", {}),
     "opt-350m": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
     "opt-no-biases": (
@@ -78,6 +132,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_inner": 80, "scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False},
     ),
 }
+
+
+TENSOR_PARALLEL = [
+    *("llama-gqa", "llama-biases", "qwen3-tied-biased", "granite", "smollm3", "opt", "gpt2"),
+    *("phi3", "olmo2", "glm4", "gemma2", "gemma3"),
+]
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -145,6 +205,66 @@ def test_sharded_files(family: str, tmp_path: Path) -> None:
     compare(tmp_path, reference)
 
 
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_gemma3_beside_a_model_of_images(prefix: str, tmp_path: Path) -> None:
+    """Released files nest the text's configuration, leave out what is usual, have RoPE in older
+    keys, and hold the weights of other parts too."""
+    reference = random_model("gemma3")
+    tensors = {
+        prefix + name.removeprefix("model."): tensor
+        for name, tensor in reference.state_dict().items()
+        if name.startswith("model.")
+    }
+    for other in ("vision_tower.vision_model.x.weight", "multi_modal_projector.norm.weight"):
+        tensors["model." * prefix.startswith("model.") + other] = torch.ones(3)
+    save_bin(reference, tmp_path, tensors)
+    text = json.loads((tmp_path / "config.json").read_text())
+    for key in ("architectures", "rope_parameters", "layer_types", "tie_word_embeddings"):
+        del text[key]
+    text |= {
+        "rope_theta": 7000.0,
+        "rope_local_base_freq": 300.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 3.0},
+        "sliding_window_pattern": 2,
+    }
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": text,
+        "vision_config": {"hidden_size": 3},
+        "eos_token_id": [1, 106],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = load_model_config(str(tmp_path))
+    assert found.eos_token_ids == (1, 106)
+    assert found.max_position_tokens == text["max_position_embeddings"]
+    compare(tmp_path, reference)
+
+
+def test_phi3_keeps_short_factors_within_the_original_length(tmp_path: Path) -> None:
+    """Which factors apply follows from `max_model_len`, so that cached keys stay valid; hub files
+    say "su", and have the original length beside the scaling."""
+    changes = CASES["phi3-longrope"][1]
+    reference = random_model("phi3", **changes)
+    save_safetensors(reference, tmp_path)
+    file = tmp_path / "config.json"
+    saved = json.loads(file.read_text())
+    scaling = dict(saved.pop("rope_parameters"))
+    saved["rope_theta"] = scaling.pop("rope_theta")
+    saved["partial_rotary_factor"] = scaling.pop("partial_rotary_factor")
+    scaling = {key: scaling[key] for key in ("short_factor", "long_factor")}
+    saved["rope_scaling"] = {"type": "su", **scaling}
+    file.write_text(json.dumps(saved))
+    config = load_model_config(str(tmp_path))
+    model = load_model(config, dtype=torch.float32, device="cpu", max_model_len=16)
+    tokens = random_tokens(14)
+    run = PagedRun(model, config, [tokens])
+    run.step({0: 9})
+    run.step({0: 5})
+    close(run.all_logits()[0], reference_logits(reference, tokens))
+    compare(tmp_path, reference)  # longer than the original length
+
+
 @pytest.mark.parametrize("prefix", ["decoder.", "model.decoder."])
 def test_opt_from_pickled_files(prefix: str, tmp_path: Path) -> None:
     """facebook/opt-125m names its tensors `decoder.`; later checkpoints say `model.decoder.`."""
@@ -176,7 +296,7 @@ def test_gpt2_with_and_without_prefix(prefix: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("case", ["llama-gqa", "llama-biases", "qwen3-tied-biased", "opt", "gpt2"])
+@pytest.mark.parametrize("case", TENSOR_PARALLEL)
 def test_tensor_parallel_ranks_compute_the_same(case: str, size: int, tmp_path: Path) -> None:
     """Each rank loads its share of the files; with 4 ranks, 2 KV heads are kept twice."""
     family, changes = CASES[case]

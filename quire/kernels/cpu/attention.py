@@ -19,7 +19,7 @@ NO_WINDOW = 2**30
 
 class QKVStep:
     """A step over layers whose caches are shaped like `kv_layer`. It holds addresses: the tensors
-    that it is given must outlive it. Rotation tables are [positions, head_dim / 2]."""
+    that it is given must outlive it. Rotation tables are [positions, rotary_dim / 2]."""
 
     def __init__(
         self,
@@ -46,7 +46,9 @@ class QKVStep:
         self._head_dim = kv_layer.shape[4]
         self._cos: Tensor | None = None
 
-    def set_rotation(self, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+    def set_rotation(
+        self, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool = False
+    ) -> None:
         """The rotation of the layers to come; cheap where it is the one of the last layer."""
         if cos is self._cos:
             return
@@ -54,10 +56,19 @@ class QKVStep:
         for table in (cos, sin):
             require(table, torch.float32)
         require(positions, torch.int64)
-        if not (cos.is_contiguous() and sin.is_contiguous() and 2 * cos.shape[1] == self._head_dim):
-            raise ValueError(f"rotation tables must be contiguous [n, {self._head_dim} / 2]")
+        rotary_dim = 2 * cos.shape[1]
+        is_whole = cos.is_contiguous() and sin.is_contiguous() and cos.shape == sin.shape
+        if not is_whole or rotary_dim > self._head_dim:
+            raise ValueError(
+                f"rotation tables must be contiguous [n, at most {self._head_dim} / 2]"
+            )
+        self._qkv.rotary_dim, self._qkv.interleaved = rotary_dim, interleaved
         self._qkv.cos, self._qkv.sin = cos.data_ptr(), sin.data_ptr()
         self._qkv.positions = positions.data_ptr()
+
+    def clear_rotation(self) -> None:
+        """The layers to come have no rotation."""
+        self._cos = self._qkv.cos = self._qkv.sin = self._qkv.positions = None
 
     def set_norms(self, q_weight: Tensor | None, k_weight: Tensor | None, eps: float) -> None:
         """The norms of the layer to come."""
@@ -78,6 +89,7 @@ class QKVStep:
         v: Tensor,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Prepares q [T, heads, head_dim] where it is and k on its way to the cache, stores k and
         v, and attends. `caches` are the layer's `kv_addresses`."""
@@ -92,7 +104,7 @@ class QKVStep:
         write.v, write.v_stride = v.data_ptr(), v.stride(0)
         write.keys, write.values = attention.keys, attention.values = caches
         attention.out, attention.out_stride = out.data_ptr(), num_heads * head_dim
-        attention.scale = scale
+        attention.scale, attention.softcap = scale, softcap or 0.0
         attention.window = NO_WINDOW if window is None else min(window, NO_WINDOW)
         if _entry()(qkv, write, attention) != 0:
             raise MemoryError("no memory for the working space of attention")

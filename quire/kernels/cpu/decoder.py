@@ -43,6 +43,7 @@ class DecoderLayer(ctypes.Structure):
         ("network_eps", ctypes.c_float),
         ("head_eps", ctypes.c_float),
         ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
         ("window", ctypes.c_int32),
     )
 
@@ -93,6 +94,7 @@ class LayerWeights:
     num_heads: int
     scale: float
     window: int | None
+    softcap: float | None
 
 
 class Decoder:
@@ -153,6 +155,7 @@ def _native_layer(layer: LayerWeights) -> DecoderLayer:
         layer.network_norm.eps,
         0.0 if q_norm is None else q_norm.eps,
         layer.scale,
+        layer.softcap or 0.0,
         NO_WINDOW if layer.window is None else min(layer.window, NO_WINDOW),
     )
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 LIBRARY_NAME = "libquire_cpu.so"
 ISAS = ("generic", "avx2", "avx512")
-ABI = 16
+ABI = 17
 
 
 def _find_library() -> Path:
@@ -57,6 +57,7 @@ class AttentionCall(ctypes.Structure):
         ("block_size", ctypes.c_int32),
         ("window", ctypes.c_int32),
         ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
         ("num_threads", ctypes.c_int32),
         ("stored", ctypes.c_int32),
     )
@@ -97,6 +98,8 @@ class QKVCall(ctypes.Structure):
         ("q_norm", ctypes.c_void_p),
         ("k_norm", ctypes.c_void_p),
         ("num_heads", ctypes.c_int32),
+        ("rotary_dim", ctypes.c_int32),
+        ("interleaved", ctypes.c_int32),
         ("eps", ctypes.c_float),
     )
 

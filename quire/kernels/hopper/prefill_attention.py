@@ -34,14 +34,28 @@ STAGES = 2
 UNLIMITED = 1 << 30
 """A window that no context reaches."""
 
+TWO_LOG2E = gl.constexpr(2 * LOG2E)
+
 # Older versions of Triton have another name for it.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
-def _softmax(scores, top, total, start, position, window, scale_log2, MASKED: gl.constexpr):
+def _soft_capped(scores, softcap):
+    """softcap * tanh(scores / softcap); both in units of log 2."""
+    return softcap - 2 * softcap / (1 + gl.exp2(scores * (TWO_LOG2E / softcap)))
+
+
+@gluon.jit
+def _softmax(
+    scores, top, total, start, position, window, scale_log2, softcap,
+    MASKED: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+):  # fmt: skip
     """Weights of the scores, what older weights shrink by, and the new top and total."""
     layout: gl.constexpr = scores.type.layout
+    if HAS_SOFTCAP:
+        scores = _soft_capped(scores * scale_log2, softcap)
+        scale_log2 = 1.0
     if MASKED:
         key = start + gl.arange(0, scores.type.shape[1], layout=gl.SliceLayout(0, layout))
         # Keys after the query have a negative age, which is a huge one without a sign.
@@ -98,8 +112,8 @@ def _clear(v_smem, v_full, count, low, high, layout: gl.constexpr):
 
 @gluon.jit
 def _advance(
-    q, buffers, barriers, state, count, start, position, window, scale_log2,
-    MASKED: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr,
+    q, buffers, barriers, state, count, start, position, window, scale_log2, softcap,
+    MASKED: gl.constexpr, HAS_SOFTCAP: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
     """Scores of the keys from `start` on, while the weights before them meet their values."""
     _q_smem, k_smem, v_smem = buffers
@@ -110,7 +124,7 @@ def _advance(
     scores = warpgroup_mma_wait(1, [pending])
     _release(k_empty, count)
     weights, shrink, top, total = _softmax(
-        scores, top, total, start, position, window, scale_log2, MASKED
+        scores, top, total, start, position, window, scale_log2, softcap, MASKED, HAS_SOFTCAP
     )
     acc, p = warpgroup_mma_wait(0, [acc, p])
     _release(v_empty, count - 1)
@@ -123,6 +137,7 @@ def _attend(
     out_ptr,
     stride_out,
     scale_log2,
+    softcap,
     lists,
     sizes,
     buffers,
@@ -130,6 +145,7 @@ def _attend(
     HEAD_DIM: gl.constexpr,
     PACK: gl.constexpr,
     PART: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
 ):
     """Attend with one half of each tile."""
     q_smem, k_smem, v_smem = buffers
@@ -163,7 +179,7 @@ def _attend(
         scores = warpgroup_mma_wait(0, [pending])
         _release(k_empty, count)
         weights, _shrink, top, total = _softmax(
-            scores, top, total, start, position, window, scale_log2, True
+            scores, top, total, start, position, window, scale_log2, softcap, True, HAS_SOFTCAP
         )
         if context < start + keys:
             _clear(v_smem, v_full, count, 0, context - start, io_layout)
@@ -172,22 +188,22 @@ def _attend(
         while start > open_end:
             start -= keys
             state = _advance(
-                q, buffers, barriers, state, count, start, position, window, scale_log2,
-                True, s_layout, p_layout,
+                q, buffers, barriers, state, count, start, position, window, scale_log2, softcap,
+                True, HAS_SOFTCAP, s_layout, p_layout,
             )  # fmt: skip
             count += 1
         while start > open_begin:
             start -= keys
             state = _advance(
-                q, buffers, barriers, state, count, start, position, window, scale_log2,
-                False, s_layout, p_layout,
+                q, buffers, barriers, state, count, start, position, window, scale_log2, softcap,
+                False, HAS_SOFTCAP, s_layout, p_layout,
             )  # fmt: skip
             count += 1
         while start > begin:
             start -= keys
             state = _advance(
-                q, buffers, barriers, state, count, start, position, window, scale_log2,
-                True, s_layout, p_layout,
+                q, buffers, barriers, state, count, start, position, window, scale_log2, softcap,
+                True, HAS_SOFTCAP, s_layout, p_layout,
             )  # fmt: skip
             count += 1
         mbarrier.arrive(q_empty, count=1)
@@ -230,6 +246,7 @@ def _prefill_kernel(
     requests_ptr,
     indices_ptr,
     scale_log2,
+    softcap,
     stride_out,
     stride_table,
     num_tiles,
@@ -243,6 +260,7 @@ def _prefill_kernel(
     BLOCK_SIZE: gl.constexpr,
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
     ATTEND_REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr,
 ):
@@ -271,10 +289,10 @@ def _prefill_kernel(
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     gl.warp_specialize(
         [
-            (_attend, (out_ptr, stride_out, scale_log2, lists, sizes, buffers, barriers,
-                       HEAD_DIM, PACK, 0)),
-            (_attend, (out_ptr, stride_out, scale_log2, lists, sizes, buffers, barriers,
-                       HEAD_DIM, PACK, 1)),
+            (_attend, (out_ptr, stride_out, scale_log2, softcap, lists, sizes, buffers, barriers,
+                       HEAD_DIM, PACK, 0, HAS_SOFTCAP)),
+            (_attend, (out_ptr, stride_out, scale_log2, softcap, lists, sizes, buffers, barriers,
+                       HEAD_DIM, PACK, 1, HAS_SOFTCAP)),
             (load_tiles, (q_desc, kv_desc, tables_ptr, stride_table, num_kv_heads, value_row,
                           lists, sizes, buffers, barriers, PACK, GROUP, BLOCK_SIZE)),
         ],
@@ -301,6 +319,7 @@ def prefill_attention(
     window: int | None,
     out: Tensor,
     scales: Tensor | None = None,
+    softcap: float | None = None,
 ) -> None:
     """Attends with the tokens of q [tokens, num_heads, head_dim] that the tiles name.
 
@@ -326,6 +345,7 @@ def prefill_attention(
         tile_requests,
         tile_indices,
         scale * LOG2E,
+        (softcap or 0.0) * LOG2E,
         out.stride(0),
         block_tables.stride(0),
         num_tiles,
@@ -339,6 +359,7 @@ def prefill_attention(
         BLOCK_SIZE=block_size,
         KEYS=KEYS,
         STAGES=STAGES,
+        HAS_SOFTCAP=softcap is not None,
         # Three groups of four warps have 168 registers a thread each; the loading one lends its.
         ATTEND_REGISTERS=240,
         LOAD_REGISTERS=24,

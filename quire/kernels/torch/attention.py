@@ -84,12 +84,14 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     scales: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Causal attention of every request's new tokens over its cache.
 
     Request r owns the rows `query_start[r]` to `query_start[r + 1]` of `q` [tokens, num_heads,
     head_dim]; they are the last of its `context_lens[r]` tokens, all of which are in the cache. A
-    query at position p sees the keys in (p - window, p]. Scores and softmax are in float32.
+    query at position p sees the keys in (p - window, p]. Scores and softmax are in float32; with a
+    `softcap` scores become softcap * tanh(score / softcap).
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     starts, contexts = query_start.tolist(), context_lens.tolist()
@@ -100,7 +102,7 @@ def paged_attention(
             end_key = context - (end - chunk_end)
             first_key = 0 if window is None else max(0, end_key - (chunk_end - begin) + 1 - window)
             k, v = gather_kv(kv_layer, block_tables[request], first_key, end_key, scales)
-            out[begin:chunk_end] = attend(q[begin:chunk_end], k, v, scale, window)
+            out[begin:chunk_end] = attend(q[begin:chunk_end], k, v, scale, window, softcap)
     return out
 
 
@@ -124,7 +126,14 @@ def gather_kv(
     return k, v
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None = None,
+) -> Tensor:
     """Attention of the queries [n, num_heads, head_dim] that belong to the last n keys."""
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads, num_keys, _ = k.shape
@@ -132,6 +141,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) ->
     compute = torch.promote_types(q.dtype, torch.float32)
     rows = q.to(compute).view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     scores = rows @ k.to(compute).transpose(1, 2).unsqueeze(1) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     position = torch.arange(num_keys - num_queries, num_keys, device=q.device).unsqueeze(1)
     key = torch.arange(num_keys, device=q.device)
     hidden = key > position

@@ -25,11 +25,18 @@ from quire.kernels.triton.float8 import (
 )
 
 LOG2E = 1.4426950408889634
+TWO_LOG2E = tl.constexpr(2 * LOG2E)
 EXACT = tl.constexpr("ieee")
 """Products of float32 are not rounded to fewer bits. For 16 bits it makes no difference, but the
 other way, tf32, is refused by most GPUs of AMD."""
 MIN_ROWS = 16
 """Rows of the smallest matrix product; query heads are padded to it."""
+
+
+@triton.jit
+def soft_capped(scores, softcap):
+    """softcap * tanh(scores / softcap); both in units of log 2."""
+    return softcap - 2 * softcap / (1 + tl.exp2(scores * (TWO_LOG2E / softcap)))
 
 
 @triton.jit
@@ -49,12 +56,14 @@ def attend_to_range(
     lowest,
     limit,
     scale_log2,
+    softcap,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     HAS_LOWEST: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     FLOAT8: tl.constexpr,
     E4M3: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -90,9 +99,13 @@ def attend_to_range(
             k_even, k_odd = widen_pairs(k, E4M3, NATIVE)
             scores = tl.dot(q_even, tl.trans(k_even.to(q.dtype)), input_precision=EXACT)
             scores = tl.dot(q_odd, tl.trans(k_odd.to(q.dtype)), scores, input_precision=EXACT)
-            scores = scores * (k_scale * scale_log2)[None, :] + v_log2[None, :]
+            scores = scores * (k_scale * scale_log2)[None, :]
         else:
             scores = tl.dot(q, tl.trans(k), input_precision=EXACT) * scale_log2
+        if HAS_SOFTCAP:
+            scores = soft_capped(scores, softcap)
+        if FLOAT8:
+            scores = scores + v_log2[None, :]
         seen = valid[None, :]
         if HAS_LIMIT:
             seen = seen & (position[None, :] < limit[:, None])
@@ -141,6 +154,7 @@ def _decode_kernel(
     prefix_partial_ptr,
     prefix_lse_ptr,
     scale_log2,
+    softcap,
     stride_q,
     stride_out,
     block_rows,
@@ -160,6 +174,7 @@ def _decode_kernel(
     IS_SPLIT: tl.constexpr,
     HAS_PREFIX: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     FLOAT8: tl.constexpr,
     E4M3: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -230,8 +245,8 @@ def _decode_kernel(
             top = new_top
     top, total, acc = attend_to_range(
         q, top, total, acc, keys_ptr, values_ptr, scales_ptr, table, first_row, block_rows, begin,
-        end, lowest, limit, scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE,
-        HAS_WINDOW and QUERIES > 1, QUERIES > 1, FLOAT8, E4M3, NATIVE,
+        end, lowest, limit, scale_log2, softcap, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE,
+        HAS_WINDOW and QUERIES > 1, QUERIES > 1, HAS_SOFTCAP, FLOAT8, E4M3, NATIVE,
     )  # fmt: skip
 
     if not IS_SPLIT:
@@ -351,6 +366,7 @@ def decode_attention(
     prefix: PrefixPieces | None = None,
     queries: int = 1,
     scales: Tensor | None = None,
+    softcap: float | None = None,
 ) -> None:
     """Attends with one line of q [tokens, num_heads, head_dim] per request, named by `tokens`.
 
@@ -385,6 +401,7 @@ def decode_attention(
         prefix.workspace.partial if prefix else None,
         prefix.workspace.lse if prefix else None,
         scale * LOG2E,
+        (softcap or 0.0) * LOG2E,
         q.stride(0),
         out.stride(0),
         kv_layer.stride(1) // head_dim,
@@ -404,6 +421,7 @@ def decode_attention(
         IS_SPLIT=num_splits > 1,
         HAS_PREFIX=prefix is not None,
         HAS_WINDOW=window is not None,
+        HAS_SOFTCAP=softcap is not None,
         num_warps=num_warps,
         num_stages=num_stages,
         **float8_options(kv_layer),

@@ -49,8 +49,10 @@ def _rms_norm_kernel(
         tl.store(place, x, mask)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / dim + eps)
-    normal = (wide * scale).to(x.dtype)
-    out = (normal * weight).to(x.dtype)
+    if weight.dtype == tl.float32:
+        out = (wide * scale * weight).to(x.dtype)
+    else:
+        out = ((wide * scale).to(x.dtype) * weight).to(x.dtype)
     if scales_ptr is None:
         tl.store(out_ptr + row * dim + columns, out, mask)
     else:

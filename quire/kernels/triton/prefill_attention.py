@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.decode_attention import EXACT, LOG2E
+from quire.kernels.triton.decode_attention import EXACT, LOG2E, soft_capped
 from quire.kernels.triton.float8 import ONES, fitted_queries, float8_options, scales_of, widen
 
 
@@ -48,11 +48,13 @@ def _attend_to_tile(
     position,
     window,
     scale_log2,
+    softcap,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
     FLOAT8: tl.constexpr,
     E4M3: tl.constexpr,
@@ -82,8 +84,13 @@ def _attend_to_tile(
         k = widen(k, E4M3, NATIVE).to(q.dtype)
     scores = tl.dot(q, k.T, input_precision=EXACT)
     if FLOAT8:
-        scores = scores * (k_scale * scale_log2)[None, :] + v_log2[None, :]
+        scores = scores * (k_scale * scale_log2)[None, :]
         scale_log2 = 1.0
+    if HAS_SOFTCAP:
+        scores = soft_capped(scores * scale_log2, softcap)
+        scale_log2 = 1.0
+    if FLOAT8:
+        scores = scores + v_log2[None, :]
     if MASKED:
         seen = key[None, :] <= position[:, None]
         if HAS_WINDOW:
@@ -119,6 +126,7 @@ def _prefill_kernel(
     tile_request_ptr,
     tile_index_ptr,
     scale_log2,
+    softcap,
     stride_q,
     stride_out,
     stride_table,
@@ -132,6 +140,7 @@ def _prefill_kernel(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     FLOAT8: tl.constexpr,
     E4M3: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -169,21 +178,21 @@ def _prefill_kernel(
         for start in range(lowest // KEYS * KEYS, tl.minimum(open_begin, end), KEYS):
             top, total, acc = _attend_to_tile(
                 q, top, total, acc, keys_ptr, values_ptr, scales_ptr, table, first_row,
-                block_rows, start, lowest, end, position, window, scale_log2, HEAD_DIM, PADDED_DIM,
-                BLOCK_SIZE, KEYS, HAS_WINDOW, True, FLOAT8, E4M3, NATIVE,
+                block_rows, start, lowest, end, position, window, scale_log2, softcap, HEAD_DIM,
+                PADDED_DIM, BLOCK_SIZE, KEYS, HAS_WINDOW, HAS_SOFTCAP, True, FLOAT8, E4M3, NATIVE,
             )  # fmt: skip
     open_end = tl.maximum((first_position + 1) // KEYS * KEYS, open_begin)
     for start in range(open_begin, open_end, KEYS):
         top, total, acc = _attend_to_tile(
             q, top, total, acc, keys_ptr, values_ptr, scales_ptr, table, first_row, block_rows,
-            start, lowest, end, position, window, scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE,
-            KEYS, HAS_WINDOW, False, FLOAT8, E4M3, NATIVE,
+            start, lowest, end, position, window, scale_log2, softcap, HEAD_DIM, PADDED_DIM,
+            BLOCK_SIZE, KEYS, HAS_WINDOW, HAS_SOFTCAP, False, FLOAT8, E4M3, NATIVE,
         )  # fmt: skip
     for start in range(open_end, end, KEYS):
         top, total, acc = _attend_to_tile(
             q, top, total, acc, keys_ptr, values_ptr, scales_ptr, table, first_row, block_rows,
-            start, lowest, end, position, window, scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE,
-            KEYS, HAS_WINDOW, True, FLOAT8, E4M3, NATIVE,
+            start, lowest, end, position, window, scale_log2, softcap, HEAD_DIM, PADDED_DIM,
+            BLOCK_SIZE, KEYS, HAS_WINDOW, HAS_SOFTCAP, True, FLOAT8, E4M3, NATIVE,
         )  # fmt: skip
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     target = out_ptr + token[:, None] * stride_out + head * HEAD_DIM + dims[None, :]
@@ -203,6 +212,7 @@ def prefill_attention(
     out: Tensor,
     tiles: PrefillTiles,
     scales: Tensor | None = None,
+    softcap: float | None = None,
 ) -> None:
     """Attends with the tokens of q [tokens, num_heads, head_dim] that the tiles name."""
     _, num_heads, head_dim = q.shape
@@ -221,6 +231,7 @@ def prefill_attention(
         tile_requests,
         tile_indices,
         scale * LOG2E,
+        (softcap or 0.0) * LOG2E,
         q.stride(0),
         out.stride(0),
         block_tables.stride(0),
@@ -234,6 +245,7 @@ def prefill_attention(
         QUERIES=tiles.queries,
         KEYS=tiles.keys,
         HAS_WINDOW=window is not None,
+        HAS_SOFTCAP=softcap is not None,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **float8_options(kv_layer),

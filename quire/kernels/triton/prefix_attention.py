@@ -33,6 +33,7 @@ def _prefix_kernel(
     members_ptr,
     lens_ptr,
     scale_log2,
+    softcap,
     stride_q,
     block_rows,
     head_rows,
@@ -46,6 +47,7 @@ def _prefix_kernel(
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     FLOAT8: tl.constexpr,
     E4M3: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -81,8 +83,8 @@ def _prefix_kernel(
     first_row = kv_head * head_rows
     top, total, acc = attend_to_range(
         q, top, total, acc, keys_ptr, values_ptr, scales_ptr, table, first_row, block_rows, begin,
-        end, None, None, scale_log2, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, False, False,
-        FLOAT8, E4M3, NATIVE,
+        end, None, None, scale_log2, softcap, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, False, False,
+        HAS_SOFTCAP, FLOAT8, E4M3, NATIVE,
     )  # fmt: skip
 
     place = (member * NUM_HEADS + head) * num_splits + split
@@ -108,6 +110,7 @@ def prefix_attention(
     num_stages: int = 2,
     max_registers: int | None = None,
     scales: Tensor | None = None,
+    softcap: float | None = None,
 ) -> None:
     """Leaves in the workspace what each member's line of q sees of its tile's shared prefix.
 
@@ -133,6 +136,7 @@ def prefix_attention(
         members,
         prefix_lens,
         scale * LOG2E,
+        (softcap or 0.0) * LOG2E,
         q.stride(0),
         kv_layer.stride(1) // head_dim,
         kv_layer.stride(2) // head_dim,
@@ -146,6 +150,7 @@ def prefix_attention(
         PADDED_DIM=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=block_size,
         TILE=tile,
+        HAS_SOFTCAP=softcap is not None,
         num_warps=num_warps,
         num_stages=num_stages,
         **limit,

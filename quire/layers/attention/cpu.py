@@ -80,22 +80,34 @@ class CpuStep:
             kv_layer, inputs.slots, inputs.query_start, inputs.context_lens, inputs.block_tables
         )
 
-    def attend(self, layer_index: int, qkv: QKV, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer_index: int,
+        qkv: QKV,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
+    ) -> Tensor:
         rotation, norms = qkv.rotation, qkv.norms
         if rotation is not None:
-            self.step.set_rotation(rotation.cos, rotation.sin, rotation.positions)
+            self._set_rotation(rotation)
+        else:
+            self.step.clear_rotation()
         if norms is not None:
             self.step.set_norms(norms.q_weight, norms.k_weight, norms.eps)
         else:
             self.step.set_norms(None, None, 0.0)
         caches = self.caches[layer_index]
-        return self.step.attend(caches, qkv.q, qkv.k, qkv.v, scale, window)
+        return self.step.attend(caches, qkv.q, qkv.k, qkv.v, scale, window, softcap)
+
+    def _set_rotation(self, rotation: Rotation) -> None:
+        self.step.set_rotation(rotation.cos, rotation.sin, rotation.positions, rotation.interleaved)
 
     def decode(
         self, decoder: Decoder, x: Tensor, rotation: Rotation, first_slot: int
     ) -> tuple[Tensor, Tensor]:
         """Layers in consecutive slots at once; see `Decoder.run`."""
-        self.step.set_rotation(rotation.cos, rotation.sin, rotation.positions)
+        self._set_rotation(rotation)
         caches = self.cache_array
         if decoder.num_layers != len(self.caches):
             assert first_slot + decoder.num_layers <= len(self.caches)

@@ -16,15 +16,18 @@ from quire.protocol.kv_spec import KVGroup
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotary positions of a step's tokens; cos and sin are tables [max_positions, head_dim / 2]."""
+    """Rotary positions of a step's tokens; cos and sin are tables [max_positions, rotary_dim / 2]:
+    the first dimensions of a head are rotated."""
 
     cos: Tensor
     sin: Tensor
     positions: Tensor
+    interleaved: bool = False
+    """Whether neighbours make a pair, and not elements of the two halves."""
 
     @cached_property
     def angles(self) -> tuple[Tensor, Tensor]:
-        """cos and sin of each token, [T, 1, head_dim / 2]."""
+        """cos and sin of each token, [T, 1, rotary_dim / 2]."""
         return self.cos[self.positions].unsqueeze(1), self.sin[self.positions].unsqueeze(1)
 
 
@@ -55,16 +58,25 @@ class QKV:
             q = rms_norm(q, self.norms.q_weight, self.norms.eps)
             k = rms_norm(k, self.norms.k_weight, self.norms.eps)
         if self.rotation is not None:
-            q, k = rotate(q, *self.rotation.angles), rotate(k, *self.rotation.angles)
+            cos, sin = self.rotation.angles
+            q, k = (rotate(x, cos, sin, self.rotation.interleaved) for x in (q, k))
         return q, k, self.v
 
 
 class AttentionStep(Protocol):
     """A step that a backend has planned; called once per layer."""
 
-    def attend(self, layer_index: int, qkv: QKV, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer_index: int,
+        qkv: QKV,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
+    ) -> Tensor:
         """Prepares q and k, stores k and v, then attends with q and returns a tensor of q's
-        shape. A query at position p sees (p - window, p]."""
+        shape. A query at position p sees (p - window, p]; scores s become softcap * tanh(s /
+        softcap) where there is one."""
         ...
 
 
@@ -99,9 +111,16 @@ class Attention(nn.Module):
     """Keys and values of the layer lie in one slot of one KV group. Both are those of a model with
     a single group until the layer is bound to another."""
 
-    def __init__(self, layer_index: int, scale: float, window: int | None = None) -> None:
+    def __init__(
+        self,
+        layer_index: int,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> None:
         super().__init__()
         self.layer_index, self.scale, self.window = layer_index, scale, window
+        self.softcap = softcap
         self.kv_group, self.layer_slot = 0, layer_index
         self.kv_scales: dict[int, Tensor] = {}
         """Of keys (0) and values (1) in 8 bits, as far as the checkpoint has them: one, or one for
@@ -115,7 +134,8 @@ class Attention(nn.Module):
     def forward(self, qkv: QKV, step: StepContext) -> Tensor:
         """[T, num_heads * head_dim]"""
         attention = step.attention[self.kv_group]
-        return attention.attend(self.layer_slot, qkv, self.scale, self.window).flatten(1)
+        attended = attention.attend(self.layer_slot, qkv, self.scale, self.window, self.softcap)
+        return attended.flatten(1)
 
 
 def bind_kv_groups(model: nn.Module, groups: Sequence[KVGroup]) -> None:

@@ -73,7 +73,14 @@ class TorchStep:
         self.layers, self.scales = layers, scales
         self.inputs = inputs
 
-    def attend(self, layer_index: int, qkv: QKV, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer_index: int,
+        qkv: QKV,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
+    ) -> Tensor:
         q, k, v = qkv.prepared()
         layer, inputs = self.layers[layer_index], self.inputs
         scales: Tensor | None = None
@@ -90,4 +97,5 @@ class TorchStep:
             scale,
             window,
             scales,
+            softcap,
         )

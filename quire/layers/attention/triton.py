@@ -192,9 +192,16 @@ class TritonStep:
                 inputs.block_tables[sent[0]],
             )
 
-    def attend(self, layer_index: int, qkv: QKV, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer_index: int,
+        qkv: QKV,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
+    ) -> Tensor:
         q = self._prepare_and_write(layer_index, qkv)
-        return self.attend_prepared(layer_index, q, scale, window)
+        return self.attend_prepared(layer_index, q, scale, window, softcap)
 
     def _prepare_and_write(self, layer_index: int, qkv: QKV) -> Tensor:
         """Normalise, rotate and store as QKV asks; returns the queries."""
@@ -216,10 +223,16 @@ class TritonStep:
             norms.eps if norms is not None else 0.0,
             backend.scales[layer_index] if backend.scales is not None else None,
             backend.given[layer_index] if backend.given is not None else None,
+            rotation is not None and rotation.interleaved,
         )
 
     def attend_prepared(
-        self, layer_index: int, q: Tensor, scale: float, window: int | None
+        self,
+        layer_index: int,
+        q: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Attention alone: the queries are ready, and the cache holds the step's tokens."""
         from quire.kernels.triton.decode_attention import PrefixPieces, decode_attention
@@ -254,6 +267,7 @@ class TritonStep:
                     tile=backend.tile,
                     **backend.prefix_limits,
                     scales=scales,
+                    softcap=softcap,
                 )
             decode_attention(
                 q,
@@ -272,6 +286,7 @@ class TritonStep:
                 prefix=pieces,
                 queries=self.queries,
                 scales=scales,
+                softcap=softcap,
             )
         if self.tiles is not None:
             backend.prefill.attend(
@@ -285,6 +300,7 @@ class TritonStep:
                 window,
                 out,
                 scales=scales,
+                softcap=softcap,
             )
         return out
 

@@ -36,6 +36,8 @@ pytestmark = pytest.mark.skipif(
     reason="needs a GPU, or TRITON_INTERPRET=1 (see tests/kernels/test_triton_interpreter.py)",
 )
 
+SOFTCAP = 0.7
+
 
 def close(found: Tensor, expected: Tensor) -> None:
     assert torch.isfinite(found).all()
@@ -152,7 +154,13 @@ class Cache:
         lens = torch.tensor(self.lens, dtype=torch.int32, device=DEVICE)
         return self.kv.to(DEVICE), lens, self.tables.to(DEVICE)
 
-    def expected(self, q: Tensor, query_lens: list[int], window: int | None) -> Tensor:
+    def expected(
+        self,
+        q: Tensor,
+        query_lens: list[int],
+        window: int | None,
+        softcap: float | None = None,
+    ) -> Tensor:
         """Dense attention in float64, request by request."""
         size, dim = self.kv.shape[3:]
         outs, first = [], 0
@@ -167,6 +175,8 @@ class Cache:
             lines = q[first : first + count].double().cpu()
             group = lines.shape[1] // k.shape[1]
             scores = torch.einsum("qhd,khd->hqk", lines, k.repeat_interleave(group, 1)) * dim**-0.5
+            if softcap is not None:
+                scores = softcap * (scores / softcap).tanh()
             own = torch.arange(context - count, context)[:, None]
             seen = position <= own
             if window is not None:
@@ -200,8 +210,9 @@ def test_decode_attention(case: tuple) -> None:
     out = torch.full_like(q, float("nan"))
     workspace = DecodeWorkspace(len(contexts) * splits, heads, dim, DEVICE)
     arguments = (tokens, lens, tables, dim**-0.5, window, splits, workspace, out)
-    decode_attention(q, kv, *arguments, tile=32, scales=cache.scales.to(DEVICE))
-    expected = cache.expected(q, [1] * len(contexts), window)
+    scales, softcap = cache.scales.to(DEVICE), SOFTCAP if window is None else None
+    decode_attention(q, kv, *arguments, tile=32, scales=scales, softcap=softcap)
+    expected = cache.expected(q, [1] * len(contexts), window, softcap)
     for line in range(len(contexts)):
         close(out[line], expected[line])
 
@@ -257,12 +268,12 @@ def test_shared_prefix_attention(
     workspaces = [DecodeWorkspace(len(contexts) * 2, heads, dim, DEVICE) for _ in range(2)]
     prefix_attention(
         q, kv, tokens, tables, members, prefix_lens, dim**-0.5, 2, workspaces[0], tile=32,
-        scales=scales,
+        scales=scales, softcap=SOFTCAP,
     )  # fmt: skip
     pieces = PrefixPieces(starts, workspaces[0], 2)
     arguments = (tokens, lens, tables, dim**-0.5, None, 2, workspaces[1], out)
-    decode_attention(q, kv, *arguments, tile=32, prefix=pieces, scales=scales)
-    expected = cache.expected(q, [1] * len(contexts), None)
+    decode_attention(q, kv, *arguments, tile=32, prefix=pieces, scales=scales, softcap=SOFTCAP)
+    expected = cache.expected(q, [1] * len(contexts), None, SOFTCAP)
     for line in range(len(contexts)):
         close(out[line], expected[line])
 
@@ -290,8 +301,9 @@ def test_prefill_attention(case: tuple) -> None:
     requests, indices = (torch.from_numpy(part).to(DEVICE) for part in tiles)
     shape = PrefillTiles(queries=16, keys=16, num_warps=4, num_stages=2)
     arguments = (starts, lens, tables, requests, indices, dim**-0.5, window, out, shape)
-    prefill_attention(q, kv, *arguments, scales=cache.scales.to(DEVICE))
-    expected, first = cache.expected(q, counts, window), 0
+    softcap = SOFTCAP if window is None else None
+    prefill_attention(q, kv, *arguments, scales=cache.scales.to(DEVICE), softcap=softcap)
+    expected, first = cache.expected(q, counts, window, softcap), 0
     for count in counts:
         if count > 1:  # single tokens belong to the decode kernel
             close(out[first : first + count], expected[first : first + count])

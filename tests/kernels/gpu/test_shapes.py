@@ -1,4 +1,5 @@
-"""The Triton backend as models use it, over head sizes, block sizes, types and windows.
+"""The Triton backend as models use it, over head sizes, block sizes, types, windows, softcaps and
+kinds of rotation.
 
 Each case runs prompts in chunks beside decoding rows, then decoding alone, with rotation and head
 norms, against the plain-torch backend in float64 on the same numbers.
@@ -35,10 +36,23 @@ DTYPES = (torch.float32, torch.bfloat16 if ON_GPU else torch.float16, torch.floa
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 GROUPS = ((4, 4), (6, 2), (8, 1))
 WINDOW = 21
+SOFTCAP = 0.7
+# The share of a head that rotates, and whether neighbours do.
+ROTATIONS = ((1.0, False), (0.75, False), (0.5, True))
 
 # Every head size with every block size, with every type, and with every type in a window.
 CASES = [
-    (head_dim, size, DTYPES[(h + b) % 3], WINDOW if b >= 3 else None, GROUPS[(h + b // 2) % 3])
+    (
+        *(
+            head_dim,
+            size,
+            DTYPES[(h + b) % 3],
+            WINDOW if b >= 3 else None,
+            GROUPS[(h + b // 2) % 3],
+        ),
+        ROTATIONS[(h + b) % 3],
+        SOFTCAP if (h + b // 3) % 2 else None,
+    )
     for h, head_dim in enumerate(HEAD_SIZES)
     for b, size in enumerate(BLOCK_SIZES)
 ]
@@ -87,14 +101,20 @@ class Paged:
 
 
 def make_qkv(
-    count: int, dims: tuple[int, int, int], dtype: torch.dtype, positions: Tensor, with_norms: bool
+    count: int,
+    dims: tuple[int, int, int],
+    dtype: torch.dtype,
+    positions: Tensor,
+    with_norms: bool,
+    rotated: tuple[float, bool],
 ) -> QKV:
     """Random projections of `count` tokens as views of one tensor, as a model's are."""
     num_heads, kv_heads, head_dim = dims
     generator = torch.Generator().manual_seed(count)
     joined = torch.randn(count, num_heads + 2 * kv_heads, head_dim, generator=generator)
-    angles = torch.randn(64, head_dim // 2, generator=generator).to(DEVICE)
-    rotation = Rotation(angles.cos(), angles.sin(), positions)
+    share, interleaved = rotated
+    angles = torch.randn(64, int(head_dim * share) // 2, generator=generator).to(DEVICE)
+    rotation = Rotation(angles.cos(), angles.sin(), positions, interleaved)
     norms = None
     if with_norms:
         weights = (1 + 0.1 * torch.randn(2, head_dim, generator=generator)).to(DEVICE, dtype)
@@ -112,7 +132,7 @@ def in_double(qkv: QKV) -> QKV:
 def test_steps_match_plain_torch(case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:  # each program takes the interpreter a while
         monkeypatch.setattr(triton_backend, "PROGRAMS_WANTED", 16)
-    head_dim, size, dtype, window, (num_heads, kv_heads) = case
+    head_dim, size, dtype, window, (num_heads, kv_heads), rotated, softcap = case
     paged = Paged(head_dim, size, kv_heads)
     found_kv = paged.empty.to(DEVICE, dtype)
     expected_kv = paged.empty.to(DEVICE)
@@ -121,10 +141,10 @@ def test_steps_match_plain_torch(case: tuple, monkeypatch: pytest.MonkeyPatch) -
     for number, new in enumerate(STEPS):
         inputs, positions = paged.advance(new)
         dims = (num_heads, kv_heads, head_dim)
-        qkv = make_qkv(sum(new), dims, dtype, positions, with_norms=head_dim % 128 == 0)
+        qkv = make_qkv(sum(new), dims, dtype, positions, head_dim % 128 == 0, rotated)
         scale = head_dim**-0.5
-        wanted = expected.plan(inputs).attend(0, in_double(qkv), scale, window)
-        out = found.plan(inputs).attend(0, qkv, scale, window)
+        wanted = expected.plan(inputs).attend(0, in_double(qkv), scale, window, softcap)
+        out = found.plan(inputs).attend(0, qkv, scale, window, softcap)
         assert torch.isfinite(out).all()
         error = (out.double() - wanted).norm() / wanted.norm()
         assert error < TOLERANCE[dtype], f"step {number}: relative error {error:.1e}"

@@ -180,7 +180,8 @@ struct NewHeads {
     const int64_t stride = int64_t{c.kv_heads} * c.head_dim;
     const Floats raw = q;
     const quire::QKVCall qkv_call = {q.data(),        call.q_stride, cos.data(),    sin.data(),
-                                    positions.data(), q_norm.data(), k_norm.data(), c.heads, kEpsilon};
+                                    positions.data(), q_norm.data(), k_norm.data(), c.heads,
+                                    c.head_dim, 0, kEpsilon};
     const quire::WriteCall write = {
         k.data(), v.data(), cache.keys.data(), cache.values.data(), slots.data(), stride, stride,
         cache.block_stride, cache.head_stride, cache.token_stride,

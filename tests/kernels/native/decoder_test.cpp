@@ -95,6 +95,7 @@ struct Step {
     qkv_call.sin = sin.data();
     qkv_call.positions = positions.data();
     qkv_call.num_heads = kHeads;
+    qkv_call.rotary_dim = kHeadDim;
     write.slots = slots.data();
     write.token_stride = attention.token_stride = kHeadDim;
     write.head_stride = attention.head_stride = kBlockSize * kHeadDim;

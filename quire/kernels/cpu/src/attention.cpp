@@ -157,6 +157,16 @@ void store_head(const WriteCall& call, const Pointwise& pointwise, const float* 
                 sizeof(float) * static_cast<size_t>(call.head_dim));
 }
 
+// Rotates pairs of neighbours; `to` may be `from`.
+void rotate_neighbours(const float* from, const float* cos, const float* sin, int32_t half,
+                       float* to) {
+  for (int32_t i = 0; i < half; ++i) {
+    const float first = from[2 * i], second = from[2 * i + 1];
+    to[2 * i] = first * cos[i] - second * sin[i];
+    to[2 * i + 1] = second * cos[i] + first * sin[i];
+  }
+}
+
 // Normalises and rotates one head as far as wanted; `to` may be `from`.
 void prepare_head(const QKVCall& qkv, const Pointwise& pointwise, const float* norm_weight,
                   int64_t token, int32_t head_dim, const float* from, float* to) {
@@ -164,13 +174,19 @@ void prepare_head(const QKVCall& qkv, const Pointwise& pointwise, const float* n
     pointwise.normalize(from, nullptr, norm_weight, qkv.eps, head_dim, nullptr, to);
     from = to;
   }
+  int32_t rotated = 0;
   if (qkv.cos) {
-    const int32_t half = head_dim / 2;
+    rotated = qkv.rotary_dim;
+    const int32_t half = rotated / 2;
     const int64_t angle = qkv.positions[token] * half;
-    pointwise.rotate(from, qkv.cos + angle, qkv.sin + angle, half, to);
-  } else if (from != to) {
-    std::memcpy(to, from, sizeof(float) * static_cast<size_t>(head_dim));
+    if (qkv.interleaved)
+      rotate_neighbours(from, qkv.cos + angle, qkv.sin + angle, half, to);
+    else
+      pointwise.rotate(from, qkv.cos + angle, qkv.sin + angle, half, to);
   }
+  if (from != to)
+    std::memcpy(to + rotated, from + rotated,
+                sizeof(float) * static_cast<size_t>(head_dim - rotated));
 }
 
 // `key` has room for one head.

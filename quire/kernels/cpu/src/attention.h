@@ -36,6 +36,7 @@ struct AttentionCall {
   int32_t block_size;  // a power of two, at least 4
   int32_t window;      // a query at position p sees the keys in (p - window, p]; at most 2^30
   float scale;
+  float softcap;  // scores become softcap * tanh(score / softcap), or 0: they stay
   int32_t num_threads;
   Stored stored;
 };
@@ -65,12 +66,15 @@ struct WriteCall {
 struct QKVCall {
   float* q;  // [tokens, num_heads, head_dim]
   int64_t q_stride;
-  const float* cos;  // [positions, head_dim / 2] or null: no rotation
+  const float* cos;  // [positions, rotary_dim / 2] or null: no rotation
   const float* sin;
   const int64_t* positions;  // [tokens]
   const float* q_norm;       // [head_dim] or null
   const float* k_norm;
   int32_t num_heads;
+  int32_t rotary_dim;  // the first dimensions of a head, which are rotated
+  // Dimensions 2i and 2i + 1 make a pair; else i and i + rotary_dim / 2.
+  int32_t interleaved;
   float eps;
 };
 

@@ -67,6 +67,7 @@ class Decoder {
     attention_.out = call_.attended;
     attention_.out_stride = q_width;
     attention_.scale = layer.scale;
+    attention_.softcap = layer.softcap;
     attention_.window = layer.window;
     return quire_attend_qkv(&qkv_, &write_, &attention_);
   }

@@ -23,6 +23,7 @@ struct DecoderLayer {
   float network_eps;
   float head_eps;
   float scale;
+  float softcap;
   int32_t window;
 };
 

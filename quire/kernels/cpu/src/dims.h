@@ -118,8 +118,12 @@ QUIRE_INLINE void score_groups(const DimState<R>& state, const E* const* keys, i
 
 // Turns the scores of one row into probabilities; what the row may not see becomes 0.
 template <int R, typename E>
-inline void softmax_row(DimState<R>& state, const KeyTile<E>& tile, int row, int window) {
+inline void softmax_row(DimState<R>& state, const KeyTile<E>& tile, int row, int window,
+                        float softcap) {
   float* scores = state.scores + row * kTileKeys;
+  if (softcap > 0.0f)
+    for (int i = 0; i < kTileKeys; i += kLanes)
+      store(scores + i, cap(load(scores + i), softcap * kLog2e));
   const int position = state.positions[row] - tile.start;
   const int oldest = position - window + 1;
   const int begin = oldest > tile.begin ? oldest : tile.begin;
@@ -256,7 +260,7 @@ void attend_dims(const AttentionCall& call, const Task& task, float* scratch) {
       walk.prefetch(group);
       score_groups<1>(state, tile.keys + group, tile.stride, state.scores + group * kGroup);
     }
-    for (int row = 0; row < R; ++row) softmax_row(state, tile, row, call.window);
+    for (int row = 0; row < R; ++row) softmax_row(state, tile, row, call.window, call.softcap);
     // Vectors of a value row that are added up in registers at a time.
     constexpr int kDimVectors = R > 4 ? 2 : kRegisters / 8;
     int d = 0;

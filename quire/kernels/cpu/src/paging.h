@@ -157,6 +157,14 @@ struct RowSums {
   }
 };
 
+// softcap * tanh(x / softcap) for scores in units of log 2, as the softcap is.
+QUIRE_INLINE Floats cap(Floats x, float softcap) {
+  const Floats magnitude = max(x, -x);
+  const Floats t = exp2(magnitude * (-2.0f * kLog2e / softcap));
+  const Floats capped = softcap * ((1.0f - t) / (1.0f + t));
+  return x < 0.0f ? -capped : capped;
+}
+
 // What the packed rows of a task stand for.
 struct Rows {
   const AttentionCall& call;

@@ -102,6 +102,13 @@ inline void score(const RowState<V>& state, const KeyTile<float>& tile, int head
   for (; group < end_group(tile); ++group) score_groups<V, 1>(state, tile, group, head_dim);
 }
 
+template <int V>
+inline void cap_scores(const RowState<V>& state, const KeyTile<float>& tile, float softcap) {
+  float* scores = state.scores + tile.begin * V * kLanes;
+  for (float* end = state.scores + tile.end * V * kLanes; scores < end; scores += kLanes)
+    store(scores, cap(load(scores), softcap * kLog2e));
+}
+
 // Replaces the scores of keys that a row may not see.
 template <int V>
 inline void mask(const RowState<V>& state, const KeyTile<float>& tile, int window) {
@@ -320,6 +327,7 @@ void attend_rows(const AttentionCall& call, const Task& task, float* scratch) {
       for (int group = first_group(stored); group < end_group(stored); ++group) walk.prefetch(group);
     const KeyTile<float>& tile = widening.take_keys(stored);
     score(state, tile, call.head_dim);
+    if (call.softcap > 0.0f) cap_scores(state, tile, call.softcap);
     const bool all_seen = tile.start + tile.end - 1 <= state.first_position &&
                           tile.start + tile.begin > state.last_position - call.window;
     if (!all_seen) mask(state, tile, call.window);

@@ -1,0 +1,140 @@
+"""The page docs/models.md, written from the registry and from small models of each family.
+
+`python -m quire.models.document > docs/models.md` brings it up to date.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from quire.config.gguf_model import GGUF_ARCHITECTURES, WINDOWED_GGUF
+from quire.config.model import SUPPORTED_ARCHITECTURES, ModelConfig, load_model_config
+from quire.config.quantization import METHODS
+from quire.layers.attention.layer import Attention
+from quire.layers.decoder import NumberedLayers
+from quire.layers.parallel import Parallel, Stage
+from quire.layers.quantization.unquantized import Unquantized
+from quire.layers.rotary import Rotary
+from quire.layers.weights import Build
+from quire.models.fusion import layer_parts
+from quire.models.registry import CausalLM, model_class
+
+HEAD = """\
+# Models
+
+<!-- Written by `python -m quire.models.document > docs/models.md`; change the registry. -->
+
+Other architectures are refused by name before anything is loaded. Weights come from safetensors or
+`.bin` files, and of the families with a GGUF name from such files too. Quantised checkpoints may be
+{methods}: see
+[quantization](quantization.md). Adapters and speculative decoding are refused with every family.
+
+- *attention*: what differs from a layer that sees all tokens and rotates whole heads, in a model
+  with the settings that the family takes for granted.
+- *parallelism*: what divides the weights ([distributed](distributed.md)).
+- *fused*: whether norms are computed in the call of the layer that follows, on a CPU all layers in
+  one call. `quire quantize --calibrate` has factors for these families.
+
+"""
+
+TINY = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "n_embd": 64,
+    "n_layer": 12,
+    "n_head": 4,
+    "ffn_dim": 128,
+    "max_position_embeddings": 64,
+}
+
+
+def models_page() -> str:
+    """The whole page."""
+    families = dict.fromkeys(SUPPORTED_ARCHITECTURES.values())
+    rows = [_row(family) for family in sorted(families)]
+    head = ("family", "architectures", "attention", "GGUF", "parallelism", "fused")
+    lines = [head, ("---",) * len(head), *rows]
+    table = "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    return HEAD.format(methods=", ".join(METHODS)) + table
+
+
+def _row(family: str) -> tuple[str, ...]:
+    names = [name for name, module in SUPPORTED_ARCHITECTURES.items() if module == family]
+    title = (import_module(f"quire.models.{family}").__doc__ or "").partition(":")[0]
+    stored = [*((gguf, name) for gguf, (name, _) in GGUF_ARCHITECTURES.items())]
+    stored += WINDOWED_GGUF.items()
+    with TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps({"architectures": names[:1], **TINY}))
+        config = load_model_config(folder, load_format="dummy")
+    model = _made(config)
+    layers = [layer for part in model.modules() for layer in _layers(part)]
+    return (
+        " ".join(title.split()),
+        ", ".join(f"`{name}`" for name in names),
+        "; ".join(_traits(model)) or "-",
+        ", ".join(f"`{gguf}`" for gguf, name in stored if name in names) or "-",
+        ", ".join(_parallelism(config, model)),
+        "yes" if all(layer_parts(layer) is not None for layer in layers) else "no",
+    )
+
+
+def _made(config: ModelConfig, parallel: Parallel | None = None) -> CausalLM:
+    """A model without memory."""
+    build = Build(
+        torch.bfloat16, torch.device("meta"), parallel or Parallel(), lambda path: Unquantized()
+    )
+    return model_class(config.architecture)(config, build)
+
+
+def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    if isinstance(module, NumberedLayers):
+        yield from module
+
+
+def _traits(model: CausalLM) -> Iterator[str]:
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    rotaries = [module for module in model.modules() if isinstance(module, Rotary)]
+    windows = [layer.window for layer in layers if layer.window is not None]
+    if windows:
+        yield f"windows in {len(windows)} of {len(layers)} layers"
+    if any(layer.softcap is not None for layer in layers):
+        yield "capped scores"
+    if any(name.endswith("q_norm") for name, _ in model.named_modules()):
+        yield "norms of queries and keys"
+    rotates = [getattr(module, "rotates", True) for module in model.modules()]
+    if not rotaries:
+        yield "learned positions"
+    elif not all(rotates):
+        yield f"no RoPE in {rotates.count(False)} of {len(layers)} layers"
+    if len(rotaries) > 1:
+        yield "two bases of RoPE"
+    if any(rotary.interleaved for rotary in rotaries):
+        yield "neighbours rotate"
+
+
+def _parallelism(config: ModelConfig, model: CausalLM) -> Iterator[str]:
+    ranks = {"tensor": Parallel(0, 2), "pipeline": replace(Parallel(), stage=Stage(0, 2))}
+    whole = _num_weights(model)
+    for kind, rank in ranks.items():
+        if _num_weights(_made(config, rank)) < 0.75 * whole:
+            yield kind
+
+
+def _num_weights(model: CausalLM) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+if __name__ == "__main__":
+    sys.stdout.write(models_page())
