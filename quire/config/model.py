@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from quire.config import embedded
+from quire.config.experts import ExpertsConfig, read_experts
 from quire.config.gguf_model import translate_gguf
+from quire.config.latent import LatentConfig, read_latent
 from quire.config.locate import ModelSource, locate_model
 from quire.config.quantization import QuantizationConfig, read_quantization
 from quire.files.gguf import GGUFFile
@@ -32,6 +34,13 @@ SUPPORTED_ARCHITECTURES: dict[str, str] = {
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma3ForConditionalGeneration": "gemma3",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "GraniteMoeForCausalLM": "granitemoe",
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
     "OPTForCausalLM": "opt",
     "GPT2LMHeadModel": "gpt2",
 }
@@ -63,8 +72,10 @@ MAX_POSITIONS = 1 << 25
 """The longest context of a published model has 10 million tokens."""
 ALWAYS_TRIED = 1 << 24
 """Weights that are allocated without a look at the files: a missing tensor is then told by name."""
-ALL_SLIDING = ("mistral", "phi3")
+ALL_SLIDING = ("mistral", "mixtral", "phi3", "qwen3_moe")
 """Families whose layers all have the window, if there is one."""
+ASKED_WINDOWS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
+"""Families whose windows count if `use_sliding_window`."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 """Entries of `layer_types`."""
 STRETCHED_ROPES = ("linear", "dynamic", "yarn")
@@ -110,10 +121,18 @@ class ModelConfig:
     raw: dict[str, Any]
     """config.json (or GGUF metadata under the same names) with overrides; rope settings are always
     in `rope_theta` and `rope_scaling`."""
+    experts: ExpertsConfig | None = None
+    """Of a mixture of experts."""
+    latent: LatentConfig | None = None
+    """Of latent attention: `num_kv_heads` is then 1, `head_dim` what the cache has of a token."""
+    num_draft_layers: int = 0
+    """Layers behind the last that predict further tokens (MTP)."""
 
     @property
     def rotary_dim(self) -> int:
         """The first dimensions of a head, which are rotated."""
+        if self.latent is not None:
+            return self.latent.rope_dim
         factor = self.raw.get("partial_rotary_factor", 1.0)
         return int(self.head_dim * factor)
 
@@ -122,10 +141,17 @@ class ModelConfig:
         """The large matrices: attention, MLP and embeddings, a tied head counted once."""
         heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
         is_gated = self.model_type not in ("opt", "gpt2")
-        layer = self.hidden_size * (heads + (3 if is_gated else 2) * self.intermediate_size)
+        attention = self.hidden_size * heads
+        if self.latent is not None:
+            attention = self.latent.num_layer_weights(self.hidden_size, self.num_heads)
+        network = self.hidden_size * (3 if is_gated else 2) * self.intermediate_size
+        networks = self.num_layers * network
+        if self.experts is not None:
+            sparse = self.experts.num_layer_weights(self.hidden_size)
+            networks += self.experts.num_sparse * (sparse - network)
         rows = self.vocab_size * (1 if self.tie_word_embeddings else 2)
         rows += 0 if is_gated else self.max_position_tokens
-        return self.num_layers * layer + rows * self.hidden_size
+        return self.num_layers * attention + networks + rows * self.hidden_size
 
     def number(self, key: str, default: float) -> float:
         """A positive number that only some families have."""
@@ -227,6 +253,15 @@ _FAMILIES = {
             "sliding_window": 4096,
         },
     ),
+    "mixtral": _Family(default_positions=131072, default_eps=1e-5, theta=1e6),
+    "qwen2_moe": _Family(default_positions=32768, bias="qkv_bias"),
+    "qwen3_moe": _Family(default_positions=32768, bias="attention_bias"),
+    "granitemoe": _Family(bias="attention_bias"),
+    "glm4_moe": _Family(
+        default_positions=131072, default_eps=1e-5, bias="attention_bias", partial_rotary=0.5
+    ),
+    "deepseek_v2": _Family(bias="attention_bias", mlp_bias="mlp_bias"),
+    "deepseek_v3": _Family(default_positions=4096, bias="attention_bias"),
     "opt": _Family(
         kv_heads=None,
         intermediate="ffn_dim",
@@ -312,19 +347,26 @@ def _build(source: ModelSource, values: CheckedValues, generation: dict[str, Any
     family = _FAMILIES[model_type]
     values = _with_defaults(values, family, model_type)
     hidden = values.count(family.hidden)
-    num_heads, num_kv_heads, head_dim = _heads(values, family, model_type, hidden)
+    latent = read_latent(values, model_type)
+    if latent is None:
+        num_heads, num_kv_heads, head_dim = _heads(values, family, model_type, hidden)
+    else:
+        num_heads, num_kv_heads = values.count(family.heads, maximum=MAX_HEADS), 1
+        head_dim = latent.cached_dim
     rope_scaling = _rope_scaling(values, model_type, head_dim)
     # GPT-2 leaves its MLP width null to mean four times the model width.
     ffn_default = 4 * hidden if model_type == "gpt2" else REQUIRED
     folder = None if source.kind == "gguf" else source.path
     generated = CheckedValues(source.path / "generation_config.json", generation)
     bos = values.token_ids("bos_token_id") or generated.token_ids("bos_token_id")
+    num_layers = values.count(family.layers, maximum=MAX_LAYERS)
+    hidden_act = values.text(family.act, family.default_act)
     return ModelConfig(
         source=source,
         architecture=architecture,
         model_type=model_type,
         hidden_size=hidden,
-        num_layers=values.count(family.layers, maximum=MAX_LAYERS),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -338,7 +380,10 @@ def _build(source: ModelSource, values: CheckedValues, generation: dict[str, Any
         sliding_window=_sliding_window(values, model_type),
         attention_bias=_bias(values, family.bias),
         mlp_bias=_bias(values, family.mlp_bias),
-        hidden_act=values.text(family.act, family.default_act),
+        hidden_act=hidden_act,
+        experts=read_experts(values, model_type, num_layers, hidden_act),
+        latent=latent,
+        num_draft_layers=_draft_layers(values),
         dtype=_dtype(values),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=generated.token_ids("eos_token_id") or values.token_ids("eos_token_id"),
@@ -466,6 +511,9 @@ def _layer_types(values: CheckedValues, family: _Family, model_type: str) -> lis
     elif model_type == "gemma3":
         pattern = values.count("sliding_window_pattern", 6)
         slides = [(layer + 1) % pattern != 0 for layer in range(num_layers)]
+    elif model_type == "qwen2_moe":
+        most = values.count("max_window_layers", 28)
+        slides = [layer % 2 == 0 and layer < most for layer in range(num_layers)]
     elif model_type == "smollm3":
         slides = [not rotates for rotates in rotated_layers(values, num_layers)]
     else:
@@ -554,19 +602,24 @@ def _sliding_window(values: CheckedValues, model_type: str) -> int | None:
     if model_type == "mistral":
         # Null means no window; a missing key means the window of the first Mistral.
         return values.integer("sliding_window", None if "sliding_window" in values.values else 4096)
-    if model_type in ("qwen2", "qwen3", "smollm3"):
+    if model_type in ASKED_WINDOWS:
         has_windows = values.boolean("use_sliding_window", False)
     else:
-        has_windows = model_type in ("phi3", "gemma2", "gemma3")
+        has_windows = model_type in ("mixtral", "phi3", "gemma2", "gemma3")
     if not has_windows or SLIDING not in values.values.get("layer_types", (SLIDING,)):
         return None
     return values.integer("sliding_window", None)
 
 
+def _draft_layers(values: CheckedValues) -> int:
+    key = "num_nextn_predict_layers"
+    return 0 if values.values.get(key) in (None, 0) else values.count(key, maximum=MAX_LAYERS)
+
+
 def _bias(values: CheckedValues, rule: bool | str) -> bool:
     if isinstance(rule, bool):
         return rule
-    return values.boolean(rule, rule == "enable_bias")
+    return values.boolean(rule, rule in ("enable_bias", "qkv_bias"))
 
 
 def _dtype(values: CheckedValues) -> str:

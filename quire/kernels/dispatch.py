@@ -6,8 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.config.experts import ExpertsConfig
 from quire.kernels import cpu
+from quire.kernels.torch import experts
 from quire.kernels.torch.bitmask import apply_bitmask as apply_bitmask_reference
+from quire.kernels.torch.experts import Routing
 from quire.kernels.torch.logprobs import Summary
 from quire.kernels.torch.logprobs import summarize as summarize_reference
 from quire.kernels.torch.penalties import PenaltySettings
@@ -80,6 +83,31 @@ def norm_linear(
 def _is_vector(x: Tensor) -> bool:
     """Whether a linear layer of x is a matrix times a vector on a GPU."""
     return x.is_cuda and x.shape[0] == 1 and x.is_contiguous()
+
+
+def route(logits: Tensor, config: ExpertsConfig, bias: Tensor | None = None) -> Routing:
+    """The experts of each token by its router logits [tokens, experts]; `bias` [experts] is that of
+    the choice by sigmoid."""
+    groups = config.num_groups, config.top_groups
+    if config.scoring == "softmax" and config.num_groups > 1:
+        routing = experts.softmax_in_groups(logits, config.top_k, *groups, config.normalizes)
+    elif config.scoring == "softmax":
+        routing = experts.softmax_then_top_k(logits, config.top_k, config.normalizes)
+    elif config.scoring == "softmax_of_chosen":
+        routing = experts.top_k_then_softmax(logits, config.top_k)
+    else:
+        assert bias is not None
+        routing = experts.sigmoid_in_groups(logits, bias, config.top_k, *groups, config.normalizes)
+    if config.factor != 1.0:
+        routing = Routing(routing.experts, routing.weights * config.factor)
+    return routing
+
+
+def expert_mlp(
+    x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, first_expert: int = 0
+) -> Tensor:
+    """What experts make of their tokens x [tokens, hidden], summed up by token."""
+    return experts.expert_mlp(x, routing, gate_up, down, first_expert)
 
 
 def embedding(ids: Tensor, table: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
+from functools import cached_property
+from typing import Protocol, cast
 
 import torch
 from torch import nn
@@ -11,6 +12,13 @@ from torch import nn
 from quire.layers.activation import GatedActivation
 from quire.layers.norm import Norm, RMSNorm
 from quire.layers.weights import Axis, Build, GatedMatrix, MatrixLayer, Shard, divided, whole
+
+
+class DenseMatrix(Protocol):
+    """A matrix that is kept as floats."""
+
+    weight: torch.Tensor
+
 
 ThreeTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -154,3 +162,36 @@ class OutputLinear(RowLinear):
         own = build.parallel.heads(num_heads, num_kv_heads)
         inputs = (Shard(num_heads, own.first, own.count).times(head_dim),)
         super().__init__(inputs, out_features, bias, build)
+
+
+class LatentLinear(MatrixLayer):
+    """Keys and values of all heads from a latent, divided by heads. It is multiplied on the other
+    side instead, so that attention is over latents: with queries, and with what comes of it."""
+
+    def __init__(
+        self, rank: int, key_dim: int, value_dim: int, num_heads: int, build: Build
+    ) -> None:
+        super().__init__(build)
+        own = build.parallel.heads(num_heads, 1)
+        self.sizes, self.num_heads = (key_dim, value_dim), own.count
+        outputs = (Shard(num_heads, own.first, own.count).times(key_dim + value_dim),)
+        self.method.create_weights(self, outputs, whole(rank), build)
+
+    @cached_property
+    def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of keys [heads, key_dim, rank] and of values [heads, value_dim, rank]."""
+        if self.matrices:
+            weight = cast(DenseMatrix, self.matrices[0]).weight
+        else:
+            weight = self.get_parameter("weight")
+        by_head = weight.view(self.num_heads, sum(self.sizes), -1)
+        keys, values = by_head.split_with_sizes(self.sizes, dim=1)
+        return keys, values
+
+    def to_latent(self, q: torch.Tensor) -> torch.Tensor:
+        """Queries [T, heads, key_dim] as they meet latents, [T, heads, rank]."""
+        return torch.matmul(q.transpose(0, 1), self.halves[0]).transpose(0, 1)
+
+    def from_latent(self, x: torch.Tensor) -> torch.Tensor:
+        """Sums of latents [T, heads, rank] as sums of values, [T, heads, value_dim]."""
+        return torch.matmul(x.transpose(0, 1), self.halves[1].transpose(1, 2)).transpose(0, 1)

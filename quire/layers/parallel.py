@@ -105,6 +105,8 @@ class Parallel:
     stage: Stage = ONE_STAGE
     all_answer: bool = False
     """Whether all ranks want the results of a step, and not the first alone."""
+    expert_parallel: bool = False
+    """Whether ranks keep whole experts, and not a part of each."""
 
     @property
     def answers(self) -> bool:
@@ -143,6 +145,13 @@ class Parallel:
                 return share
             block //= 2
         return least
+
+    def experts(self, count: int) -> range:
+        """Of `count` experts those that this rank keeps, whole or in part."""
+        if not self.expert_parallel:
+            return range(count)
+        share = self.share(count)
+        return range(min(self.rank * share, count), min((self.rank + 1) * share, count))
 
     def heads(self, num_heads: int, num_kv_heads: int) -> HeadShare:
         """The heads of this rank. Each KV head is with all of its query heads, or is kept by

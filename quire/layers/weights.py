@@ -200,6 +200,11 @@ class WeightedLayer(nn.Module):
             if not _is_indexed(axis, shard_key)
         )
 
+    def keeps(self, name: str, shard_key: ShardKey) -> bool:
+        """Whether this rank keeps the entry of a stacked dimension that the key names, if any."""
+        indexed = (axis for axis in self.axes[name] if _is_indexed(axis, shard_key))
+        return all(one.shard.size for axis in indexed for one in _selected(axis, shard_key))
+
     def rank_shape(self, name: str, shard_key: ShardKey) -> tuple[int, ...]:
         """Shape of what this rank keeps of such a tensor, with padding."""
         return tuple(
@@ -215,14 +220,14 @@ class WeightedLayer(nn.Module):
 
     def rank_cuts(self, name: str, shard_key: ShardKey) -> list[Cut]:
         """What this rank keeps of a checkpoint's matrix, from the first output on."""
-        outputs, (inputs,) = (list(_selected(axis, shard_key)) for axis in self.axes[name])
+        outputs, (inputs,) = self._selected_parts(name, shard_key)
         width = inputs.shard.size
         return [Cut(one.source, inputs.source, (one.shard.size, width)) for one in outputs]
 
     def rank_share(self, name: str, shard_key: ShardKey, weight: Weight) -> Share:
         """What this rank keeps of a checkpoint's matrix, with padding; nothing else is read."""
         shape = self.rank_shape(name, shard_key)
-        outputs, (inputs,) = (list(_selected(axis, shard_key)) for axis in self.axes[name])
+        outputs, (inputs,) = self._selected_parts(name, shard_key)
         parts = [weight[one.source, inputs.source] for one in outputs]
         if len(parts) == 1 and tuple(parts[0].shape) == shape:
             return parts[0]
@@ -242,6 +247,11 @@ class WeightedLayer(nn.Module):
         ]
         return _padded(numbers, sizes, shape[1])
 
+    def _selected_parts(self, name: str, shard_key: ShardKey) -> list[list[_Selected]]:
+        """Of each dimension that the checkpoint's tensor has."""
+        axes = (axis for axis in self.axes[name] if not _is_indexed(axis, shard_key))
+        return [list(_selected(axis, shard_key)) for axis in axes]
+
     def load(
         self, name: str, shard_key: ShardKey, tensor: Weight, bring: Bring | None = None
     ) -> None:
@@ -257,8 +267,8 @@ class WeightedLayer(nn.Module):
             source = tuple(one.source for one, is_absent in by_axis if not is_absent)
             part = tensor[source]
             assert isinstance(part, torch.Tensor), "only packed weights are loaded from blocks"
-            if part.numel():
-                place = parameter[tuple(one.target for one in selection)]
+            place = parameter[tuple(one.target for one in selection)]
+            if part.numel() and place.numel():
                 place.copy_(part if bring is None else bring(part))
 
     def fill_dummy(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
@@ -355,8 +365,16 @@ class MatrixLayer(WeightedLayer):
         """The tensors that stand for shards of the matrix, where it is not one tensor."""
         self.matrices: list[Matrix] = []
         """What became of them."""
+        self.experts: Axis = ()
+        """Where the layer has a matrix for each expert; `by_expert` has those that it keeps."""
+        self.by_expert: dict[int, list[Matrix]] = {}
         self.why_slower: list[str] = []
         """Why the layer computes slower than others of its format."""
+
+    @property
+    def kept_experts(self) -> range:
+        kept = [number for number, shard in enumerate(self.experts) if shard.size]
+        return range(kept[0], kept[-1] + 1) if kept else range(0)
 
     def weight_dtype(self, name: str) -> torch.dtype | None:
         return None if name in self.loaders else super().weight_dtype(name)
@@ -406,6 +424,9 @@ class QuantizationMethod(Protocol):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x W^T + bias, into `out` if given."""
+
+    def apply_expert(self, layer: MatrixLayer, expert: int, x: torch.Tensor) -> torch.Tensor:
+        """x W^T with the matrix of one of the layer's experts."""
 
     def rows(self, layer: MatrixLayer, ids: torch.Tensor) -> torch.Tensor:
         """The rows of the matrix that `ids` name: an embedding."""

@@ -20,6 +20,7 @@ from quire.config.model import SUPPORTED_ARCHITECTURES, ModelConfig, load_model_
 from quire.config.quantization import METHODS
 from quire.layers.attention.layer import Attention
 from quire.layers.decoder import NumberedLayers
+from quire.layers.linear import LatentLinear
 from quire.layers.parallel import Parallel, Stage
 from quire.layers.quantization.unquantized import Unquantized
 from quire.layers.rotary import Rotary
@@ -64,7 +65,7 @@ def models_page() -> str:
     """The whole page."""
     families = dict.fromkeys(SUPPORTED_ARCHITECTURES.values())
     rows = [_row(family) for family in sorted(families)]
-    head = ("family", "architectures", "attention", "GGUF", "parallelism", "fused")
+    head = ("family", "architectures", "attention", "experts", "GGUF", "parallelism", "fused")
     lines = [head, ("---",) * len(head), *rows]
     table = "".join("| " + " | ".join(line) + " |\n" for line in lines)
     return HEAD.format(methods=", ".join(METHODS)) + table
@@ -84,6 +85,7 @@ def _row(family: str) -> tuple[str, ...]:
         " ".join(title.split()),
         ", ".join(f"`{name}`" for name in names),
         "; ".join(_traits(model)) or "-",
+        "yes" if config.experts is not None else "-",
         ", ".join(f"`{gguf}`" for gguf, name in stored if name in names) or "-",
         ", ".join(_parallelism(config, model)),
         "yes" if all(layer_parts(layer) is not None for layer in layers) else "no",
@@ -107,6 +109,8 @@ def _traits(model: CausalLM) -> Iterator[str]:
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     rotaries = [module for module in model.modules() if isinstance(module, Rotary)]
     windows = [layer.window for layer in layers if layer.window is not None]
+    if any(isinstance(module, LatentLinear) for module in model.modules()):
+        yield "latent (MLA)"
     if windows:
         yield f"windows in {len(windows)} of {len(layers)} layers"
     if any(layer.softcap is not None for layer in layers):

@@ -70,9 +70,9 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    def __init__(self, config: ModelConfig, build: Build) -> None:
+    def __init__(self, config: ModelConfig, build: Build, inner: int | None = None) -> None:
         super().__init__()
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        hidden, inner, bias = config.hidden_size, inner or config.intermediate_size, config.mlp_bias
         self.gate_up_proj = MergedLinear(
             hidden, {"gate": inner, "up": inner}, bias, build / "gate_up_proj"
         )
@@ -85,7 +85,7 @@ class LlamaMLP(nn.Module):
 
 class LlamaLayer(nn.Module):
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
-    attention_class: ClassVar[type[LlamaAttention]] = LlamaAttention
+    attention_class: ClassVar[type[nn.Module]] = LlamaAttention
 
     def __init__(
         self, config: ModelConfig, layer_index: int, traits: AttentionTraits, build: Build
@@ -98,7 +98,12 @@ class LlamaLayer(nn.Module):
         self.post_attention_layernorm = self.norm_class(
             config.hidden_size, config.norm_eps, build / "post_attention_layernorm"
         )
-        self.mlp = LlamaMLP(config, build / "mlp")
+        self.mlp = self.network(config, layer_index, build / "mlp")
+
+    @staticmethod
+    def network(config: ModelConfig, layer_index: int, build: Build) -> nn.Module:
+        """What comes after attention; relatives override this."""
+        return LlamaMLP(config, build)
 
     def forward(self, x: torch.Tensor, rotation: Rotation, step: StepContext) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rotation, step)

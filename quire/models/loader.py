@@ -35,7 +35,7 @@ from quire.loading.gguf import stored_blocks
 from quire.loading.upload import Upload, stays_here
 from quire.loading.weights import file_of, iter_weights, stored_tensors
 from quire.models.fusion import fuse
-from quire.models.registry import CausalLM, model_class
+from quire.models.registry import CausalLM, model_class, weight_map_of
 from quire.protocol.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -99,8 +99,8 @@ class Target:
             return 0
         if self.stored is not None and self.parameter != next(iter(layer.stored[key])):
             return 0  # counted with the first tensor of the matrix
-        num_outputs, num_inputs = layer.rank_shape("weight", key)
-        return layer.method.extra_bytes(key, num_outputs, num_inputs, stored)
+        *experts, num_outputs, num_inputs = layer.rank_shape("weight", key)
+        return prod(experts) * layer.method.extra_bytes(key, num_outputs, num_inputs, stored)
 
     def fill_dummy(self, tensor: torch.Tensor, generator: torch.Generator) -> None:
         if self.stored is not None:
@@ -146,7 +146,7 @@ def load_model(
     if load_format == "dummy":
         load_dummy_weights(model, build, seed)
     else:
-        targets, others = weight_targets(model), _other_stages(config, build)
+        targets, others = weight_targets(model), _of_others(config, build)
 
         def keeps_blocks(name: str) -> bool:
             target = targets.get(model.weight_map.rename(name))
@@ -187,12 +187,15 @@ def _methods(
     load_format: str,
 ) -> MethodFor:
     formats_for = _formats_for(config, load_format)
-    return choose_methods(quantization, dtype, device, formats_for, _ends(config))
+    weights = weight_map_of(config)
+    return choose_methods(
+        quantization, dtype, device, formats_for, _ends(config), weights.routers, weights.dense
+    )
 
 
 def _ends(config: ModelConfig) -> list[str]:
     """Paths of the embedding and the head."""
-    weight_map = model_class(config.architecture).weight_map
+    weight_map = weight_map_of(config)
     return [name.removesuffix(".weight") for name in (weight_map.embedding, weight_map.head)]
 
 
@@ -202,7 +205,7 @@ def _formats_for(config: ModelConfig, load_format: str) -> FormatsFor | None:
     quantized = config.quantization
     if quantized is None:
         return None
-    weight_map = model_class(config.architecture).weight_map
+    weight_map = weight_map_of(config)
     ends = _ends(config)
     by_module: dict[str, dict[str, TensorInfo]] = {}
     if load_format != "dummy":
@@ -222,9 +225,9 @@ def _formats_for(config: ModelConfig, load_format: str) -> FormatsFor | None:
     return formats_for
 
 
-def _other_stages(config: ModelConfig, build: Build) -> set[str]:
-    """Names of the tensors that only other stages have."""
-    if build.stage.count == 1:
+def _of_others(config: ModelConfig, build: Build) -> set[str]:
+    """Names of the tensors that only other stages have, or ranks with other experts."""
+    if build.stage.count == 1 and not build.parallel.expert_parallel:
         return set()
     everywhere = replace(build, device=torch.device("meta"), parallel=ONE_RANK)
     here = replace(build, device=torch.device("meta"))
@@ -285,6 +288,8 @@ def weight_targets(model: CausalLM) -> dict[str, Target]:
         assert layer.path == path, f"the layer at {path} was built as {layer.path!r}"
         for parameter in layer.axes:
             for shard_key, module in weight_map.modules(path).items():
+                if not layer.keeps(parameter, shard_key):
+                    continue
                 for tensor, stored in layer.stored_tensors(parameter, shard_key).items():
                     name = f"{module}.{tensor}"
                     transposed = name.endswith(weight_map.transposed)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -32,23 +31,46 @@ class WeightMap:
     """Turns a checkpoint's name into a name of the same kind as the model's own."""
     transposed: tuple[str, ...] = ()
     """Endings of names whose tensors are stored [in, out]."""
+    experts: Mapping[str, Mapping[ShardKey, str]] = field(default_factory=dict)
+    """The same as `fused` for modules below one called "experts": "{}" is the expert's number."""
+    num_experts: int = 0
+    routers: tuple[str, ...] = ()
+    """Endings of modules that choose experts, and are never rounded."""
+    dense: tuple[str, ...] = ()
+    """Endings of modules whose matrices are taken apart: kept as floats in the model's dtype."""
     ignored: tuple[str, ...] = ()
     """Endings of names that checkpoints may hold and the model has no use for."""
     ignored_parts: tuple[str, ...] = ()
     """Beginnings, with or without `model.`, of names of other parts than the language model."""
+    draft_layers: tuple[str, ...] = ()
+    """Beginnings of the names of layers behind the last, which predict further tokens (MTP)."""
     embedding: str = "model.embed_tokens.weight"
     """The tensor that a tied output head shares."""
     head: str = "lm_head.weight"
     """The output head's own name: where tied, a checkpoint may repeat the embedding under it."""
 
+    def of_model(self, config: ModelConfig) -> WeightMap:
+        """With as many experts and draft layers as the model has."""
+        first, count = config.num_layers, config.num_draft_layers
+        layers = tuple(f"model.layers.{layer}." for layer in range(first, first + count))
+        num_experts = 0 if config.experts is None else config.experts.count
+        return replace(self, num_experts=num_experts, draft_layers=layers)
+
     def ignores(self, name: str) -> bool:
         """Whether the model has no use for a checkpoint's tensor."""
         own_name = name.removeprefix("model.")
-        return name.endswith(self.ignored) or own_name.startswith(self.ignored_parts)
+        is_other_part = own_name.startswith(self.ignored_parts)
+        return is_other_part or name.endswith(self.ignored) or name.startswith(self.draft_layers)
 
     def modules(self, path: str) -> dict[ShardKey, str]:
         """The checkpoint's modules that the layer with this path stands for."""
         parent, _, own_name = path.rpartition(".")
+        if parent.endswith(".experts") and own_name in self.experts:
+            return {
+                (expert, *key): f"{parent}.{name.format(expert)}"
+                for expert in range(self.num_experts)
+                for key, name in self.experts[own_name].items()
+            }
         fused = self.fused.get(own_name) or {(): own_name}
         return {key: ".".join(filter(None, (parent, name))) for key, name in fused.items()}
 
@@ -59,7 +81,7 @@ class CausalLM(nn.Module, ABC):
     Modules are named as in checkpoints, but for what `weight_map` says.
     """
 
-    weight_map: ClassVar[WeightMap]
+    weight_map: WeightMap
     lm_head: LMHead
     """Of the last stage."""
 
@@ -67,6 +89,7 @@ class CausalLM(nn.Module, ABC):
         """Makes the layers of a rank's stage as `build` says; their weights are left
         uninitialised."""
         super().__init__()
+        self.weight_map = self.weight_map.of_model(config)
         self._hidden_size, self.dtype, self._device = config.hidden_size, build.dtype, build.device
 
     @abstractmethod
@@ -99,3 +122,7 @@ def model_class(architecture: str) -> type[CausalLM]:
         )
     module = import_module(f"quire.models.{SUPPORTED_ARCHITECTURES[architecture]}")
     return getattr(module, architecture)
+
+
+def weight_map_of(config: ModelConfig) -> WeightMap:
+    return model_class(config.architecture).weight_map.of_model(config)

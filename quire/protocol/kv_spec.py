@@ -25,6 +25,13 @@ class KVSpec:
     dtype: str
     window: int | None = None
     """Tokens that a query sees, itself included; None: all before it."""
+    is_latent: bool = False
+    """Whether values are the keys, or the first numbers of them: kept once."""
+
+    @property
+    def num_parts(self) -> int:
+        """Keys and values, or what is both."""
+        return 1 if self.is_latent else 2
 
     @property
     def has_scales(self) -> bool:
@@ -40,7 +47,7 @@ class KVSpec:
         head_bytes = self.head_dim * ITEM_BYTES.get(self.dtype, 1)
         if self.has_scales:
             head_bytes += SCALE_BYTES
-        return 2 * self.num_kv_heads * head_bytes
+        return self.num_parts * self.num_kv_heads * head_bytes
 
 
 @dataclass(frozen=True)

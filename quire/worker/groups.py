@@ -136,10 +136,12 @@ def join(start: StartRank, options: ParallelOptions, device: DeviceInfo) -> Para
         options.timeout_s,
     )
     if isinstance(start.channel, Inherited) and start.channel.group_fds:
-        return _share_memory(place, start.channel)
-    if place.size == 1 and start.store is None:
+        parallel = _share_memory(place, start.channel)
+    elif place.size == 1 and start.store is None:
         return Parallel()
-    return _TorchRanks(place, start.store, device).join_in_time()
+    else:
+        parallel = _TorchRanks(place, start.store, device).join_in_time()
+    return replace(parallel, expert_parallel=options.enable_expert_parallel)
 
 
 def own_place(options: ParallelOptions, device: DeviceInfo) -> Parallel:

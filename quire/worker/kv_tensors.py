@@ -12,8 +12,9 @@ MAX_COPIED_AT_ONCE = 32
 
 
 class KVTensors:
-    """Keys and values: [slot, key or value, block, kv head, place in the block, head_dim]. Layers
-    of different groups that have the same slot share its memory, in blocks of their own.
+    """Keys and values: [slot, key or value, block, kv head, place in the block, head_dim]. In
+    latent layers the second dimension is 1, for both. Layers of different groups that have the same
+    slot share its memory, in blocks of their own.
 
     Those in 8 bits have scales: [slot, block, kv head, place in the block, key or value]. The two
     of a token and head are one word, which a kernel reads at once. They are bfloat16,
@@ -24,10 +25,11 @@ class KVTensors:
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        ((num_heads, head_dim, dtype),) = {
-            (spec.num_kv_heads, spec.head_dim, spec.torch_dtype) for spec in layout.specs
+        ((num_parts, num_heads, head_dim, dtype),) = {
+            (spec.num_parts, spec.num_kv_heads, spec.head_dim, spec.torch_dtype)
+            for spec in layout.specs
         }
-        shape = (layout.num_slots, 2, num_blocks, num_heads, layout.block_size, head_dim)
+        shape = (layout.num_slots, num_parts, num_blocks, num_heads, layout.block_size, head_dim)
         # Uninitialised on purpose: on a CPU pages are then taken when first written.
         self.data: Tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
         self._blocks = self.data  # as a type that torch copies on any device

@@ -130,6 +130,7 @@ class Worker:
             group.window,
             self._options.device.attention_backend,
             getattr(torch, spec.torch_dtype),
+            spec.is_latent,
         )
         reasons = "".join(f"; not {reason}" for reason in skipped)
         which = "" if group.window is None else f" (window of {group.window} tokens)"
@@ -365,7 +366,8 @@ def kv_specs(
         window = config.layer_window(layer)
         if window is not None and window >= options.model.max_model_len:
             window = None
-        specs.append(KVSpec(num_kv_heads, config.head_dim, dtype, window))
+        is_latent = config.latent is not None
+        specs.append(KVSpec(num_kv_heads, config.head_dim, dtype, window, is_latent))
     return specs
 
 

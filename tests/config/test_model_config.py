@@ -302,7 +302,7 @@ def test_quantization_may_be_in_a_file_of_its_own(tmp_path: Path) -> None:
     assert load_model_config(write(tmp_path / "none", LLAMA)).quantization is None
 
 
-@pytest.mark.parametrize("name", ["MixtralForCausalLM", "LlamaForSequenceClassification"])
+@pytest.mark.parametrize("name", ["Llama4ForCausalLM", "LlamaForSequenceClassification"])
 def test_unsupported_architectures_are_refused_by_name(tmp_path: Path, name: str) -> None:
     with pytest.raises(ModelError, match=name) as caught:
         load_model_config(write(tmp_path, {**LLAMA, "architectures": [name]}))

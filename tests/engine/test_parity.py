@@ -31,6 +31,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("mistral", {"sliding_window": 24}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3-sharded": ("qwen3", {"shards": True}),
+    "mixtral": ("mixtral", {}),
+    "qwen3-moe": ("qwen3_moe", {}),
+    "deepseek-v2": ("deepseek_v2", {}),
+    "deepseek-v3": ("deepseek_v3", {}),
     "opt": ("opt", {}),
     "gpt2": ("gpt2", {}),
     "granite": ("granite", {}),
@@ -44,6 +48,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 HYBRIDS = ("gemma2", "gemma3")
 """Families with a group of full layers and two of layers with a window."""
+
+EXPERTS = ("mixtral", "qwen3-moe", "deepseek-v2", "deepseek-v3")
+"""Families whose tokens choose experts: a rounded cache may turn a choice that is close to even."""
 
 # What the engine runs with, and whether it then must preempt. The pool of a preempting engine has
 # room for the longest request and little more.
@@ -100,11 +107,11 @@ PAIRS = [("llama-gqa", name) for name in _NAMES] + [
     (case, _NAMES[(3 * i + j) % len(_NAMES)])
     for i, case in enumerate(list(CASES)[1:])
     for j in range(3)
-    if case not in HYBRIDS
+    if case not in (*HYBRIDS, *EXPERTS)
 ]
 PAIRS += [
     (case, name)
-    for case in HYBRIDS
+    for case in (*HYBRIDS, *EXPERTS)
     for name in ("chunks", "pool4", "pool8-chunks-overlap", "torch-kernel")
 ]
 

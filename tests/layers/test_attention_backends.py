@@ -212,8 +212,10 @@ def test_wanted_backend_is_taken_or_refused() -> None:
 
 
 def test_everything_declared_is_checked() -> None:
-    support = BackendSupport("x", ("cpu",), (torch.float32,), (), (16,), (64,), False, True, False)
-    asked = ("cpu", torch.float32, 64, 16, None, torch.float32)
+    support = BackendSupport(
+        "x", ("cpu",), (torch.float32,), (), (16,), (64,), False, False, True, False
+    )
+    asked = ("cpu", torch.float32, 64, 16, None, torch.float32, False)
     assert backend.unsupported(support, *asked) is None
     for index, value, said in (
         (0, "cuda", "cuda"),
@@ -222,6 +224,7 @@ def test_everything_declared_is_checked() -> None:
         (3, 8, "block_size"),
         (4, 512, "window"),
         (5, torch.float16, "float16"),
+        (6, True, "latent"),
     ):
         changed = [*asked]
         changed[index] = value

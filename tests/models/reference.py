@@ -34,6 +34,12 @@ _NO_TOKENS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 """Defaults lie beyond this vocabulary."""
 EAGER = ("gemma2", "gemma3")
 """Other implementations of transformers leave out the softcap."""
+_LATENT = {
+    "kv_lora_rank": 36,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 12,
+    "v_head_dim": 16,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", _LLAMA_LIKE),
     "mistral": ("MistralConfig", {**_LLAMA_LIKE, "sliding_window": None}),
@@ -107,6 +113,84 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "mixtral": ("MixtralConfig", {**_LLAMA_LIKE, "num_local_experts": 5}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            **_LLAMA_LIKE,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 56,
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            **_LLAMA_LIKE,
+            "head_dim": 16,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+        },
+    ),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        {
+            **_LLAMA_LIKE,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {
+            **_LLAMA_LIKE,
+            "head_dim": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 1.4,
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {
+            **_LLAMA_LIKE,
+            **_LATENT,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.7,
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "n_group": None,
+            "topk_group": None,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            **_LLAMA_LIKE,
+            **_LATENT,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "q_lora_rank": 28,
+        },
+    ),
     "opt": (
         "OPTConfig",
         {
@@ -144,6 +228,9 @@ def random_model(
         is_norm = parameter.dim() == 1 and name.endswith("weight")
         with torch.no_grad():
             parameter.normal_(1.0 if is_norm else 0.0, spread, generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, spread, generator=generator)
     return model
 
 
@@ -196,7 +283,15 @@ class PagedRun:
         self.tables = order[: max_blocks * len(sequences)].view(len(sequences), max_blocks).int()
         num_heads = config.num_heads // num_ranks
         num_kv_heads = max(1, config.num_kv_heads // num_ranks)
-        shape = (config.num_layers, 2, num_blocks, num_kv_heads, block_size, config.head_dim)
+        num_parts = 2 if config.latent is None else 1
+        shape = (
+            config.num_layers,
+            num_parts,
+            num_blocks,
+            num_kv_heads,
+            block_size,
+            config.head_dim,
+        )
         # Stale content must never be read.
         kv = torch.full(shape, float("nan"), dtype=dtype, device=self.device)
         self.backend = backend(kv, num_heads, num_kv_heads, config.head_dim, block_size)

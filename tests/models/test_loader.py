@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from quire.config.model import SUPPORTED_ARCHITECTURES, ModelConfig, load_model_config
 from quire.layers.attention.layer import StepContext
@@ -111,6 +112,18 @@ def test_old_rotary_buffers_are_ignored(tmp_path: Path) -> None:
     config, tensors = saved(tmp_path)
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
     load_weights(empty_model(config), config, tensors.items())
+
+
+def test_layers_that_draft_are_ignored(tmp_path: Path) -> None:
+    """DeepSeek-V3 has one behind its last layer (MTP)."""
+    config, _ = saved(tmp_path, "deepseek_v3", num_nextn_predict_layers=1)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[f"model.layers.{config.num_layers}.enorm.weight"] = torch.ones(3)
+    load_weights(empty_model(config), config, tensors.items())
+    tensors[f"model.layers.{config.num_layers + 1}.enorm.weight"] = torch.ones(3)
+    assert f"not part of the model: model.layers.{config.num_layers + 1}" in failure(
+        config, tensors
+    )
 
 
 def test_tensors_are_dropped_as_they_are_read(tmp_path: Path) -> None:

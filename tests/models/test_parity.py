@@ -7,6 +7,7 @@ steps with other requests' decoding, through a block table in random order.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,14 @@ LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
+}
+LATENT_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 0.8,
+    "mscale_all_dim": 1.2,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
 LONGROPE = {
@@ -115,6 +124,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3",
         {"final_logit_softcapping": 5.0, "num_key_value_heads": 1, "tie_word_embeddings": False},
     ),
+    "mixtral": ("mixtral", {}),
+    "mixtral-window": ("mixtral", {"sliding_window": 7, "num_experts_per_tok": 1}),
+    "qwen2-moe": ("qwen2_moe", {}),
+    "qwen2-moe-dense-layers": (
+        "qwen2_moe",
+        {"decoder_sparse_step": 2, "norm_topk_prob": True, "qkv_bias": False},
+    ),
+    "qwen3-moe": ("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3-moe-dense-layers": ("qwen3_moe", {"mlp_only_layers": [0], "attention_bias": True}),
+    "granitemoe": ("granitemoe", {}),
+    "glm4-moe": ("glm4_moe", {}),
+    "glm4-moe-norms": (
+        "glm4_moe",
+        {"use_qk_norm": True, "attention_bias": True, "n_group": 4, "topk_group": 2},
+    ),
+    "deepseek-v2": ("deepseek_v2", {}),
+    "deepseek-v2-groups": (
+        "deepseek_v2",
+        {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "q_lora_rank": 28},
+    ),
+    "deepseek-v2-yarn": ("deepseek_v2", {"rope_parameters": LATENT_YARN, "attention_bias": True}),
+    "deepseek-v3": ("deepseek_v3", {}),
+    "deepseek-v3-yarn": ("deepseek_v3", {"rope_parameters": LATENT_YARN, "norm_topk_prob": False}),
     "opt": ("opt", {}),
     "opt-350m": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
     "opt-no-biases": (
@@ -137,6 +169,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 TENSOR_PARALLEL = [
     *("llama-gqa", "llama-biases", "qwen3-tied-biased", "granite", "smollm3", "opt", "gpt2"),
     *("phi3", "olmo2", "glm4", "gemma2", "gemma3"),
+    *("deepseek-v2", "deepseek-v3-yarn"),
 ]
 
 
@@ -303,3 +336,15 @@ def test_tensor_parallel_ranks_compute_the_same(case: str, size: int, tmp_path: 
     reference = random_model(family, **changes)
     save_safetensors(reference, tmp_path)
     on_ranks(size, lambda parallel: compare(tmp_path, reference, parallel))
+
+
+@pytest.mark.parametrize("is_whole", [False, True], ids=["parts of experts", "whole experts"])
+@pytest.mark.parametrize(
+    "case", ["mixtral", "qwen2-moe", "qwen3-moe-dense-layers", "granitemoe", "glm4-moe"]
+)
+def test_ranks_share_experts(case: str, is_whole: bool, tmp_path: Path) -> None:
+    """A part of each expert on each rank, or of 5, 6 and 7 experts those of two ranks."""
+    family, changes = CASES[case]
+    reference = random_model(family, **changes)
+    save_safetensors(reference, tmp_path)
+    on_ranks(2, lambda one: compare(tmp_path, reference, replace(one, expert_parallel=is_whole)))

@@ -127,9 +127,9 @@ def _set_shape(call: AttentionCall | WriteCall, kv_layer: Tensor) -> None:
 
 
 def kv_addresses(kv_layer: Tensor) -> tuple[int, int]:
-    """Where a layer's keys and values begin."""
+    """Where a layer's keys and values begin: at the same place in a latent layer."""
     keys = kv_layer.data_ptr()
-    return keys, keys + kv_layer.stride(0) * kv_layer.element_size()
+    return keys, keys + (len(kv_layer) - 1) * kv_layer.stride(0) * kv_layer.element_size()
 
 
 def _packed_heads(x: Tensor) -> Tensor:

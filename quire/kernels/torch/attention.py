@@ -1,7 +1,8 @@
 """Paged attention in plain torch, for any device and floating-point type; a cache may be in float16
 where activations are in float32, or in float8.
 
-A layer's cache is `kv_layer [2, num_blocks, num_kv_heads, block_size, head_dim]`: keys and values.
+A layer's cache is `kv_layer [2, num_blocks, num_kv_heads, block_size, head_dim]`: keys and values,
+or [1, ...] in latent layers, whose keys are their values.
 The token at position p of a request lies in block `block_tables[request, p // block_size]`.
 
 A cache in float8 has `scales [num_blocks, num_kv_heads, block_size, 2]` in bfloat16: what is stored
@@ -37,7 +38,7 @@ def write_kv(
     """
     block_size = kv_layer.shape[3]
     blocks, offsets = slots // block_size, slots % block_size
-    for part, x in enumerate((k, v)):
+    for part, x in enumerate((k, v)[: len(kv_layer)]):
         if scales is None:
             stored = as_stored(x, kv_layer.dtype)
         else:
@@ -120,10 +121,10 @@ def gather_kv(
     skipped = first_block * block_size
     pages = kv_layer[:, blocks]
     if scales is not None:
-        pages = pages.float() * scales[blocks].movedim(-1, 0).unsqueeze(-1)
+        pages = pages.float() * scales[blocks].movedim(-1, 0)[: len(kv_layer)].unsqueeze(-1)
     pages = pages.transpose(1, 2).flatten(2, 3)
-    k, v = pages[:, :, first_key - skipped : end_key - skipped].unbind(0)
-    return k, v
+    parts = pages[:, :, first_key - skipped : end_key - skipped].unbind(0)
+    return parts[0], parts[-1]
 
 
 def attend(

@@ -67,13 +67,14 @@ class BackendSupport:
     block_sizes: tuple[int, ...]
     head_dims: tuple[int, ...] | None
     sliding_window: bool
+    latent: bool  # keys that are the values too, kept once
     batch_invariant: bool  # a request's result does not depend on what else is in the batch
     cuda_graphs: bool  # steps can be captured, and slots of -1 are not written
 
 
 class AttentionBackend(Protocol):
     """Computes attention over `kv [layers, 2, blocks, num_kv_heads, block_size, head_dim]`, which
-    has scales where it is in 8 bits."""
+    has scales where it is in 8 bits; in latent layers there is 1 in place of 2."""
 
     support: ClassVar[BackendSupport]
     max_prefix_rows: ClassVar[int] = 0
@@ -154,6 +155,7 @@ def select_backend(
     window: int | None = None,
     wanted: str | None = None,
     cache_dtype: torch.dtype | None = None,
+    is_latent: bool = False,
 ) -> tuple[type[AttentionBackend], list[str]]:
     """The first backend that can do what is asked, and why those before it were skipped.
 
@@ -172,7 +174,14 @@ def select_backend(
     """Backends made for another device, which are not missed."""
     for backend in backends:
         reason = unsupported(
-            backend.support, device_type, dtype, head_dim, block_size, window, cache_dtype
+            backend.support,
+            device_type,
+            dtype,
+            head_dim,
+            block_size,
+            window,
+            cache_dtype,
+            is_latent,
         )
         reason = reason or backend.missing()
         if reason is None:
@@ -196,6 +205,7 @@ def unsupported(
     block_size: int,
     window: int | None,
     cache_dtype: torch.dtype,
+    is_latent: bool = False,
 ) -> str | None:
     """The first thing that is asked for and not declared, or None."""
     if support.device_types is not None and device_type not in support.device_types:
@@ -211,6 +221,8 @@ def unsupported(
         return f"the head size must be one of {listed(support.head_dims)}, not {head_dim}"
     if window is not None and not support.sliding_window:
         return f"has no sliding window, the model has one of {window} tokens"
+    if is_latent and not support.latent:
+        return "has no latent attention"
     return None
 
 

@@ -32,6 +32,7 @@ class CpuBackend(AttentionBackend):
         block_sizes=BLOCK_SIZES,
         head_dims=None,
         sliding_window=True,
+        latent=True,
         batch_invariant=True,
         cuda_graphs=False,
     )

@@ -30,6 +30,10 @@ class Rotation:
         """cos and sin of each token, [T, 1, rotary_dim / 2]."""
         return self.cos[self.positions].unsqueeze(1), self.sin[self.positions].unsqueeze(1)
 
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotates [T, heads, head_dim], in plain torch."""
+        return rotate(x, *self.angles, self.interleaved)
+
 
 @dataclass(frozen=True)
 class QKNorms:
@@ -58,8 +62,7 @@ class QKV:
             q = rms_norm(q, self.norms.q_weight, self.norms.eps)
             k = rms_norm(k, self.norms.k_weight, self.norms.eps)
         if self.rotation is not None:
-            cos, sin = self.rotation.angles
-            q, k = (rotate(x, cos, sin, self.rotation.interleaved) for x in (q, k))
+            q, k = self.rotation.rotate(q), self.rotation.rotate(k)
         return q, k, self.v
 
 

@@ -30,6 +30,7 @@ class TorchBackend(AttentionBackend):
         block_sizes=BLOCK_SIZES,
         head_dims=None,
         sliding_window=True,
+        latent=True,
         batch_invariant=True,
         cuda_graphs=False,
     )

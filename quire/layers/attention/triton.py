@@ -47,6 +47,7 @@ class TritonBackend(AttentionBackend):
         block_sizes=BLOCK_SIZES,
         head_dims=None,
         sliding_window=True,
+        latent=False,
         batch_invariant=False,
         cuda_graphs=True,
     )

@@ -15,6 +15,7 @@ from quire.layers.quantization.packed import (
     INT4_GROUP,
     INT8_BLOCK,
     PackBlocks,
+    PackDense,
     PackDeviceBlocks,
     Packed,
     Packer,
@@ -44,9 +45,35 @@ def choose_methods(
     device: torch.device | str,
     formats_for: FormatsFor | None = None,
     exact_paths: Collection[str] = (),
+    routers: tuple[str, ...] = (),
+    dense: tuple[str, ...] = (),
 ) -> MethodFor:
     """The format of weights that is asked for, that of a quantised checkpoint, or the quickest that
-    keeps every number. What is rounded here is all but `exact_paths`."""
+    keeps every number. What is rounded here is all but `exact_paths` and what ends with one of
+    `routers`; what ends with one of `dense` is kept as floats."""
+    method_for = _choose_methods(quantization, dtype, device, formats_for, exact_paths, routers)
+    if not dense:
+        return method_for
+
+    def or_dense(path: str) -> QuantizationMethod:
+        if not path.endswith(dense):
+            return method_for(path)
+        formats = {} if formats_for is None else formats_for(path)
+        if all(found is None for _, found in formats.values()):
+            return Unquantized()
+        return Packed(PackDense(dtype), formats=formats)
+
+    return or_dense
+
+
+def _choose_methods(
+    quantization: str | None,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    formats_for: FormatsFor | None,
+    exact_paths: Collection[str],
+    routers: tuple[str, ...],
+) -> MethodFor:
     where = torch.device(device)
     plain = _exact_method(dtype, where, keeps_halves=formats_for is not None)
     if formats_for is not None:
@@ -55,12 +82,16 @@ def choose_methods(
         return lambda path: plain
     if where.type == "cpu" and quantization in CPU_PACKERS:
         packed = Packed(CPU_PACKERS[quantization]())
-        return lambda path: packed
+        return lambda path: plain if path.endswith(routers) else packed
     if quantization in GGUF_BLOCKS:
         packed = Packed(PackDeviceBlocks(dtype))
         return lambda path: packed
     rounded = Packed(PackRounded(quantization, dtype))
-    return lambda path: plain if path in exact_paths else rounded
+
+    def method_for(path: str) -> QuantizationMethod:
+        return plain if path in exact_paths or path.endswith(routers) else rounded
+
+    return method_for
 
 
 def _checkpoint_methods(

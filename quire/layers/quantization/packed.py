@@ -26,6 +26,7 @@ from quire.layers.weights import (
     Matrix,
     MatrixLayer,
     NormWeight,
+    ShardId,
     ShardKey,
     Share,
     Weight,
@@ -160,6 +161,26 @@ class PackQuantized:
         return make_reader("", stored, (num_outputs, num_inputs)).nbytes(self._is_native)
 
 
+class PackDense:
+    """Floats in the model's dtype, for layers that take their matrix apart."""
+
+    reads_blocks = False
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def pack(self, weights: Sequence[Share | QuantizedWeights]) -> list[Matrix]:
+        parts = [
+            one if isinstance(one, Tensor) else one.dequantize(self._dtype)
+            for one in weights
+            if not isinstance(one, BlockRows)
+        ]
+        return [DenseMatrix(torch.cat(parts).to(self._dtype))]
+
+    def nbytes(self, num_outputs: int, num_inputs: int, stored: Stored) -> int:
+        return num_outputs * num_inputs * self._dtype.itemsize
+
+
 class PackDeviceBlocks:
     """Blocks on a GPU as a GGUF file stores them; what it stores as numbers in the model's
     dtype."""
@@ -222,6 +243,22 @@ def _stays(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _multiply(
+    matrices: Sequence[Matrix], x: Tensor, bias: Tensor | None, out: Tensor | None
+) -> Tensor:
+    """x W^T + bias for a weight of several matrices, one below the other."""
+    if len(matrices) == 1:
+        return matrices[0].multiply(x, bias, out)
+    if out is None:
+        out = x.new_empty((len(x), sum(matrix.num_outputs for matrix in matrices)))
+    first = 0
+    for matrix in matrices:
+        columns = slice(first, first + matrix.num_outputs)
+        matrix.multiply(x, None if bias is None else bias[columns], out[:, columns])
+        first = columns.stop
+    return out
+
+
 class Packed:
     """A layer's weight becomes one matrix, or several where its shards differ in format. An `arena`
     is where the packer gets its memory from; `formats` are those of shards that a checkpoint has
@@ -248,11 +285,12 @@ class Packed:
         return self._packer.nbytes(num_outputs, num_inputs, stored if found is None else found)
 
     def create_weights(self, layer: MatrixLayer, outputs: Axis, inputs: Axis, build: Build) -> None:
-        layer.axes["weight"] = (outputs, inputs)
+        stacks = (layer.experts,) if layer.experts else ()
+        layer.axes["weight"] = (*stacks, outputs, inputs)
         readers: dict[ShardKey, Reader] = {}
         names = {"weight"}
         for shard_key, (module, found) in self._formats.items():
-            if found is None:
+            if found is None or not layer.keeps("weight", shard_key):
                 continue
             shape = layer.checkpoint_shape("weight", shard_key)
             reader = make_reader(module, found, (shape[0], shape[1]))
@@ -260,29 +298,38 @@ class Packed:
             layer.stored[shard_key] = reader.tensors
             names |= reader.tensors.keys()
         waiting: dict[ShardKey, dict[str, tuple[Weight, Bring]]] = {}
-        shard_keys: list[ShardKey] = [(shard.name,) for shard in outputs if shard.name is not None]
+        parts = [shard.name for shard in outputs if shard.name is not None]
         for name in names:
-            layer.loaders[name] = partial(self._load, readers, waiting, shard_keys, name)
+            layer.loaders[name] = partial(self._load, readers, waiting, parts, name)
         layer.matrices = []
 
     def _load(
         self,
         readers: Mapping[ShardKey, Reader],
         waiting: dict[ShardKey, dict[str, tuple[Weight, Bring]]],
-        shard_keys: list[ShardKey],
+        parts: list[ShardId],
         name: str,
         layer: MatrixLayer,
         shard_key: ShardKey,
         weight: Weight,
         bring: Bring | None,
     ) -> None:
-        """Keep a tensor until all of the layer are there, then pack them."""
+        """Keep a tensor until all of the matrix are there, then pack them."""
+        if layer.experts and not shard_key:
+            assert isinstance(weight, Tensor), "blocks have two dimensions"
+            for expert in layer.kept_experts:
+                one: ShardKey = (expert,)
+                self._load(readers, waiting, parts, name, layer, one, weight[expert], bring)
+            return
+        owner = shard_key[:1] if layer.experts else ()
+        is_part = len(shard_key) > len(owner)
+        keys = [(*owner, part) for part in parts] if is_part else [shard_key]
         waiting.setdefault(shard_key, {})[name] = weight, bring or _stays
         arrived: list[Share | QuantizedWeights] = []
-        for key in shard_keys if shard_key else [shard_key]:
+        for key in keys:
             if len(waiting.get(key, ())) < len(layer.stored_tensors("weight", key)):
                 return
-        for key in shard_keys if shard_key else [shard_key]:
+        for key in keys:
             tensors = waiting.pop(key)
             if key in readers:
                 read = readers[key].read(tensors, layer.rank_cuts("weight", key))
@@ -293,13 +340,18 @@ class Packed:
             stored, bring = tensors["weight"]
             arrived.append(_brought(layer.rank_share("weight", key, stored), bring))
         try:
-            layer.matrices = self._packer.pack(arrived)
+            matrices = self._packer.pack(arrived)
         except ModelError as error:  # such as numbers that cannot be rounded
             raise ModelError(f"{layer.path}: {error}") from error
-        if len(layer.matrices) > 1:
-            count = len(layer.matrices)
+        if owner:
+            layer.by_expert[int(owner[0])] = matrices
+            layer.matrices += matrices
+        else:
+            layer.matrices = matrices
+        if len(matrices) > 1:
+            count = len(matrices)
             layer.why_slower.append(f"{count} matrices, because its shards differ in format")
-        if any(isinstance(matrix, ReferenceMatrix) for matrix in layer.matrices):
+        if any(isinstance(matrix, ReferenceMatrix) for matrix in matrices):
             layer.why_slower.append("dequantised for each product, because no kernel has it")
 
     def finish_loading(self, layer: MatrixLayer) -> None:
@@ -310,17 +362,10 @@ class Packed:
     def apply(
         self, layer: MatrixLayer, x: Tensor, bias: Tensor | None, out: Tensor | None = None
     ) -> Tensor:
-        if len(layer.matrices) == 1:
-            return layer.matrices[0].multiply(x, bias, out)
-        if out is None:
-            total = sum(matrix.num_outputs for matrix in layer.matrices)
-            out = x.new_empty((len(x), total))
-        first = 0
-        for matrix in layer.matrices:
-            columns = slice(first, first + matrix.num_outputs)
-            matrix.multiply(x, None if bias is None else bias[columns], out[:, columns])
-            first = columns.stop
-        return out
+        return _multiply(layer.matrices, x, bias, out)
+
+    def apply_expert(self, layer: MatrixLayer, expert: int, x: Tensor) -> Tensor:
+        return _multiply(layer.by_expert[expert], x, None, None)
 
     def apply_after_norm(
         self,

@@ -19,7 +19,8 @@ class Unquantized:
         return 0
 
     def create_weights(self, layer: MatrixLayer, outputs: Axis, inputs: Axis, build: Build) -> None:
-        layer.add_weight("weight", (outputs, inputs), build)
+        stacks = (layer.experts,) if layer.experts else ()
+        layer.add_weight("weight", (*stacks, outputs, inputs), build)
 
     def finish_loading(self, layer: MatrixLayer) -> None:
         """The matrix is used as it was loaded."""
@@ -32,6 +33,10 @@ class Unquantized:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return dispatch.linear(x, layer.get_parameter("weight"), bias, out)
+
+    def apply_expert(self, layer: MatrixLayer, expert: int, x: torch.Tensor) -> torch.Tensor:
+        place = expert - layer.kept_experts.start
+        return dispatch.linear(x, layer.get_parameter("weight")[place])
 
     def rows(self, layer: MatrixLayer, ids: torch.Tensor) -> torch.Tensor:
         return dispatch.embedding(ids, layer.get_parameter("weight"))
