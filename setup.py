@@ -42,6 +42,7 @@ PORTABLE = {
     "packing.cpp": [EXACT],
     "dequantize.cpp": [EXACT],
     "penalties.cpp": [EXACT],
+    "ngrams.cpp": [],
 }
 X86_64 = {
     "kernel_avx2.cpp": ["-mavx2", "-mfma", "-mf16c", EXACT],

@@ -11,6 +11,7 @@ from typing import Any
 from quire.config.arguments import accepted_arguments
 from quire.config.fields import check, option
 from quire.config.log import LEVELS
+from quire.config.speculative import SpeculativeConfig
 from quire.config.structured import GrammarSettings
 from quire.protocol.kv_spec import BLOCK_SIZES, FLOAT8, ITEM_BYTES
 from quire.protocol.request import SchedulingPolicy
@@ -349,6 +350,18 @@ class DecodingOptions(CheckedOptions):
         default_text='{"jump_ahead": true}',
         accepts=lambda value: GrammarSettings.from_config(value) is not None,
     )
+    speculative_config: dict[str, Any] | None = option(
+        None,
+        "Draft tokens and verify several in one step (JSON): method (ngram, or auto, which drafts "
+        "only where that pays), num_speculative_tokens, prompt_lookup_min, prompt_lookup_max, "
+        "num_speculative_tokens_per_batch_size. The text stays the same.",
+        default_text="none are drafted",
+        accepts=lambda value: bool(SpeculativeConfig.from_config(value)) or value == {},
+    )
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        return SpeculativeConfig.from_config(self.speculative_config)
 
 
 @dataclass(frozen=True)

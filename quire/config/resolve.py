@@ -112,6 +112,12 @@ def check_options(options: EngineOptions) -> None:
             f"quantization={wanted!r} computes from packed weights, dtype='float32' from exact "
             "ones. Leave one of them unset."
         )
+    if options.decoding.speculation and options.parallel.pipeline_parallel_size > 1:
+        raise OptionError(
+            "speculative_config: drafts wait on one device, but pipeline_parallel_size="
+            f"{options.parallel.pipeline_parallel_size} has a model on several; use "
+            "tensor_parallel_size instead, or leave speculative_config unset."
+        )
     steps, stages = options.scheduler.max_steps_in_flight, options.parallel.pipeline_parallel_size
     if stages > 1 and steps not in (None, stages):
         raise OptionError(

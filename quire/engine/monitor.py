@@ -99,6 +99,8 @@ class _Counts:
     held_blocks: int
     held_tokens: int
     preemptions: int
+    draft_tokens: int
+    accepted_tokens: int
 
     @classmethod
     def of(cls, metrics: EngineMetrics, admitted: int) -> _Counts:
@@ -148,12 +150,15 @@ class StatusLog:
     def _line(self, new: _Counts, passed_s: float) -> str:
         load = self._scheduler.load()
         hits = f"{new.hits / new.queries:.1%}" if new.queries else "none asked for"
+        drafts = ""
+        if new.draft_tokens:
+            drafts = f", {new.accepted_tokens / new.draft_tokens:.1%} of drafts accepted"
         return (
             f"{new.prompt_tokens / passed_s:.1f} prompt tokens/s, "
             f"{new.generation_tokens / passed_s:.1f} generated tokens/s, "
             f"{load.num_running} running, {load.num_waiting} waiting, "
             f"KV cache {load.cache_usage:.1%} used, "
-            f"prefix hits {hits}, {new.preemptions} preemptions"
+            f"prefix hits {hits}, {new.preemptions} preemptions{drafts}"
         )
 
 

@@ -140,6 +140,7 @@ def _scheduler_limits(
         max_num_queued_tokens=wanted.max_num_queued_tokens or 0,
         reserves_max_length=wanted.reservation == "max_length",
         groups_prefixes=executor.groups_prefixes,
+        speculation=options.decoding.speculation,
         num_stages=options.parallel.pipeline_parallel_size,
         graph_tokens=executor.graph_tokens,
         seed=options.model.seed,

@@ -13,12 +13,15 @@ from quire.kernels.torch.bitmask import apply_bitmask as apply_bitmask_reference
 from quire.kernels.torch.experts import Routing
 from quire.kernels.torch.logprobs import Summary
 from quire.kernels.torch.logprobs import summarize as summarize_reference
+from quire.kernels.torch.ngrams import NgramSettings
+from quire.kernels.torch.ngrams import propose_ngrams as propose_ngrams_reference
 from quire.kernels.torch.penalties import PenaltySettings
 from quire.kernels.torch.penalties import count_uses as count_uses_reference
 from quire.kernels.torch.penalties import penalize as penalize_reference
 from quire.kernels.torch.qkv import rms_norm as rms_norm_reference
 from quire.kernels.torch.rows import DraftedRows
 from quire.kernels.torch.rows import accept_tokens as accept_tokens_reference
+from quire.kernels.torch.rows import write_drafts as write_drafts_reference
 from quire.kernels.torch.sampling import Kinds, RowSettings
 from quire.kernels.torch.sampling import sample_tokens as sample_tokens_reference
 
@@ -154,6 +157,31 @@ def accept_tokens(
 
         return triton_rows.accept_tokens(rows, first_lines, num_lines, tokens, table)
     return accept_tokens_reference(rows, first_lines, num_lines, tokens, table)
+
+
+def write_drafts(rows: Tensor, drafts: Tensor, table: DraftedRows) -> None:
+    """Puts drafts [R, k] behind the known tokens of `rows`, as many as fit and are not negative."""
+    if rows.is_cuda:
+        from quire.kernels.triton import rows as triton_rows
+
+        triton_rows.write_drafts(rows, drafts, table)
+    else:
+        write_drafts_reference(rows, drafts, table)
+
+
+def propose_ngrams(
+    token_ids: Tensor, num_tokens: Tensor, rows: Tensor, settings: NgramSettings
+) -> Tensor:
+    """Drafts for each of `rows`; int32 [R, drafts], -1 where there are none."""
+    if rows.is_cuda:
+        from quire.kernels.triton import ngrams
+
+        return ngrams.propose_ngrams(token_ids, num_tokens, rows, settings)
+    if cpu.available()[0]:
+        from quire.kernels.cpu.sampling import propose_ngrams as native
+
+        return native(token_ids, num_tokens, rows, settings)
+    return propose_ngrams_reference(token_ids, num_tokens, rows, settings)
 
 
 def summarize(logits: Tensor, tokens: Tensor, num_top: int) -> Summary:

@@ -8,9 +8,10 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.config.speculative import MAX_TOKENS
 from quire.metrics.instruments import Counter, Gauge, Histogram, Metric, RecentRate
 from quire.protocol.output import FinishedSequence
-from quire.protocol.plan import Int32Array, StepPlan
+from quire.protocol.plan import BoolArray, Int32Array, StepPlan, StepResult
 from quire.protocol.request import NewRequest
 
 SECONDS = (
@@ -145,6 +146,19 @@ class EngineMetrics:
         self.step_wait = Histogram(
             "quire:step_wait_seconds", "Waiting for the results of a step.", STEP_SECONDS
         )
+        self.drafts = Counter("quire:spec_decode_num_drafts", "Verifications of drafts, by row.")
+        self.draft_tokens = Counter(
+            "quire:spec_decode_num_draft_tokens", "Tokens that were drafted and verified."
+        )
+        self.accepted_tokens = Counter(
+            "quire:spec_decode_num_accepted_tokens", "Drafts that were accepted."
+        )
+        self.accepted_by_position = labelled(
+            Counter,
+            "quire:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts that were accepted, by their place among the drafts of a row.",
+            position=tuple(map(str, range(MAX_TOKENS))),
+        )
         self.requests = RequestHistograms()
         self.recent_prompt_tokens = RecentRate()
         self._num_queries_seen = 0
@@ -171,6 +185,17 @@ class EngineMetrics:
     def admitted(self, num_prompt: int, num_cached: int) -> None:
         self.queries.add(num_prompt)
         self.hits.add(num_cached)
+
+    def verified(self, plan: StepPlan, result: StepResult, live: BoolArray) -> None:
+        """A step has verified drafts; `live` are the rows whose sequences still hold them."""
+        num_drafts = plan.num_samples[plan.samples] - 1
+        drafted = live[plan.samples] & (num_drafts > 0)
+        accepted = result.counts[drafted] - 1
+        self.drafts.add(int(drafted.sum()))
+        self.draft_tokens.add(int(num_drafts[drafted].sum()))
+        self.accepted_tokens.add(int(accepted.sum()))
+        for position, count in enumerate(np.bincount(accepted)[:0:-1].cumsum()[::-1].tolist()):
+            self.accepted_by_position[str(position)].add(count)
 
     def generated(self, num_tokens: int, gaps: NDArray[np.float64], now: float) -> None:
         """A step's tokens; `gaps` are the times since their sequences' tokens before them."""

@@ -199,6 +199,8 @@ class StepResult:
     """`index` counts `tokens`."""
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     pooled: PooledRows | None = None
+    num_drafts: Int32Array | None = None
+    """Drafts that now wait in each row that samples; None: there is no drafter."""
 
 
 class PlanBuilder:

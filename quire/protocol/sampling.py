@@ -364,6 +364,9 @@ class SamplingParams:
     skip_reading_prefix_cache: bool | None = parameter(
         None, help="Compute the whole prompt even if its prefix is cached."
     )
+    speculation: bool = parameter(
+        True, help="Draft tokens, where the engine does; the text is the same without."
+    )
     extra_args: dict[str, Any] | None = parameter(None, not_in_bodies="is called vllm_xargs")
     structured_outputs: StructuredOutputs | None = parameter(None, body_type=dict[str, Any])
     guided_decoding: StructuredOutputs | None = parameter(
@@ -406,6 +409,10 @@ class SamplingParams:
         self._check_named_ids("prompt_logprob_token_ids", self.prompt_logprobs)
         self._check_structured_outputs()
         self._normalise_greedy()
+        if self.extra_args is not None and "speculation" in self.extra_args:
+            wanted = self.extra_args["speculation"]
+            _require(isinstance(wanted, bool), "extra_args['speculation']", "true or false", wanted)
+            self.speculation = wanted
 
     def _check_named_ids(self, name: str, count: int | None) -> None:
         ids = getattr(self, name)

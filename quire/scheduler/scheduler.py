@@ -85,7 +85,7 @@ class Scheduler:
         if limits.groups_prefixes:
             full = limits.windows.index(None)
             self.prefix_groups = PrefixGroups(self.columns, limits.block_size, full)
-        self.speculation = Speculation(self.columns)
+        self.speculation = Speculation(self.columns, limits.speculation)
         self.prefill_budget = PrefillBudget(
             limits.target_itl_s, limits.graph_tokens, limits.num_stages
         )
@@ -252,6 +252,7 @@ class Scheduler:
         is_prompt = plan.num_new_tokens > plan.num_samples
         num_prompt_tokens = int(plan.num_new_tokens[is_prompt].sum())
         self.prefill_budget.planned(plan.step, now, num_prompt_tokens)
+        self.speculation.planned(plan, now)
         c = self.columns
         self.metrics.planned(plan, self.kv.pool.num_used, c.held_blocks, c.held_tokens, now)
         return plan
@@ -303,7 +304,11 @@ class Scheduler:
         if self.waiting and self.free_rows:
             left = max(left - len(self.waiting.first().held_token_ids), 0)
         catches_up = (grant > 0) & (c.num_computed[rows] + grant == c.num_tokens[rows])
-        want = np.where(catches_up, self.speculation.drafts(rows), 0)
+        num_decoding = int(np.count_nonzero(catches_up))
+        want = np.zeros_like(grant)
+        want[catches_up] = self.speculation.drafts(rows[catches_up], num_decoding)
+        if not want.any():
+            return grant, need
         with_drafts = grant + _share(left, want)
         more = self.kv.shortfall(rows, c.num_computed[rows] + with_drafts)
         return (with_drafts, more) if self.kv.can_grow(more) else (grant, need)
@@ -357,6 +362,7 @@ class Scheduler:
             c.num_certain[rows] += counts - np.maximum(ahead, 0)
         if self.speculation.num_drafts:
             c.has_sampled[rows] |= ahead >= 0
+            c.num_waiting_drafts[rows[ahead >= 0]] = -1
         c.in_flight[rows] += 1
         if len(self.tenants) > 1:
             self.tenants.charge(c.tenant[rows], counts)
@@ -434,6 +440,7 @@ class Scheduler:
         sequence.row, sequence.status = row, Status.RUNNING
         tenant = self.tenants.admitted(sequence.new.tenant, grant)
         num_tokens = self.columns.fill(sequence, plan.step, match.num_tokens, grant, tenant)
+        self.speculation.joined(row)
         num_blocks = self.kv.admit(sequence, match, fork_of, grant, plan)
         self._ranked = None
         missing = self.limits.blocks_for(num_tokens) - num_blocks
@@ -464,6 +471,9 @@ class Scheduler:
         c.in_flight[plan.rows[live]] -= 1
         if plan.has_drafts:
             self._give_back(plan, result, live)
+            self.metrics.verified(plan, result, live)
+        if self.speculation.num_drafts:
+            self.speculation.applied(plan, result, live, now)
         accepted = c.accept(plan, result, live, complete)
         output = c.output(plan, result, live, accepted)
         if len(accepted.rows) < len(result.counts):
@@ -600,6 +610,7 @@ class Scheduler:
     def _append_known(self, sequence: Sequence, tokens: list[int]) -> None:
         """Append tokens that the host knows, to a sequence with nothing in flight."""
         c, row, at = self.columns, sequence.row, sequence.num_known
+        c.num_waiting_drafts[row] = 0
         c.token_ids[row, at : at + len(tokens)] = tokens
         c.num_known[row] += len(tokens)
         c.num_tokens[row] += len(tokens)

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from quire.config.speculative import SpeculativeConfig
 from quire.protocol.errors import RequestError
 from quire.protocol.kv_spec import held_blocks
 from quire.protocol.output import FinishedSequence, SequencePromptLogprobs, StepOutput
@@ -57,6 +58,7 @@ class SchedulerLimits:
     """Most prompt tokens of these; 0 for no limit."""
     groups_prefixes: bool = False
     """Tell the workers which running requests share leading blocks."""
+    speculation: SpeculativeConfig | None = None
     num_stages: int = 1
     """Stages of a pipeline. Of several, all learn of sampled tokens through plans alone."""
     seed: int = 0
@@ -172,6 +174,10 @@ class Columns:
         self.num_published = ints()
         self.has_sampled = flags()
         """A step is planned in which the row samples, after which drafts wait in it."""
+        self.num_waiting_drafts = np.full(max_rows, -1, np.int32)
+        """Drafts that wait in the row; -1 while a step is in flight after which others wait."""
+        self.speculates = flags()
+        """The request lets tokens be drafted."""
         self.in_flight = ints()
         """Planned steps that include the row and are not applied yet."""
         self.synchronous = flags()
@@ -214,6 +220,8 @@ class Columns:
         self.min_total[row] = sequence.num_prompt + sequence.params.min_tokens
         self.num_held_blocks[row] = num_known // self.block_size
         self.has_sampled[row] = samples
+        self.num_waiting_drafts[row] = -1
+        self.speculates[row] = sequence.params.speculation
         self.in_flight[row] = 1
         self.constrained[row] = sequence.params.structured_outputs is not None
         self.synchronous[row] = by_host

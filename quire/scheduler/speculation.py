@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections import deque
 
-from quire.protocol.plan import Int32Array
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.config.speculative import Schedule, SpeculativeConfig
+from quire.protocol.plan import BoolArray, Int32Array, StepPlan, StepResult
 from quire.scheduler.sequence import Columns
+
+FloatArray = NDArray[np.float64]
 
 
 class Speculation:
-    """Every row that may gets the same number of drafts; 0 is plain decoding."""
+    """Rows get as many drafts as they may have, or as pay; 0 is plain decoding."""
 
-    def __init__(self, columns: Columns) -> None:
+    def __init__(self, columns: Columns, config: SpeculativeConfig | None = None) -> None:
         self._columns = columns
-        self.num_drafts = 0
+        self.num_drafts = 0 if config is None else config.num_tokens
         """Most drafts of a row; the workers have a drafter that proposes as many."""
+        self._schedule: Schedule = () if config is None else config.schedule
+        self._value: DraftValue | None = None
+        if config is not None and config.is_measured:
+            self._value = DraftValue(len(columns.running), config.num_tokens)
 
-    def drafts(self, rows: Int32Array) -> Int32Array:
-        """Drafts that each of `rows` may verify once it has computed its known tokens.
+    def drafts(self, rows: Int32Array, num_decoding: int) -> Int32Array:
+        """Drafts that each of `rows` may verify once it has computed its known tokens, as
+        `num_decoding` of them have with the token that they are given anyway.
 
         The device proposes them after a row's first sample. Tokens are counted at their upper
         bound, so that none can lie beyond the row's end. Where the host needs a token before the
@@ -25,5 +36,182 @@ class Speculation:
         """
         c = self._columns
         may = c.has_sampled[rows] & ~c.synchronous[rows] & ~c.constrained[rows]
+        may &= c.speculates[rows]
         room = c.max_total[rows] - c.num_tokens[rows] - 1
-        return np.where(may, np.clip(room, 0, self.num_drafts), 0).astype(np.int32)
+        waiting = c.num_waiting_drafts[rows]
+        most = np.where(waiting < 0, self.num_drafts, waiting)
+        most = np.minimum(most, self._scheduled(num_decoding))
+        drafts = np.where(may, np.clip(room, 0, most), 0).astype(np.int32)
+        if self._value is not None and drafts.any():
+            return self._value.worthwhile(rows, drafts, num_decoding)
+        return drafts
+
+    def _scheduled(self, num_decoding: int) -> int:
+        for least, most, count in self._schedule:
+            if least <= num_decoding <= most:
+                return count
+        return self.num_drafts
+
+    def joined(self, row: int) -> None:
+        """A sequence has taken a row."""
+        if self._value is not None:
+            self._value.forget(row)
+
+    def planned(self, plan: StepPlan, now: float) -> None:
+        if self._value is not None:
+            self._value.costs.planned(plan, now)
+
+    def applied(self, plan: StepPlan, result: StepResult, live: BoolArray, now: float) -> None:
+        """Take in what a step says of drafts: how many wait now, and how many were accepted."""
+        if self._value is not None:
+            self._value.costs.applied(plan.step, now)
+            if plan.has_drafts:
+                self._value.verified(plan, result, live)
+        if result.num_drafts is None:
+            return
+        c, rows = self._columns, plan.rows[plan.samples]
+        known = live[plan.samples] & (c.in_flight[rows] == 0)
+        c.num_waiting_drafts[rows[known]] = result.num_drafts[known]
+
+
+FORGETTING = 0.9
+"""Weight of a verification when the next one of its row is counted."""
+PRIOR = 2.0
+"""A row counts as many drafts as these like the rows before it, until it has its own."""
+FIRST_GUESS = 0.5
+MIN_GAIN = 1.02
+"""Drafts must make a step so many times as productive to be verified."""
+TRIAL_SHARE = 0.005
+"""Share of the time that drafts may cost which are tried although they do not seem to pay."""
+
+
+class DraftValue:
+    """Weighs what drafts bring, by how many of a row's were accepted, against what they cost, by
+    the times of steps with more and fewer lines."""
+
+    def __init__(self, num_rows: int, num_drafts: int) -> None:
+        self.costs = StepCosts()
+        self._accepted = np.zeros(num_rows)
+        self._verified = np.zeros(num_rows)
+        """Of each row, drafts that were accepted, and those whose predecessors were."""
+        self._share = FIRST_GUESS
+        """Accepted drafts of all rows."""
+        self._powers = np.arange(1, num_drafts + 1)
+        self._credit_s = 0.0
+        """Time that trials may take."""
+
+    def forget(self, row: int) -> None:
+        self._accepted[row] = self._verified[row] = 0.0
+
+    def verified(self, plan: StepPlan, result: StepResult, live: BoolArray) -> None:
+        samples = plan.samples
+        num_drafts = plan.num_samples[samples] - 1
+        looked = live[samples] & (num_drafts > 0)
+        rows, num_drafts = plan.rows[samples][looked], num_drafts[looked]
+        if not len(rows):
+            return
+        accepted = result.counts[looked] - 1
+        verified = np.minimum(accepted + 1, num_drafts)
+        self._accepted[rows] = FORGETTING * self._accepted[rows] + accepted
+        self._verified[rows] = FORGETTING * self._verified[rows] + verified
+        share, weight = accepted.sum() / verified.sum(), 1 - FORGETTING
+        self._share += weight * (share - self._share)
+
+    def worthwhile(self, rows: Int32Array, most: Int32Array, num_decoding: int) -> Int32Array:
+        """Of `most` drafts of each of `rows` those that make a step more productive; others now
+        and then, to learn whether that has changed."""
+        accepted = self._accepted[rows] + PRIOR * self._share
+        share = accepted / (self._verified[rows] + PRIOR)
+        gains = share[:, None] ** self._powers
+        gains[self._powers > most[:, None]] = -1.0
+        order = np.argsort(-gains, axis=None, kind="stable")[: int(most.sum())]
+        tokens = num_decoding + np.cumsum(gains.ravel()[order])
+        lines = num_decoding + np.arange(1, len(order) + 1)
+        seconds = self.costs.seconds(np.append(num_decoding, lines))
+        plain = num_decoding / seconds[0]
+        rate = tokens / seconds[1:]
+        best = int(np.argmax(rate))
+        count = best + 1 if rate[best] > MIN_GAIN * plain else 0
+        if count == 0:
+            count = self._trial(seconds, tokens - num_decoding, plain)
+        chosen = order[:count] // len(self._powers)
+        return np.bincount(chosen, minlength=len(rows)).astype(np.int32)
+
+    def _trial(self, seconds: FloatArray, gains: FloatArray, rate: float) -> int:
+        """How many drafts to verify although they do not seem to pay: 1, once there is time for
+        it."""
+        self._credit_s = min(self._credit_s + TRIAL_SHARE * seconds[0], 10 * seconds[0])
+        loss = seconds[1] - seconds[0] - gains[0] / rate
+        if loss > self._credit_s:
+            return 0
+        self._credit_s -= max(loss, 0.0)
+        return 1
+
+
+SMALL = 16
+"""Steps of up to so many lines are told apart; of larger ones those of about one size are not."""
+PER_OCTAVE = 8
+MAX_SURPRISE = 2.0
+"""A step that takes more times as long as others of its size is counted as this."""
+SMOOTHING = 0.1
+UNMEASURED_SLOPE = 0.02
+"""By what share a step is taken to grow with each line, until two sizes are measured."""
+
+
+class StepCosts:
+    """Seconds of steps without prompts, by their lines."""
+
+    def __init__(self) -> None:
+        self._planned: deque[tuple[int, float, int]] = deque()
+        self._last_applied = float("-inf")
+        self._sizes: dict[int, tuple[float, float]] = {}
+        """Size class -> lines and seconds, on average."""
+
+    def planned(self, plan: StepPlan, now: float) -> None:
+        is_plain = bool((plan.num_new_tokens == plan.num_samples).all())
+        self._planned.append((plan.step, now, plan.num_tokens if is_plain else 0))
+
+    def applied(self, step: int, now: float) -> None:
+        """A step's result is there; steps that failed before it never had one."""
+        while self._planned and self._planned[0][0] < step:
+            self._planned.popleft()
+        if self._planned and self._planned[0][0] == step:
+            _, planned_at, num_lines = self._planned.popleft()
+            if num_lines:
+                # A step launched ahead begins when the one before it ends.
+                self._measure(num_lines, max(now - max(planned_at, self._last_applied), 1e-6))
+        self._last_applied = now
+
+    def _measure(self, num_lines: int, seconds: float) -> None:
+        size = _size_class(num_lines)
+        if size not in self._sizes:
+            self._sizes[size] = (num_lines, seconds)
+            return
+        lines, usual = self._sizes[size]
+        seconds = min(seconds, MAX_SURPRISE * usual)
+        self._sizes[size] = (
+            lines + SMOOTHING * (num_lines - lines),
+            usual + SMOOTHING * (seconds - usual),
+        )
+
+    def seconds(self, num_lines: NDArray[np.int64]) -> FloatArray:
+        """Expected of steps with so many lines, from the sizes that were measured around them."""
+        if not self._sizes:
+            return np.asarray(1.0 + UNMEASURED_SLOPE * num_lines, np.float64)
+        lines, seconds = np.array(sorted(self._sizes.values())).T
+        # No step is quicker than one with fewer lines.
+        seconds = np.maximum.accumulate(seconds)
+        found = np.interp(num_lines, lines, seconds)
+        if len(lines) > 1:
+            slope = (seconds[-1] - seconds[0]) / max(lines[-1] - lines[0], 1.0)
+        else:
+            slope = UNMEASURED_SLOPE * seconds[0] / max(lines[0], 1.0)
+        found += slope * np.maximum(num_lines - lines[-1], 0.0)
+        found -= slope * np.maximum(lines[0] - num_lines, 0.0)
+        return np.asarray(np.maximum(found, 0.1 * seconds[0]), np.float64)
+
+
+def _size_class(num_lines: int) -> int:
+    if num_lines <= SMALL:
+        return num_lines
+    return SMALL + int(PER_OCTAVE * np.log2(num_lines / SMALL))

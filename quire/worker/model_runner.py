@@ -180,6 +180,7 @@ class ModelRunner:
         if not len(host_rows):
             return PendingStep(plan.step, rows, None, prompt_logprobs)
         verified: Verified | None = None
+        waiting: Tensor | None = None
         if executed.staged.lines is None:
             sampled = self._sample(executed.logits, rows, host_rows, masks)
             if self._stage.count == 1:
@@ -190,9 +191,9 @@ class ModelRunner:
         if self.drafter is not None:
             counts = torch.ones_like(rows) if verified is None else verified.counts
             self.drafter.accepted(rows, counts)
-            self.table.write_drafts(rows, self.drafter.propose(rows))
+            waiting = self.table.write_drafts(rows, self.drafter.propose(rows))
         return PendingStep(
-            plan.step, sampled.tokens, sampled.logprobs, prompt_logprobs, pooled, verified
+            plan.step, sampled.tokens, sampled.logprobs, prompt_logprobs, pooled, verified, waiting
         )
 
     def _sample(
@@ -354,9 +355,10 @@ class PendingStep:
         prompt_logprobs: list[tuple[int, LogprobTensors]],
         pooled: PooledTensors | None = None,
         verified: Verified | None = None,
+        num_drafts: Tensor | None = None,
     ) -> None:
         """`prompt_logprobs` are given with their rows; all lines are accepted where `verified` does
-        not say otherwise."""
+        not say otherwise. `num_drafts` wait in each row that samples."""
         self._step = step
         self._tokens = _to_host(tokens)
         self._logprobs = None if logprobs is None else _logprobs_to_host(logprobs)
@@ -367,6 +369,7 @@ class PendingStep:
         self._verified = verified
         if verified is not None:
             self._verified = replace(verified, counts=_to_host(verified.counts))
+        self._num_drafts = None if num_drafts is None else _to_host(num_drafts)
         self._done: torch.cuda.Event | None = None
         if tokens.is_cuda:
             self._done = torch.cuda.Event()
@@ -390,6 +393,7 @@ class PendingStep:
             logprobs,
             [PromptLogprobs(row, one.to_host()) for row, one in self._prompt_logprobs],
             None if pooled is None else PooledRows(pooled.rows, pooled.vectors.numpy()),
+            None if self._num_drafts is None else self._num_drafts.numpy(),
         )
 
 

@@ -209,32 +209,24 @@ class RowTable:
     def accept(self, rows: Tensor, lines: StagedLines, tokens: Tensor) -> Tensor:
         """Append the `tokens` sampled in the lines of `rows` while drafts agree; see
         `quire.kernels.torch.rows.accept_tokens`. Returns how many each row accepts."""
-        drafted = DraftedRows(
+        return dispatch.accept_tokens(rows, lines.first, lines.counts, tokens, self._drafted)
+
+    def write_drafts(self, rows: Tensor, drafts: Tensor) -> Tensor:
+        """Put `drafts` (int32 [rows, k], the used ones first, then negative ones) behind the known
+        tokens of `rows`, as many as fit. Returns how many wait in each."""
+        self._had_drafts = True
+        dispatch.write_drafts(rows, drafts, self._drafted)
+        return self.num_drafts[rows]
+
+    @property
+    def _drafted(self) -> DraftedRows:
+        return DraftedRows(
             self.token_ids,
             self.num_tokens,
             self.num_computed,
             self.num_drafts,
             self.appends_sampled,
         )
-        return dispatch.accept_tokens(rows, lines.first, lines.counts, tokens, drafted)
-
-    def write_drafts(self, rows: Tensor, drafts: Tensor) -> None:
-        """Put `drafts` (int32 [rows, k], the used ones first, then negative ones) behind the known
-        tokens of `rows`, as many as fit."""
-        self._had_drafts = True
-        known, column = self.num_tokens[rows], torch.arange(drafts.shape[1], device=self.device)
-        room = self.token_ids.shape[1] - known
-        count = torch.minimum((drafts >= 0).cumprod(1).sum(1).int(), room)
-        # Columns beyond the last draft write that once more; without one, the last token itself.
-        column = torch.minimum(column, count[:, None] - 1)
-        places = known[:, None] + column
-        values = torch.where(
-            column < 0,
-            self.token_ids[rows[:, None], places],
-            drafts.gather(1, column.clamp_min(0).long()),
-        )
-        self.token_ids[rows[:, None], places] = values
-        self.num_drafts[rows] = count
 
 
 def _untouched_zeros(num_rows: int, length: int, device: torch.device) -> Tensor:

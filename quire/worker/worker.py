@@ -13,7 +13,9 @@ from quire.config.device import DeviceInfo, resident_bytes
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.decoding.sampler import Sampler
+from quire.decoding.speculative.ngram import NgramDrafter
 from quire.kernels import cpu
+from quire.kernels.torch.ngrams import NgramSettings
 from quire.layers.attention.backend import (
     AttentionBackend,
     GroupedAttention,
@@ -69,14 +71,15 @@ class Worker:
         model_config: ModelConfig,
         device: DeviceInfo,
         parallel: Parallel = ONE_RANK,
-        max_queries: int = 1,
     ) -> None:
-        """Refuses what no phase could do; nothing is read yet. `max_queries` is one more than
-        the most drafts of a row."""
+        """Refuses what no phase could do; nothing is read yet."""
         self.device = torch_device(device)
         assert options.device.num_threads is not None
         self._options, self._config, self._device_info = options, model_config, device
-        self._parallel, self._max_queries = parallel, max_queries
+        self._parallel = parallel
+        self._speculation = options.decoding.speculation
+        self._max_queries = 1 if self._speculation is None else 1 + self._speculation.num_tokens
+        """Tokens of a row that a step samples after: one more than its most drafts."""
         heads = parallel.heads(model_config.num_heads, model_config.num_kv_heads)
         self._num_heads = heads.count
         self.layout = KVLayout.of(
@@ -316,7 +319,7 @@ class Worker:
         table = RowTable(
             max_rows, max_len, max_blocks, layout.block_size, self.device, len(layout.groups)
         )
-        return ModelRunner(
+        runner = ModelRunner(
             model=self._model,
             attention=GroupedAttention(
                 [
@@ -333,6 +336,11 @@ class Worker:
             max_queries=self._max_queries,
             parallel=self._parallel,
         )
+        if self._speculation is not None and self._parallel.stage.is_last:
+            wanted = self._speculation
+            settings = NgramSettings(wanted.num_tokens, wanted.min_ngram, wanted.max_ngram)
+            runner.drafter = NgramDrafter(settings, table.token_ids, table.num_tokens)
+        return runner
 
     def _build_backend(
         self, backend: type[AttentionBackend], kv_group: int, kv: KVTensors

@@ -73,6 +73,7 @@ ENGINE_FLAGS: dict[str, tuple[str, Any]] = {
         '--structured-outputs-config={"jump_ahead": false}',
         {"jump_ahead": False},
     ),
+    "speculative_config": ('--speculative-config={"method": "auto"}', {"method": "auto"}),
     "disable_log_stats": ("--no-disable-log-stats", False),
     "log_level": ("--log-level=debug", "DEBUG"),
 }
@@ -102,6 +103,7 @@ SAMPLING_FLAGS: dict[str, tuple[list[str], Any]] = {
     ),
     "skip_special_tokens": (["--no-skip-special-tokens"], False),
     "spaces_between_special_tokens": (["--no-spaces-between-special-tokens"], False),
+    "speculation": (["--no-speculation"], False),
     "skip_reading_prefix_cache": (["--skip-reading-prefix-cache"], True),
 }
 

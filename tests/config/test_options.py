@@ -187,7 +187,7 @@ def test_harmless_arguments_warn_once(name: str, value: object) -> None:
     ("name", "value", "neutral"),
     [
         ("enable_lora", True, False),
-        ("speculative_config", {"method": "ngram"}, None),
+        ("num_speculative_tokens", 3, None),
         ("spec_method", "eagle", None),
         ("cpu_offload_gb", 4, 0.0),
         ("data_parallel_size", 2, 1),

@@ -168,8 +168,9 @@ def test_a_feature_by_itself(folder: Path, plain: list[RequestOutput], kind: str
         assert seen(outputs) == seen(plain[chosen])
         assert_at_rest(llm)
     if kind not in ("one", "two"):
-        assert steps.most_lines == 5
-        assert 0 < drafter.num_accepted < steps.num_drafts
+        assert 2 < steps.most_lines <= 5
+        # A stop text may come before the first wrong draft.
+        assert 0 < drafter.num_accepted < steps.num_drafts + (kind == "stop")
 
 
 SETTINGS: dict[str, tuple[dict[str, Any], bool]] = {
@@ -204,6 +205,55 @@ def test_all_features_together(folder: Path, plain: list[RequestOutput], setting
         assert (llm.statistics().num_preemptions > 0) == must_preempt
         assert_at_rest(llm)
     assert 0.2 * steps.num_drafts < drafter.num_accepted < 0.9 * steps.num_drafts
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (NGRAM, {}),
+        ({**NGRAM, "prompt_lookup_max": 6}, {"max_steps_in_flight": 2, "block_size": 4}),
+        ({"method": "auto", "prompt_lookup_min": 1}, {}),
+        ({"method": "auto", "prompt_lookup_min": 1}, {"max_steps_in_flight": 2}),
+        (NGRAM, {"tensor_parallel_size": 2, "num_threads": 1}),
+    ],
+    ids=["ngram", "ngram-overlap", "auto", "auto-overlap", "ngram-ranks"],
+)
+def test_drafts_from_the_text_itself(
+    folder: Path, plain: list[RequestOutput], config: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """Random models repeat themselves when they decode greedily."""
+    params = [SamplingParams(**kwargs) for kwargs in FEATURES.values() for _ in range(2)]
+    ranks = "tensor_parallel_size" in options
+    prompts = prompts_of(len(params))
+    options = {"device": "cpu", "max_model_len": MAX_LEN, **options}
+    with tiny_llm(folder, speculative_config=config, **options) as llm:
+        outputs = generate(llm, prompts, params)
+        if ranks:  # whose sums have another order
+            assert [o.outputs[0].token_ids for o in outputs[:2]] == [
+                o.outputs[0].token_ids for o in plain[:2]
+            ]
+        else:
+            assert seen(outputs) == seen(plain)
+        metrics = llm._core.metrics
+        assert 0 < metrics.accepted_tokens.value < metrics.draft_tokens.value
+        by_position = [one.value for one in metrics.accepted_by_position.values()]
+        assert sum(by_position) == metrics.accepted_tokens.value
+        assert by_position == sorted(by_position, reverse=True) and not any(by_position[4:])
+        assert_at_rest(llm)
+
+
+@pytest.mark.parametrize("wish", [{"speculation": False}, {"extra_args": {"speculation": False}}])
+def test_a_request_may_do_without_drafts(
+    folder: Path, plain: list[RequestOutput], wish: dict[str, Any]
+) -> None:
+    params = SamplingParams(**FEATURES["greedy"], **wish)
+    options = {"device": "cpu", "max_model_len": MAX_LEN, "speculative_config": NGRAM}
+    with tiny_llm(folder, **options) as llm:
+        assert seen(generate(llm, prompts_of(2), params)) == seen(plain[:2])
+        assert llm._core.metrics.draft_tokens.value == 0
 
 
 def test_accepted_drafts_save_steps(folder: Path, plain: list[RequestOutput]) -> None:

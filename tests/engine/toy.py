@@ -216,6 +216,10 @@ class ToyStage:
             plan.step, np.array(tokens, np.int32), np.array(counts, np.int32), _logprobs(lines)
         )
         result.pooled = self._pool(plan)
+        if self.num_drafts:
+            drafted = plan.rows[plan.samples].tolist()
+            waiting = [len(self.rows[row].drafts) for row in drafted]
+            result.num_drafts = np.array(waiting, np.int32)
         return result
 
     def _verify(self, row: ToyRow, num_samples: int) -> list[int]:

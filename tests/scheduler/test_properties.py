@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import quire.engine.core as engine_module
+from quire.config.speculative import SpeculativeConfig
 from quire.engine.core import EngineCore
 from quire.protocol.output import FinishedSequence
 from quire.protocol.plan import StepPlan
@@ -49,6 +50,7 @@ class Job:
     tenant: str = ""
     cuts: tuple[int, ...] = ()
     """Steps before which it is cut back by a few tokens."""
+    speculates: bool = True
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Setting:
     threshold: int
     failing: frozenset[int]
     num_drafts: int = 0
+    measures_drafts: bool = False
     windows: Windows = (None,)
     """Of each KV group."""
     num_stages: int = 1
@@ -91,6 +94,7 @@ def jobs(draw: st.DrawFn) -> Job:
         streams=draw(st.booleans()),
         tenant=draw(st.sampled_from(["", "a", "b"])),
         cuts=tuple(draw(st.lists(st.integers(1, 25), max_size=2))) if kind != "beams" else (),
+        speculates=draw(st.sampled_from([True, True, False])),
     )
 
 
@@ -107,6 +111,7 @@ def engine_settings(draw: st.DrawFn) -> Setting:
         threshold=draw(st.sampled_from([0, 0, 5])),
         failing=draw(st.frozensets(st.integers(0, 30), max_size=2)),
         num_drafts=draw(st.sampled_from([0, 0, 1, 2, 5])),
+        measures_drafts=draw(st.booleans()),
         windows=draw(st.sampled_from(WINDOWS)),
     )
 
@@ -123,6 +128,7 @@ def build(setting: Setting, work: list[Job]) -> EngineCore:
         policy=setting.policy,
         enable_prefix_caching=setting.caching,
         long_prefill_token_threshold=setting.threshold,
+        speculation=speculation_of(setting),
     )
     largest = max(
         limits.blocks_held(min(len(job.prompt) + job.max_tokens, MAX_LEN)) * max(job.beam_width, 1)
@@ -140,9 +146,15 @@ def build(setting: Setting, work: list[Job]) -> EngineCore:
         setting.num_stages,
     )
     clock = iter(range(1_000_000))
-    core = EngineCore(executor, limits, setting.steps_in_flight, clock=lambda: next(clock))
-    core.scheduler.speculation.num_drafts = setting.num_drafts
-    return core
+    return EngineCore(executor, limits, setting.steps_in_flight, clock=lambda: next(clock))
+
+
+def speculation_of(setting: Setting) -> SpeculativeConfig | None:
+    if not setting.num_drafts:
+        return None
+    method = "auto" if setting.measures_drafts else "ngram"
+    schedule = ((2, 3, setting.num_drafts - 1),) if setting.num_drafts == 2 else ()
+    return SpeculativeConfig(method, setting.num_drafts, 1, 1, schedule)
 
 
 def new_request(index: int, job: Job) -> NewRequest:
@@ -150,7 +162,9 @@ def new_request(index: int, job: Job) -> NewRequest:
         key=index * 100,
         request_id=f"r{index}",
         prompt_token_ids=np.array(job.prompt, np.int32),
-        params=SamplingParams(n=job.n, max_tokens=job.max_tokens, seed=index),
+        params=SamplingParams(
+            n=job.n, max_tokens=job.max_tokens, seed=index, speculation=job.speculates
+        ),
         arrival_time=0.0,
         eos_token_ids=ENDS,
         priority=job.priority,
@@ -220,6 +234,7 @@ def drive(core: EngineCore, work: list[Job]) -> dict[int, FinishedSequence]:
         check_steps_in_flight(core)
         check_windows(core)
         check_bounds(core)
+        check_drafts(core)
         for key, token in zip(output.keys.tolist(), output.tokens.tolist(), strict=True):
             assert key not in ended, "no token after the end"
             streamed.setdefault(key, []).append(token)
@@ -270,6 +285,17 @@ def check_bounds(core: EngineCore) -> None:
         assert (columns.num_certain[rows] <= columns.num_computed[rows]).all()
         known = rows[columns.in_flight[rows] == 0]
         assert (columns.num_certain[known] == columns.num_computed[known]).all()
+
+
+def check_drafts(core: EngineCore) -> None:
+    """The host knows how many drafts wait in rows that have nothing in flight."""
+    columns, rows = core.scheduler.columns, core.scheduler.ranked_rows()
+    assert isinstance(core.executor, ToyExecutor)
+    toy = core.executor.last.rows
+    known = rows[(columns.in_flight[rows] == 0) & (columns.num_waiting_drafts[rows] > 0)]
+    for row in known.tolist():
+        if columns.has_sampled[row]:
+            assert columns.num_waiting_drafts[row] == len(toy[row].drafts)
 
 
 def check_windows(core: EngineCore) -> None:
@@ -428,6 +454,7 @@ def crowd(random: Random) -> tuple[Setting, list[Job]]:
         threshold=random.choice([0, 0, 5]),
         failing=frozenset(random.sample(range(25), random.choice([0, 1, 2]))),
         num_drafts=random.choice([0, 1, 4]),
+        measures_drafts=random.random() < 0.3,
         windows=random.choice(WINDOWS),
     )
     work = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from quire import LLM, SamplingParams
-from quire.engine.executors import local
 from quire.protocol.plan import AddedRow, StepPlan
 from quire.worker.model_runner import ModelRunner
 from quire.worker.rows import RowTable
-from quire.worker.worker import Worker
 
 pytestmark = pytest.mark.gpu
 
@@ -404,8 +401,8 @@ def test_drafts_do_not_change_tokens(
     work = prompts(60)
     plain = generate(folder, work, dtype="float32")
     texts = [prompt + tokens for prompt, tokens in zip(work, plain, strict=True)]
-    monkeypatch.setattr(local, "Worker", partial(Worker, max_queries=5))
     limits = {"kv_cache_memory_bytes": 1 << 28, "max_num_seqs": 40, "dtype": "float32"}
+    options = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}, **options}
     with LLM(str(folder), skip_tokenizer_init=True, **limits, **options) as llm:
         graphs, replayed = llm._core.executor.runner.graphs, []
         if graphs is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 LIBRARY_NAME = "libquire_cpu.so"
 ISAS = ("generic", "avx2", "avx512")
-ABI = 17
+ABI = 18
 
 
 def _find_library() -> Path:
@@ -267,6 +267,17 @@ PACK_CODES = (
     ctypes.c_int64,  # group_bytes
     ctypes.c_int32,  # num_threads
 )
+PROPOSE_NGRAMS = (
+    ctypes.c_void_p,  # tokens
+    ctypes.c_int64,  # stride
+    ctypes.c_void_p,  # num_tokens
+    ctypes.c_void_p,  # rows
+    ctypes.c_int64,  # num_rows
+    ctypes.c_int64,  # least
+    ctypes.c_int64,  # most
+    ctypes.c_int64,  # num_drafts
+    ctypes.c_void_p,  # drafts
+)
 ALL_REDUCE = (
     ctypes.c_void_p,  # meeting
     ctypes.c_void_p,  # x
@@ -386,6 +397,7 @@ def load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     library.quire_summarize.argtypes = (ctypes.POINTER(LogprobsCall),)
     library.quire_penalize.argtypes = PENALIZE
     library.quire_penalize.restype = None
+    library.quire_propose_ngrams.argtypes = PROPOSE_NGRAMS
     library.quire_apply_bitmask.argtypes = APPLY_BITMASK
     library.quire_apply_bitmask.restype = None
     library.quire_region_bytes.argtypes = (ctypes.c_int32, ctypes.c_int64)

@@ -244,6 +244,52 @@ def append_tokens(
     )
 
 
+@triton.jit(do_not_specialize=["count", "length"])
+def _write_drafts_kernel(
+    rows_ptr,
+    drafts_ptr,
+    token_ids_ptr,
+    num_tokens_ptr,
+    num_drafts_ptr,
+    count,
+    length,
+    stride,
+    NUM_DRAFTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    lane = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    mask = lane < count
+    row = tl.load(rows_ptr + lane, mask, 0).to(tl.int64)
+    known = tl.load(num_tokens_ptr + row, mask, 0)
+    place = token_ids_ptr + row * stride + known
+    fits = mask
+    written = tl.zeros((WIDTH,), tl.int32)
+    for i in range(NUM_DRAFTS):
+        draft = tl.load(drafts_ptr + lane * NUM_DRAFTS + i, mask, -1)
+        fits = fits & (draft >= 0) & (known + i < length)
+        tl.store(place + i, draft, fits)
+        written += fits.to(tl.int32)
+    tl.store(num_drafts_ptr + row, written, mask)
+
+
+def write_drafts(rows: Tensor, drafts: Tensor, table: DraftedRows) -> None:
+    """As the reference."""
+    count, num_drafts = drafts.shape
+    _write_drafts_kernel[(-(-count // WIDTH),)](
+        rows,
+        drafts,
+        table.token_ids,
+        table.num_tokens,
+        table.num_drafts,
+        count,
+        table.token_ids.shape[1],
+        table.token_ids.stride(0),
+        NUM_DRAFTS=num_drafts,
+        WIDTH=WIDTH,
+        num_warps=1,
+    )
+
+
 @triton.jit(do_not_specialize=["count"])
 def _accept_kernel(
     rows_ptr,

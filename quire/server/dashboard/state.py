@@ -23,7 +23,7 @@ MAX_SHOWN = 128
 """Sequences listed of those that run, and of those that wait."""
 COUNTERS = (
     *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens"),
-    "generation_tokens",
+    *("generation_tokens", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
 )
 HISTOGRAMS = ("time_to_first_token_seconds", "inter_token_latency_seconds")
 

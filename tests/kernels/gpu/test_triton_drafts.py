@@ -8,9 +8,12 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
+from quire.kernels.torch import ngrams as ngram_reference  # noqa: E402
 from quire.kernels.torch.rows import DraftedRows  # noqa: E402
 from quire.kernels.torch.rows import accept_tokens as reference  # noqa: E402
-from quire.kernels.triton.rows import accept_tokens  # noqa: E402
+from quire.kernels.torch.rows import write_drafts as write_reference  # noqa: E402
+from quire.kernels.triton.ngrams import propose_ngrams  # noqa: E402
+from quire.kernels.triton.rows import accept_tokens, write_drafts  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -82,3 +85,30 @@ def test_accepted_tokens(num_rows: int, max_drafts: int) -> None:
     assert found.tolist() == expected
     for plain, by_reference, by_kernel in zip(*copies, on_device, strict=True):
         assert torch.equal(by_reference, plain) and torch.equal(by_kernel.cpu(), plain)
+
+
+@pytest.mark.parametrize(("num_rows", "num_drafts"), [(1, 1), (3, 4), (40, 7)])
+def test_drafts_are_written_as_the_reference_does(num_rows: int, num_drafts: int) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    rows, _, _, _, table = make_step(num_rows, 3, seed=num_rows)
+    drafts = torch.randint(-1, 9, (num_rows, num_drafts), generator=generator, dtype=torch.int32)
+    ours = DraftedRows(*(one.clone().to(DEVICE) for one in table))
+    write_reference(rows, drafts, table)
+    write_drafts(rows.to(DEVICE), drafts.to(DEVICE), ours)
+    for one, other in zip(table, ours, strict=True):
+        assert torch.equal(one, other.cpu())
+
+
+@pytest.mark.parametrize("vocab", [2, 6])
+@pytest.mark.parametrize("length", [40, 1100])
+def test_ngrams_are_found_as_the_reference_does(length: int, vocab: int) -> None:
+    """Across the tiles of the kernel, and where nothing agrees."""
+    generator = torch.Generator().manual_seed(length)
+    tokens = torch.randint(vocab, (4, length), generator=generator, dtype=torch.int32)
+    known = torch.tensor([length, length // 2, 1, 5], dtype=torch.int32)
+    rows = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
+    settings = ngram_reference.NgramSettings(3, 2, 5)
+    expected = ngram_reference.propose_ngrams(tokens, known, rows, settings)
+    found = propose_ngrams(tokens.to(DEVICE), known.to(DEVICE), rows.to(DEVICE), settings)
+    assert torch.equal(found.cpu(), expected)
+    assert (expected[0] == -1).all() and (expected[1] >= 0).all()

@@ -82,6 +82,9 @@ export class EngineView {
     this.charts.tokens.add(state.generation_tokens_per_s, state.prompt_tokens_per_s);
     const asked = state.prefix_cache_queries;
     setText("hit-rate", asked ? percent(state.prefix_cache_hits / asked) : "–");
+    const drafted = state.spec_decode_num_draft_tokens;
+    byId("drafts").hidden = !drafted;
+    setText("draft-rate", drafted ? percent(state.spec_decode_num_accepted_tokens / drafted) : "–");
     setText("preemptions", count(state.num_preemptions));
   }
 

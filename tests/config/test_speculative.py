@@ -1,0 +1,88 @@
+"""`speculative_config`: vLLM's keys, and errors that name what is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.config.options import EngineOptions
+from quire.config.speculative import SpeculativeConfig
+from quire.protocol.errors import OptionError
+
+
+def read(**config: Any) -> SpeculativeConfig | None:
+    return EngineOptions.from_arguments(speculative_config=config).decoding.speculation
+
+
+def test_nothing_is_drafted_unless_asked_for() -> None:
+    assert EngineOptions().decoding.speculation is None
+    assert read() is None
+
+
+def test_ngrams_have_vllms_defaults() -> None:
+    assert read(method="ngram", num_speculative_tokens=3) == SpeculativeConfig("ngram", 3, 5, 5)
+    one = read(method="ngram", num_speculative_tokens=3, prompt_lookup_max=4)
+    assert one == SpeculativeConfig("ngram", 3, 4, 4)
+    one = read(model="[ngram]", num_speculative_tokens=3, prompt_lookup_min=2, prompt_lookup_max=4)
+    assert one == SpeculativeConfig("ngram", 3, 2, 4)
+
+
+def test_auto_needs_no_number() -> None:
+    found = read(method="auto")
+    assert found is not None and found.is_measured
+    assert found.num_tokens >= 2 and found.min_ngram < found.max_ngram
+
+
+def test_drafts_by_batch_size() -> None:
+    table = [[1, 4, 3], [5, 8, 0]]
+    found = read(
+        method="ngram", num_speculative_tokens=3, num_speculative_tokens_per_batch_size=table
+    )
+    assert found is not None and found.schedule == ((1, 4, 3), (5, 8, 0))
+
+
+BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"num_speculative_tokens": 2}, ("'method'", "ngram, auto")),
+    ({"method": "ngrams", "num_speculative_tokens": 2}, ("'method'", "'ngrams'")),
+    ({"method": "ngram"}, ("'num_speculative_tokens'", "None")),
+    ({"method": "ngram", "num_speculative_tokens": 0}, ("'num_speculative_tokens'", "0")),
+    ({"method": "ngram", "num_speculative_tokens": 99}, ("'num_speculative_tokens'", "16", "99")),
+    ({"method": "ngram", "num_speculative_tokens": True}, ("'num_speculative_tokens'", "True")),
+    ({"method": "auto", "prompt_lookup_min": 9, "prompt_lookup_max": 3}, ("prompt_lookup_min",)),
+    ({"method": "auto", "prompt_lookup_max": 99}, ("prompt_lookup_max", "32")),
+    ({"method": "auto", "model": "x"}, ("'model'", "left out", "'x'")),
+    ({"method": "auto", "quantization": "fp8"}, ("'quantization'", "no model")),
+    ({"method": "auto", "k": 1}, ("'k'", "unknown", "num_speculative_tokens")),
+    ({"method": "eagle3", "model": "x"}, ("'eagle3'", "not supported yet", "ngram")),
+    ({"model": "x"}, ("'draft_model'", "not supported yet")),
+    ({"method": "medusa", "model": "x"}, ("'medusa'", "not supported", "auto")),
+    *(
+        (
+            {
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "num_speculative_tokens_per_batch_size": table,
+            },
+            ("num_speculative_tokens_per_batch_size", "least requests"),
+        )
+        for table in (5, [[1, 2]], [[2, 1, 1]], [[1, 2, 4]], [[0, 2, 1]], [["1", 2, 3]])
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "parts"), BAD)
+def test_mistakes_are_named(config: dict[str, Any], parts: tuple[str, ...]) -> None:
+    with pytest.raises(OptionError) as caught:
+        read(**config)
+    assert all(part in str(caught.value) for part in ("speculative_config", *parts))
+
+
+def test_a_pipeline_cannot_draft() -> None:
+    from quire.config.resolve import check_options
+
+    options = EngineOptions.from_arguments(
+        speculative_config={"method": "auto"}, pipeline_parallel_size=2
+    )
+    with pytest.raises(OptionError, match="pipeline_parallel_size=2"):
+        check_options(options)

@@ -1,0 +1,129 @@
+"""How many drafts are verified: by schedule, and by what they bring and cost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quire.config.speculative import SpeculativeConfig
+from quire.protocol.plan import StepPlan, StepResult
+from quire.scheduler.sequence import Columns, SchedulerLimits
+from quire.scheduler.speculation import DraftValue, Speculation, StepCosts
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def plan_of(step: int, num_lines: np.ndarray) -> StepPlan:
+    rows = np.arange(len(num_lines), dtype=np.int32)
+    return StepPlan(step, rows=rows, num_new_tokens=num_lines, num_samples=num_lines)
+
+
+def run(
+    value: DraftValue, accepted_of: dict[int, float], cost: float, num_steps: int, seed: int = 0
+) -> tuple[float, float]:
+    """(tokens, seconds) of steps in which each row's drafts are accepted with a probability, and a
+    step takes 1 + `cost` for each line beyond one a row."""
+    dice = np.random.default_rng(seed)
+    rows = ints(*accepted_of)
+    most = np.full(len(rows), 4, np.int32)
+    now = tokens = 0.0
+    for step in range(num_steps):
+        drafts = value.worthwhile(rows, most, len(rows))
+        plan = plan_of(step, drafts + 1)
+        value.costs.planned(plan, now)
+        now += 1.0 + cost * int(drafts.sum())
+        counts = np.ones(len(rows), np.int32)
+        for i, row in enumerate(rows.tolist()):
+            while counts[i] <= drafts[i] and dice.random() < accepted_of[row]:
+                counts[i] += 1
+        result = StepResult(step, np.zeros(int(counts.sum()), np.int32), counts)
+        value.costs.applied(step, now)
+        if plan.has_drafts:
+            value.verified(plan, result, np.ones(len(rows), np.bool_))
+        tokens += float(counts.sum())
+    return tokens, now
+
+
+def test_drafts_that_are_accepted_and_cheap_are_verified() -> None:
+    tokens, seconds = run(DraftValue(8, 4), {0: 0.9}, cost=0.05, num_steps=300)
+    assert tokens / seconds > 3.0  # 4.1 a step with 4 drafts, which takes 1.2
+
+
+@pytest.mark.parametrize("num_rows", [1, 8])
+@pytest.mark.parametrize("cost", [0.02, 0.15, 0.5])
+def test_drafts_that_are_never_accepted_cost_one_percent_at_most(
+    num_rows: int, cost: float
+) -> None:
+    value = DraftValue(8, 4)
+    run(value, dict.fromkeys(range(num_rows), 0.0), cost, 100)
+    tokens, seconds = run(value, dict.fromkeys(range(num_rows), 0.0), cost, 2000)
+    assert tokens / num_rows / seconds > 0.99
+
+
+def test_drafts_that_cost_as_much_as_steps_are_left_alone() -> None:
+    """Half of them accepted, each as dear as a step of its own."""
+    value = DraftValue(8, 4)
+    run(value, {0: 0.5}, 1.0, 200)
+    tokens, seconds = run(value, {0: 0.5}, 1.0, 1000)
+    assert tokens / seconds > 0.98
+
+
+def test_each_row_gets_what_its_own_drafts_are_worth() -> None:
+    value = DraftValue(8, 4)
+    run(value, {0: 0.95, 1: 0.02}, 0.1, 400)
+    drafts = value.worthwhile(ints(0, 1), ints(4, 4), 2)
+    assert drafts[0] >= 3 and drafts[1] == 0
+
+
+def test_rows_whose_drafts_become_right_are_found_again() -> None:
+    value = DraftValue(8, 4)
+    run(value, {0: 0.0}, 0.1, 1000)
+    tokens, seconds = run(value, {0: 1.0}, 0.1, 1500)
+    assert tokens / seconds > 2.0
+
+
+def test_a_step_with_prompts_says_nothing_of_drafts() -> None:
+    costs = StepCosts()
+    costs.planned(StepPlan(0, rows=ints(0), num_new_tokens=ints(9), num_samples=ints(1)), 0.0)
+    costs.applied(0, 100.0)
+    costs.planned(plan_of(1, ints(1)), 100.0)
+    costs.applied(1, 101.0)
+    assert costs.seconds(np.array([1]))[0] == pytest.approx(1.0)
+
+
+def test_steps_that_overlap_begin_when_the_one_before_ends() -> None:
+    costs = StepCosts()
+    for step in range(3):
+        costs.planned(plan_of(step, ints(1)), 0.1 * step)
+    for step in range(3):
+        costs.applied(step, 1.0 + step)
+    assert costs.seconds(np.array([1]))[0] == pytest.approx(1.0)
+
+
+def test_failed_steps_are_forgotten() -> None:
+    costs = StepCosts()
+    costs.planned(plan_of(0, ints(1)), 0.0)
+    costs.planned(plan_of(1, ints(1)), 50.0)
+    costs.applied(1, 52.0)
+    assert costs.seconds(np.array([1]))[0] == pytest.approx(2.0)
+
+
+def test_the_schedule_bounds_drafts_by_rows() -> None:
+    limits = SchedulerLimits(
+        num_blocks=64, block_size=4, max_model_len=64, max_num_seqs=8, max_num_batched_tokens=64
+    )
+    columns = Columns(limits)
+    rows = ints(0, 1, 2)
+    columns.has_sampled[rows] = columns.speculates[rows] = True
+    columns.max_total[rows], columns.num_tokens[rows] = 60, 10
+    config = SpeculativeConfig("ngram", 3, 1, 1, ((1, 2, 3), (3, 4, 1), (5, 9, 0)))
+    speculation = Speculation(columns, config)
+    assert speculation.drafts(rows, 2).tolist() == [3, 3, 3]
+    assert speculation.drafts(rows, 3).tolist() == [1, 1, 1]
+    assert speculation.drafts(rows, 9).tolist() == [0, 0, 0]
+    columns.num_waiting_drafts[rows] = [0, 2, -1]
+    assert speculation.drafts(rows, 2).tolist() == [0, 2, 3]
+    columns.speculates[1], columns.num_tokens[2] = False, 58
+    assert speculation.drafts(rows, 2).tolist() == [0, 0, 1]
