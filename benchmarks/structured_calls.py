@@ -72,7 +72,7 @@ def forced_call(llm: LLM, seed: int, settings: JsonSettings) -> tuple[Any, Sampl
         [asked],
         use.declarations,
         takes_tools="tools" in template_variables(template),
-        short_ids=format.has_short_ids,
+        style=format,
     )
     wanted = StructuredOutputs(grammar=grammar.text)
     return messages, SamplingParams(

@@ -86,8 +86,24 @@ JSON = ToolFormat(
     is_bare=True,
     separators=";,",
 )
-TOOL_FORMATS = {one.name: one for one in (HERMES, LLAMA3_JSON, MISTRAL, JSON)}
+HARMONY = ToolFormat(
+    "harmony",
+    openers=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),
+    closers=("<|call|>", "<|return|>", "<|end|>"),
+    call_start="<|channel|>commentary to=functions.",
+    call_middle=" <|constrain|>json<|message|>",
+    call_end="",
+    quotes_names=False,
+    between="<|end|><|start|>assistant",
+)
+"""Messages in channels, as gpt-oss writes them: calls, reasoning and answer are messages. The reply
+begins behind `<|start|>assistant`. `<|call|>` and `<|return|>` end it and so are in no grammar: a
+model that goes on to another call ends the first one as a message."""
+TOOL_FORMATS = {one.name: one for one in (HERMES, LLAMA3_JSON, MISTRAL, HARMONY, JSON)}
+TOOL_PARSERS = {**TOOL_FORMATS, "openai": HARMONY, "openai_gptoss": HARMONY}
+"""By the names that may be chosen: vLLM has its own for Harmony."""
 TOOL_FORMAT_SIGNS = (
+    ("<|channel|>", HARMONY),
     ("<function=", JSON),
     ("<arg_key>", JSON),
     ("<|tool_calls_section_begin|>", JSON),
@@ -105,12 +121,26 @@ is not read here."""
 class ReasoningTags:
     start: str
     end: str
+    sign: str = ""
+    """What in a chat template shows these, where one of the tags alone does not."""
+
+    def are_in(self, template: str) -> bool:
+        """Whether a chat template shows them. Templates write the end tag where they leave old
+        reasoning out, or open the first one."""
+        return any(
+            tag in template for tag in ([self.sign] if self.sign else [self.start, self.end])
+        )
 
 
 THINK = ReasoningTags("<think>", "</think>")
 BRACKETS = ReasoningTags("[THINK]", "[/THINK]")
+CHANNELS = ReasoningTags("<|channel|>analysis<|message|>", "<|end|>", sign="<|channel|>")
+"""Reasoning in Harmony: other templates end their turns with `<|end|>`."""
 # As vLLM names its parsers, where the tags are the same.
 REASONING_PARSERS = {
+    "harmony": CHANNELS,
+    "openai_gptoss": CHANNELS,
+    "openai": CHANNELS,
     "deepseek_r1": THINK,
     "qwen3": THINK,
     "mistral": BRACKETS,

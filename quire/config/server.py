@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.config.fields import option
 from quire.config.options import CheckedOptions, OptionGroups, as_bytes, as_text, group_class
-from quire.config.reply_formats import REASONING_PARSERS, TOOL_FORMATS
+from quire.config.reply_formats import REASONING_PARSERS, TOOL_PARSERS
 from quire.protocol.errors import OptionError
 
 _HOST_NAME = re.compile(r"\*|(\*\.)?[\w.-]+|[0-9A-Fa-f:.]+")
@@ -138,7 +138,7 @@ class ServingOptions(CheckedOptions):
     tool_call_parser: str = option(
         "auto",
         "How the model writes tool calls; auto: as its chat template shows.",
-        choices=("auto", *TOOL_FORMATS),
+        choices=("auto", *TOOL_PARSERS),
     )
     reasoning_parser: str = option(
         "auto",

@@ -16,22 +16,26 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quire.config.reply_formats import (
+    HARMONY,
     JSON,
     REASONING_PARSERS,
     TOOL_FORMAT_SIGNS,
-    TOOL_FORMATS,
+    TOOL_PARSERS,
     ReasoningTags,
     ToolFormat,
 )
 from quire.protocol.errors import RequestError
-from quire.text.tool_calls.prompting import prepare_conversation
+from quire.text.tool_calls.prompting import (
+    REASONING_KEYS,
+    prepare_channels,
+    prepare_conversation,
+)
 
 ContentFormat = Literal["string", "openai"]
 CONTENT_FORMATS = ("auto", "string", "openai")
 """How a template wants `content`: as one string, or as a list of typed parts."""
 
 TEXT_PARTS = ("text", "input_text", "output_text")
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 # The trailing space shows whether the template trims what it is given.
 CONTINUE_MARK = "QUIRE_CONTINUES_HERE "
 
@@ -63,15 +67,19 @@ def render_chat(
     compiled = _compile(template)
     wanted = detect_content_format(template) if content_format == "auto" else content_format
     conversation, declared = _checked(messages), _plain(tools, "tools")
+    style: ToolFormat | None = None
     if tool_call_parser is not None:
+        style = find_tool_format(template, tool_call_parser)
         conversation, declared = prepare_conversation(
             conversation,
             declared,
             takes_tools="tools" in template_variables(template),
-            short_ids=find_tool_format(template, tool_call_parser).has_short_ids,
+            style=style,
         )
     for index, message in enumerate(conversation):
         _adapt(message, f"messages[{index}]", wanted, template)
+    if style == HARMONY:
+        conversation, declared = prepare_channels(conversation, declared)
     final_text = ""
     if continue_final_message:
         key = continue_final_message if isinstance(continue_final_message, str) else "content"
@@ -159,7 +167,7 @@ def detect_content_format(template: str) -> ContentFormat:
 
 def find_tool_format(template: str, parser: str = "auto") -> ToolFormat:
     """How calls are written: as the parser of that name reads them, or as the template asks."""
-    return _detect_tool_format(template) if parser == "auto" else TOOL_FORMATS[parser]
+    return _detect_tool_format(template) if parser == "auto" else TOOL_PARSERS[parser]
 
 
 @lru_cache(maxsize=64)
@@ -178,11 +186,8 @@ def find_reasoning_tags(template: str, parser: str = "auto") -> ReasoningTags | 
 
 @lru_cache(maxsize=64)
 def _detect_reasoning_tags(template: str) -> ReasoningTags | None:
-    """Templates write the end tag where they leave old reasoning out, or open the first one."""
-    for tags in dict.fromkeys(REASONING_PARSERS.values()):
-        if tags.start in template or tags.end in template:
-            return tags
-    return None
+    known = dict.fromkeys(REASONING_PARSERS.values())
+    return next((tags for tags in known if tags.are_in(template)), None)
 
 
 def _is_content(node: nodes.Node, names: set[str]) -> bool:

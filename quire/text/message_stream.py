@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
-from quire.config.reply_formats import ReasoningTags, ToolFormat
+from quire.config.reply_formats import CHANNELS, HARMONY, ReasoningTags, ToolFormat
 from quire.text.deltas import Delta, Message, TextDelta, merged
+from quire.text.harmony import HarmonyStream
 from quire.text.reasoning import ReasoningStream
-from quire.text.tool_calls.call_stream import CallStream
+from quire.text.tool_calls.call_stream import CallStream, new_call_id
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,8 @@ class MessageFormat:
     tags: ReasoningTags | None = None
     starts_in_reasoning: bool = False
     """Whether the prompt has opened the reasoning already."""
+    opened: str | None = None
+    """Of a reply in channels: `opened_header` of its prompt."""
     hidden_ends: tuple[str, ...] = ()
     """Special tokens that may end a text, which are not shown."""
 
@@ -29,10 +33,16 @@ class MessageFormat:
         return self.tool_format is None and self.tags is None
 
     @property
+    def has_channels(self) -> bool:
+        """Whether replies are messages in Harmony's channels."""
+        return self.tool_format == HARMONY or self.tags == CHANNELS
+
+    @property
     def markers(self) -> list[str]:
         """Everything that is looked for in texts."""
         calls = [] if self.tool_format is None else list(self.tool_format.markers)
-        return calls + ([] if self.tags is None else [self.tags.start, self.tags.end])
+        channels = list(HARMONY.markers) if self.has_channels else []
+        return calls + channels + ([] if self.tags is None else [self.tags.start, self.tags.end])
 
     def open(self) -> MessageStream:
         return MessageStream(self)
@@ -46,39 +56,55 @@ class MessageFormat:
 
 
 class MessageStream:
-    """One text. Reasoning comes first, then content and calls."""
+    """One text. Reasoning comes first, then content and calls; in channels, all as it comes."""
 
     def __init__(self, format: MessageFormat) -> None:
-        self._format = format
-        self._reasoning = (
-            ReasoningStream(format.tags, format.starts_in_reasoning) if format.tags else None
-        )
-        calls = format.tool_format
-        self._calls = CallStream(calls, format.tool_names, format.max_calls) if calls else None
+        calls, tags = format.tool_format, format.tags
+        self._stages: list[ReasoningStream | HarmonyStream | CallStream] = []
+        """Each takes the text that those before it let through."""
+        if tags is not None and tags != CHANNELS:
+            self._stages.append(ReasoningStream(tags, format.starts_in_reasoning))
+        if format.has_channels:
+            self._stages.append(
+                HarmonyStream(
+                    format.opened,
+                    format.tool_names,
+                    partial(new_call_id, HARMONY),
+                    reads_calls=calls == HARMONY,
+                    reads_reasoning=tags == CHANNELS,
+                    max_calls=format.max_calls,
+                )
+            )
+        if calls is not None and calls != HARMONY:
+            self._stages.append(CallStream(calls, format.tool_names, format.max_calls))
+        # Channels close their messages themselves.
+        closers = HARMONY.closers if format.has_channels else ()
+        self._hidden_ends = tuple(one for one in format.hidden_ends if one not in closers)
 
     @property
     def has_calls(self) -> bool:
-        return self._calls is not None and self._calls.has_calls
+        return any(not isinstance(one, ReasoningStream) and one.has_calls for one in self._stages)
 
     def feed(self, text: str) -> list[Delta]:
-        if self._reasoning is None:
-            return merged(self._pass_on([TextDelta(text)] if text else []))
-        return merged(self._pass_on(self._reasoning.feed(text)))
+        deltas: list[Delta] = [TextDelta(text)] if text else []
+        for stage in self._stages:
+            deltas = _passed(deltas, stage)
+        return merged(deltas)
 
     def finish(self, text: str = "") -> list[Delta]:
         """Take the last of the text."""
-        ends = self._format.hidden_ends
-        deltas = self.feed(text.removesuffix(next(filter(text.endswith, ends), "")))
-        if self._reasoning is not None:
-            deltas += self._pass_on(self._reasoning.finish())
-        if self._calls is not None:
-            deltas += self._calls.finish()
+        text = text.removesuffix(next(filter(text.endswith, self._hidden_ends), ""))
+        deltas: list[Delta] = [TextDelta(text)] if text else []
+        for stage in self._stages:
+            deltas = _passed(deltas, stage) + stage.finish()
         return merged(deltas)
 
-    def _pass_on(self, deltas: list[Delta]) -> list[Delta]:
-        if self._calls is None:
-            return deltas
-        found: list[Delta] = []
-        for delta in deltas:
-            found += self._calls.feed(delta.text) if isinstance(delta, TextDelta) else [delta]
-        return found
+
+def _passed(
+    deltas: list[Delta], stage: ReasoningStream | HarmonyStream | CallStream
+) -> list[Delta]:
+    """What a stage makes of the text among `deltas`, in its place."""
+    found: list[Delta] = []
+    for delta in deltas:
+        found += stage.feed(delta.text) if isinstance(delta, TextDelta) else [delta]
+    return found

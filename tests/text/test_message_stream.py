@@ -98,7 +98,7 @@ WRITERS: dict[str, Any] = {
 
 
 @given(
-    st.sampled_from(sorted(TOOL_FORMATS)),
+    st.sampled_from(sorted(WRITERS)),
     st.lists(calls, min_size=1, max_size=3),
     st.booleans(),
     st.sampled_from(["", "Let me see."]),

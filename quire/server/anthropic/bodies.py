@@ -93,8 +93,10 @@ class CountBody(MessageBody):
         return turns
 
     def template_settings(self) -> dict[str, Any]:
+        effort = (self.output_config or {}).get("effort")
+        kwargs = {"enable_thinking": self.thinks, "reasoning_effort": effort}
         return {
-            "template_kwargs": {} if self.thinks is None else {"enable_thinking": self.thinks},
+            "template_kwargs": {name: value for name, value in kwargs.items() if value is not None},
             "add_generation_prompt": not self.continues,
             "continue_final_message": self.continues,
         }

@@ -28,6 +28,7 @@ from quire.protocol.structured import StructuredOutputs
 from quire.server.http.errors import InvalidBodyError, StructuredFields, UnknownModelError
 from quire.server.preparation.bodies import ConversationBody, GenerationBody, RequestBody
 from quire.text.chat_template import find_reasoning_tags, find_tool_format, select_template
+from quire.text.harmony import REPLY_ENDS, opened_header
 from quire.text.message_stream import MessageFormat
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_files import TokenizerParts
@@ -356,13 +357,14 @@ class Preparation:
         template = select_template(tokenizer.chat_template, chosen_template, use.mode != "none")
         calls = None if use.mode == "none" else find_tool_format(template, serving.tool_call_parser)
         tags = find_reasoning_tags(template, serving.reasoning_parser)
+        text = prompt.text or ""
         return MessageFormat(
             tool_format=calls,
             tool_names=use.allowed,
             max_calls=use.max_calls,
             tags=tags,
-            starts_in_reasoning=tags is not None
-            and (prompt.text or "").rstrip().endswith(tags.start),
+            starts_in_reasoning=tags is not None and text.rstrip().endswith(tags.start),
+            opened=opened_header(text),
             hidden_ends=tuple(tokenizer.special_ids),
         )
 
@@ -394,6 +396,11 @@ class Preparation:
             fields = StructuredFields(answer_field, grammar.fields)
         if not tokenizer.special_ids.keys().isdisjoint(format.markers):
             changes["skip_special_tokens"] = False
+        if format.has_channels and not (params.ignore_eos or body.use_beam_search):
+            # Also where the model's configuration does not name them.
+            ids = {tokenizer.special_ids.get(one) for one in REPLY_ENDS}
+            if missing := ids - {None, *self.inputs.eos_token_ids}:
+                changes["stop_token_ids"] = [*(params.stop_token_ids or ()), *missing]
         return dataclasses.replace(params, **changes), fields  # type: ignore[arg-type]
 
     def log_parsers(self, body: RequestBody) -> bytes:

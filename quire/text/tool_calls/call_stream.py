@@ -131,7 +131,7 @@ class CallStream:
             return self._give_up() if scanner.broken or final else False
         if not self._is_begun:
             self._is_begun = True
-            self._emit_call(self._new_id(), scanner.name)
+            self._emit_call(new_call_id(self._format), scanner.name)
         self._drop(self._at)
         if arguments := scanner.take_arguments():
             self._emit_arguments(arguments)
@@ -259,7 +259,8 @@ class CallStream:
     def _drop(self, end: int) -> None:
         self._text, self._at = self._text[end:], 0
 
-    def _new_id(self) -> str:
-        if self._format.has_short_ids:
-            return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
-        return f"call_{secrets.token_hex(12)}"
+
+def new_call_id(format: ToolFormat) -> str:
+    if format.has_short_ids:
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+    return f"call_{secrets.token_hex(12)}"

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.config.reply_formats import ToolFormat
+from quire.config.reply_formats import CHANNELS, HARMONY, ToolFormat
 from quire.protocol.structured import JsonSettings, StructuredOutputs, choice_terminal, subschemas
+from quire.text.harmony import ANALYSIS, CHANNEL, END, FINAL, MESSAGE, OPENING, Header
 from quire.text.message_stream import MessageFormat
 from quire.text.tool_calls.declared import Tool, ToolUse
 
@@ -53,11 +54,16 @@ def reply_grammar(
     is_json = wanted is not None and wanted.kind in ("json", "json_object")
     has_calls = use.mode == "required" or (use.mode == "auto" and is_json)
     has_answer = use.mode != "required" and _is_part(wanted)
-    if not has_calls and not (has_answer and format.tags is not None):
+    thinks = format.tags is not None or format.has_channels
+    if not has_calls and not (has_answer and thinks):
         return None
     grammar = ReplyGrammar()
-    prefix = _add_reasoning(grammar, format, special)
-    parts = ["calls"] * has_calls + ["answer"] * has_answer
+    prefix, head = _add_reasoning(grammar, format, special), ""
+    if format.has_channels:
+        before, head = _add_channels(grammar, format, special, has_answer)
+        prefix += before
+        has_calls = has_calls and not (has_answer and not head)  # the answer has begun
+    parts = ["calls"] * has_calls + [f"{head}answer"] * has_answer
     grammar.add(f"start: {prefix}({' | '.join(parts)})")
     if has_calls:
         _add_calls(grammar, format, use, special, settings, beside_json=has_answer)
@@ -146,7 +152,7 @@ def _is_combination(part: dict[str, Any]) -> bool:
 def _add_reasoning(grammar: ReplyGrammar, format: MessageFormat, special: SpecialTokens) -> str:
     """Rules for what the model thinks first; returns what to put before what must follow."""
     tags = format.tags
-    if tags is None:
+    if tags is None or tags == CHANNELS:
         return ""
     grammar.add("ANY: /(.|\\n)*/", "SPACE: /[ \\n]{0,4}/")
     end = special(tags.end)
@@ -158,6 +164,34 @@ def _add_reasoning(grammar: ReplyGrammar, format: MessageFormat, special: Specia
         return "thoughts SPACE "
     grammar.add(f"reasoning: {_literal(tags.start, [tags.start], special)} thoughts SPACE")
     return "reasoning? "
+
+
+def _add_channels(
+    grammar: ReplyGrammar, format: MessageFormat, special: SpecialTokens, answers: bool
+) -> tuple[str, str]:
+    """Rules for messages in which the model thinks first, where replies are messages in channels.
+    Returns what to put before what must follow, and the header of an answer: none where the prompt
+    has opened it. `answers`: whether the reply may be one."""
+
+    def literal(text: str) -> str:
+        return _literal(text, HARMONY.markers, special)
+
+    end, opening = special(END), literal(OPENING)
+    grammar.add("TEXT: /(.|\\n)*/")
+    if end is None:
+        grammar.add(f"rest[lazy]: TEXT {json.dumps(END)}")
+    else:
+        grammar.add(f"rest: TEXT <[{end}]>")
+    grammar.add(f"analysis: {literal(CHANNEL + ANALYSIS + MESSAGE)} rest {opening}")
+    head = literal(CHANNEL + FINAL + MESSAGE) + " "
+    if format.opened is None:
+        return f"{opening} analysis* ", head
+    header, mark, _ = format.opened.partition(MESSAGE)
+    if not mark:
+        return "analysis* ", head
+    if answers and (Header.read(header) or Header()).channel != ANALYSIS:
+        return "", ""
+    return f"rest {opening} analysis* ", head
 
 
 def _literal(text: str, markers: Sequence[str], special: SpecialTokens) -> str:

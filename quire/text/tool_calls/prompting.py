@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+from quire.config.reply_formats import ToolFormat
 
 INSTRUCTIONS = """\
 You may call functions. These are there, with the JSON schema of their arguments:
@@ -12,6 +15,8 @@ You may call functions. These are there, with the JSON schema of their arguments
 To call a function, answer with nothing but {{"name": its name, "arguments": its arguments as a \
 JSON object}}; one such line for each call."""
 SHORT_ID = 9
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""What clients and templates call what a message's author thought before it."""
 
 
 def prepare_conversation(
@@ -19,17 +24,27 @@ def prepare_conversation(
     tools: list[dict[str, Any]] | None,
     *,
     takes_tools: bool,
-    short_ids: bool,
+    style: ToolFormat,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """Messages and tools to render. A template that takes no tools gets them as text."""
-    prepared = [_with_content(message) for message in messages]
-    if short_ids:
+    """Messages and tools to render in a template that asks for calls of this `style`. One that
+    takes no tools gets them as text."""
+    prepared = [_with_content(_without_nulls(message)) for message in messages]
+    if style.has_short_ids:
         prepared = [_with_short_ids(message) for message in prepared]
     if takes_tools:
         return prepared, tools
     names = _names_by_id(prepared)
     prepared = [_as_text(message, names) for message in prepared]
     return (_with_instructions(prepared, tools) if tools else prepared), None
+
+
+def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
+    """Clients send all fields of a message, some of them empty; some templates ask only whether a
+    field is there."""
+    empty = {key for key in REASONING_KEYS if message.get(key) is None}
+    if message.get("tool_calls") in (None, []):
+        empty.add("tool_calls")
+    return {key: value for key, value in message.items() if key not in empty}
 
 
 def _with_content(message: dict[str, Any]) -> dict[str, Any]:
@@ -118,3 +133,72 @@ def _with_instructions(
     if isinstance(content, list):
         joined = [*content, {"type": "text", "text": text}]
     return [{**first, "content": joined}, *messages[1:]]
+
+
+def prepare_channels(
+    messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """Messages and tools as gpt-oss's template takes them: instructions are one message, a call is
+    a message with its result behind it, what was thought and said before a call is one text, and
+    each tool has a description. It would leave out, or refuse, what is written otherwise."""
+    single = _single_calls(_with_one_instruction(messages))
+    return [_with_one_thought(message) for message in single], _with_descriptions(tools)
+
+
+def _with_one_instruction(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of system and developer that begin the conversation, joined."""
+    first = list(itertools.takewhile(lambda m: m["role"] in ("system", "developer"), messages))
+    texts = [message.get("content") for message in first]
+    if len(first) < 2 or not all(isinstance(text, str) for text in texts):
+        return list(messages)
+    return [{**first[0], "content": "\n\n".join(map(str, texts))}, *messages[len(first) :]]
+
+
+def _single_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A message for each call, with the results of that call behind it."""
+    prepared: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    places: dict[Any, int] = {}
+    """Of the calls that results are looked for: where their results go, by the call's id."""
+    groups: list[list[dict[str, Any]]] = []
+    unanswered: Iterator[int] = iter(())
+    for message in messages:
+        if groups and message["role"] == "tool":
+            place = places.get(message.get("tool_call_id"))
+            groups[next(unanswered, -1) if place is None else place].append(message)
+            continue
+        prepared += itertools.chain.from_iterable(groups)
+        calls, groups = _calls(message), []
+        if len(calls) < 2:
+            prepared.append(message)
+            continue
+        bare = {"role": message["role"], "content": ""}
+        groups = [
+            [{**(message if i == 0 else bare), "tool_calls": [call]}]
+            for i, call in enumerate(calls)
+        ]
+        unanswered = (i for i, group in enumerate(groups) if len(group) == 1)
+        places = {call["id"]: i for i, call in enumerate(calls) if isinstance(call.get("id"), str)}
+    return [*prepared, *itertools.chain.from_iterable(groups)]
+
+
+def _with_one_thought(message: dict[str, Any]) -> dict[str, Any]:
+    thought, content = message.get("thinking"), message.get("content")
+    if not (_calls(message) and content and thought):
+        return message
+    if not (isinstance(thought, str) and isinstance(content, str)):
+        return message
+    both = f"{thought}\n{content}"
+    return {**message, "content": "", "thinking": both, "reasoning_content": both}
+
+
+def _with_descriptions(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    if tools is None:
+        return None
+    described = []
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if isinstance(function, dict) and function.get("description") is None:
+            tool = {**tool, "function": {**function, "description": ""}}
+        described.append(tool)
+    return described

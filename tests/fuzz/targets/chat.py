@@ -21,7 +21,10 @@ from tests.fuzz.mutations import Mutator
 from tests.fuzz.target import Target
 from tests.text.tool_calls import templates
 
-TEMPLATES = (templates.QWEN_3, templates.LLAMA_3_1, templates.MISTRAL_V3, templates.NO_TOOLS)
+TEMPLATES = (
+    *(templates.QWEN_3, templates.LLAMA_3_1, templates.MISTRAL_V3, templates.HARMONY),
+    templates.NO_TOOLS,
+)
 
 
 class ChatTemplate(Target):

@@ -8,12 +8,19 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-from quire.config.reply_formats import MISTRAL_NAMES_FIRST, REASONING_PARSERS, THINK, TOOL_FORMATS
+from quire.config.reply_formats import (
+    CHANNELS,
+    MISTRAL_NAMES_FIRST,
+    REASONING_PARSERS,
+    THINK,
+    TOOL_FORMATS,
+)
 from quire.text.deltas import CallDelta, Message
 from quire.text.message_stream import MessageFormat
 from tests.fuzz.target import Target
 
 NAMES = ("add", "f", "get_weather")
+OPENED = (None, "", CHANNELS.start, "<|channel|>final<|message|>", " to=")
 MARKERS = [marker for one in TOOL_FORMATS.values() for marker in one.markers]
 
 
@@ -27,6 +34,7 @@ class ToolCalls(Target):
             *MARKERS,
             *('{"name": "add", "arguments": ', '"name"', '"arguments"', '"parameters"', '"add"'),
             *("{", "}", "[", "]", ":", ",", ";", '"', "\\", "\\u00e9", "\\ud800", "\n", " ", "\t"),
+            *("<|start|>assistant", "<|channel|>final", "to=functions.add", "<|channel|>analysis"),
             *("true", "null", "-1.5e3", "add", "get_weather", "<think>", "</think>", "<|eom|>"),
         )
     )
@@ -40,8 +48,9 @@ class ToolCalls(Target):
                     style,
                     NAMES,
                     max_calls=chance.choice((None, None, 1)),
-                    tags=chance.choice((None, THINK)),
+                    tags=chance.choice((None, THINK, CHANNELS)),
                     starts_in_reasoning=chance.random() < 0.3,
+                    opened=chance.choice(OPENED),
                 ),
                 text,
                 chance,
@@ -62,12 +71,16 @@ class Reasoning(Target):
         text = data.decode("utf-8", "replace")
         chance = random.Random(zlib.crc32(data))
         for tags in chance.sample(list(dict.fromkeys(REASONING_PARSERS.values())), 2):
-            message_format = MessageFormat(tags=tags, starts_in_reasoning=chance.random() < 0.5)
+            message_format = MessageFormat(
+                tags=tags, starts_in_reasoning=chance.random() < 0.5, opened=chance.choice(OPENED)
+            )
             message = check_text(message_format, text, chance)
             said = f"{message.reasoning}{message.content}".split()
             # The first tags are taken away, white space around them too; no more than that.
             shorter, longer = sum(map(len, said)), sum(map(len, text.split()))
-            assert longer - len(tags.start) - len(tags.end) <= shorter <= longer, (shorter, longer)
+            least = longer - len(tags.start) - len(tags.end)
+            # Channels have a header for each message.
+            assert (tags == CHANNELS or least <= shorter) and shorter <= longer, (shorter, longer)
 
 
 def check_text(message_format: MessageFormat, text: str, chance: random.Random) -> Message:

@@ -9,7 +9,14 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from quire.config.reply_formats import MISTRAL_NAMES_FIRST, THINK, TOOL_FORMATS, ToolFormat
+from quire.config.reply_formats import (
+    CHANNELS,
+    HARMONY,
+    MISTRAL_NAMES_FIRST,
+    THINK,
+    TOOL_FORMATS,
+    ToolFormat,
+)
 from quire.protocol.errors import RequestError
 from quire.protocol.structured import JsonSettings, StructuredOutputs
 from quire.text.message_stream import MessageFormat
@@ -70,7 +77,9 @@ def test_required_calls(format: ToolFormat, inside: bool | None) -> None:
     """`inside`: whether the prompt has opened the reasoning; None: the model has none."""
     use = ToolUse.read(TOOLS, "required", None)
     tags = None if inside is None else THINK
-    message_format = MessageFormat(format, use.allowed, tags=tags, starts_in_reasoning=bool(inside))
+    message_format = MessageFormat(
+        format, use.allowed, tags=tags, starts_in_reasoning=bool(inside), opened=""
+    )
     grammar = made(message_format, use).text
     thoughts = {None: "", False: "<think>{Hm}</think>\n\n", True: '{"name"</think>'}[inside]
     text = thoughts + written(format, [ADD, NOW])
@@ -86,7 +95,7 @@ def test_required_calls(format: ToolFormat, inside: bool | None) -> None:
 @pytest.mark.parametrize("format", ALL_FORMATS)
 def test_one_named_call(format: ToolFormat) -> None:
     use = ToolUse.read(TOOLS, {"type": "function", "function": {"name": "now"}}, True)
-    grammar = made(MessageFormat(format, use.allowed), use).text
+    grammar = made(MessageFormat(format, use.allowed, opened=""), use).text
     assert accepts(grammar, written(format, [NOW]))
     assert not accepts(grammar, written(format, [ADD]))
     assert not accepts(grammar, written(format, [NOW, NOW]))
@@ -115,6 +124,66 @@ def test_markers_that_are_special_tokens_go_by_their_ids() -> None:
     message_format = MessageFormat(MISTRAL_NAMES_FIRST, use.allowed)
     grammar = made(message_format, use, special={"[TOOL_CALLS]": 9, "[ARGS]": 32}.get).text
     assert 'call_0: <[9]> "add" <[32]> arguments_0' in grammar
+
+
+ANALYSIS = "<|channel|>analysis<|message|>"
+NEXT = "<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+OPENED: list[tuple[str | None, str, str]] = [
+    # What the prompt has opened -> what the reply may begin with before a header, and what not.
+    ("", f"{ANALYSIS}Hm.{NEXT}", "Hm."),
+    ("", "", "<|start|>assistant"),
+    (None, f"<|start|>assistant{ANALYSIS}Hm.{NEXT}{ANALYSIS}Hm.{NEXT}", ""),
+    (ANALYSIS, f"Hm, {{}} and so on.{NEXT}", ""),
+]
+
+
+@pytest.mark.parametrize(("opened", "before", "wrong"), OPENED)
+def test_calls_and_answers_in_channels(opened: str | None, before: str, wrong: str) -> None:
+    message_format = MessageFormat(HARMONY, ("add", "now"), tags=CHANNELS, opened=opened)
+    wanted = StructuredOutputs(json=SCHEMA)
+    call, answer = written(HARMONY, [ADD]), f'{FINAL}{{"a": 5}}'
+    cases = (
+        (made(message_format, ToolUse.read(TOOLS, "required", None)).text, call, answer),
+        (made(message_format, wanted=wanted).text, answer, call),
+        (made(message_format, ToolUse.read(TOOLS, "auto", None), wanted).text, call, FINAL),
+        (made(message_format, ToolUse.read(TOOLS, "auto", None), wanted).text, answer, FINAL),
+    )
+    for grammar, right, other in cases:
+        assert accepts(grammar, before + right)
+        for text in (wrong + right, before + other, before + "Well.", before + FINAL + "Well."):
+            assert not accepts(grammar, text)
+        message = message_format.parse(before + right)
+        assert bool(message.reasoning) == bool(before)
+        assert [one.name for one in message.calls] == (["add"] if right == call else [])
+        assert message.content == ("" if right == call else '{"a": 5}')
+
+
+def test_what_follows_a_final_message_that_the_prompt_has_begun() -> None:
+    message_format = MessageFormat(HARMONY, ("add", "now"), tags=CHANNELS, opened=FINAL)
+    wanted = StructuredOutputs(json=SCHEMA)
+    for use in (ToolUse(), ToolUse.read(TOOLS, "auto", None)):
+        grammar = made(message_format, use, wanted).text
+        assert accepts(grammar, '{"a": 5}')
+        assert not accepts(grammar, f'{FINAL}{{"a": 5}}')
+    grammar = made(message_format, ToolUse.read(TOOLS, "required", None)).text
+    text = f"More of it.{NEXT}{written(HARMONY, [NOW])}"
+    assert accepts(grammar, text) and not accepts(grammar, "More of it.")
+    message = message_format.parse(text)
+    assert message.content == "More of it." and message.calls[0].name == "now"
+
+
+def test_channels_that_are_special_tokens_go_by_their_ids() -> None:
+    ids = {marker: 10 + i for i, marker in enumerate(HARMONY.markers)}
+    use = ToolUse.read(TOOLS, "required", None)
+    message_format = MessageFormat(HARMONY, use.allowed, tags=CHANNELS, opened=None)
+    lines = made(message_format, use, special=ids.get).lines
+    assert "rest: TEXT <[16]>" in lines
+    assert 'analysis: <[11]> "analysis" <[13]> rest <[10]> "assistant"' in lines
+    assert 'start: <[10]> "assistant" analysis* (calls)' in lines
+    assert (
+        'call_1: <[11]> "commentary to=functions.now " <[12]> "json" <[13]> arguments_1 ' in lines
+    )
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -155,11 +224,14 @@ def test_a_call_or_an_answer_of_a_schema(format: ToolFormat, inside: bool | None
     """With `auto` the model decides; whatever it writes is one or the other, and valid."""
     use = ToolUse.read(TOOLS, "auto", None)
     tags = None if inside is None else THINK
-    message_format = MessageFormat(format, use.allowed, tags=tags, starts_in_reasoning=bool(inside))
+    message_format = MessageFormat(
+        format, use.allowed, tags=tags, starts_in_reasoning=bool(inside), opened=""
+    )
     schema = {"type": "object", "properties": {"mood": {"type": "string"}}, "required": ["mood"]}
     grammar = made(message_format, use, StructuredOutputs(json=schema)).text
     thoughts = {None: "", False: "<think>Hm</think>\n\n", True: "Hm</think>"}[inside]
-    call, answer = thoughts + written(format, [ADD]), thoughts + '{"mood": "glad"}'
+    head = "<|channel|>final<|message|>" if format == HARMONY else ""
+    call, answer = thoughts + written(format, [ADD]), thoughts + head + '{"mood": "glad"}'
     assert accepts(grammar, call) and accepts(grammar, answer)
     assert [one.name for one in message_format.parse(call).calls] == ["add"]
     assert (
