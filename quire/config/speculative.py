@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from os import PathLike, fspath
 from typing import Any
 
 from quire.protocol.errors import OptionError
 
-METHODS = ("ngram", "auto")
-LATER = ("draft_model", "eagle3", "mtp")
+METHODS = ("ngram", "auto", "draft_model")
+LATER = ("eagle3", "mtp")
 """Methods that need a model of their own, and are not there yet."""
 ELSEWHERE = (
     "eagle",
@@ -23,13 +24,13 @@ ELSEWHERE = (
 """Methods of other engines."""
 KEYS = (
     "method",
-    "model",
     "num_speculative_tokens",
     "prompt_lookup_min",
     "prompt_lookup_max",
     "num_speculative_tokens_per_batch_size",
 )
-OF_DRAFT_MODELS = ("draft_tensor_parallel_size", "quantization", "max_model_len", "revision")
+OF_DRAFT_MODELS = ("model", "draft_tensor_parallel_size", "quantization", "max_model_len")
+"""Keys for methods with a model of their own."""
 MAX_TOKENS = 16
 MAX_NGRAM = 32
 DEFAULT_NGRAM = 5
@@ -52,6 +53,15 @@ class SpeculativeConfig:
     schedule: Schedule = ()
     """(least, most, drafts): how many drafts a row has while so many rows decode; where no entry
     fits, as many as there may be."""
+    model: str | None = None
+    """The model that drafts; None: drafts come from the text."""
+    quantization: str | None = None
+    """Of that model."""
+
+    @property
+    def num_ahead(self) -> int:
+        """Places behind a row's tokens whose KV a draft model computes."""
+        return 0 if self.model is None else self.num_tokens
 
     @property
     def is_measured(self) -> bool:
@@ -65,18 +75,29 @@ class SpeculativeConfig:
             return None
         given = {key: value for key, value in config.items() if value is not None}
         method = _method(given)
-        for key in given:
-            if key in OF_DRAFT_MODELS:
-                raise _error(key, f"left out: method {method!r} has no model", given[key])
-            if key not in KEYS:
+        has_model = method == "draft_model"
+        for key, value in given.items():
+            if key not in (*KEYS, *OF_DRAFT_MODELS):
                 names = ", ".join((*KEYS, *OF_DRAFT_MODELS))
                 raise OptionError(f"speculative_config[{key!r}] is unknown; use {names}.")
+            is_ngram = key == "model" and value in ("ngram", "[ngram]")
+            if key in OF_DRAFT_MODELS and not has_model and not is_ngram:
+                raise _error(key, f"left out: method {method!r} has no model", value)
+            if key.startswith("prompt_lookup") and has_model:
+                raise _error(key, "left out: method 'draft_model' looks nothing up", value)
+        _check_draft_model(given)
         auto = method == "auto"
         num_tokens = _count(given, "num_speculative_tokens", AUTO_TOKENS if auto else None)
         if num_tokens > MAX_TOKENS:
             raise _error("num_speculative_tokens", f"from 1 to {MAX_TOKENS}", num_tokens)
         least, most = _ngrams(given, AUTO_NGRAMS if auto else (DEFAULT_NGRAM, DEFAULT_NGRAM))
-        return cls(method, num_tokens, least, most, _schedule(given, num_tokens))
+        schedule = _schedule(given, num_tokens)
+        if not has_model:
+            return cls(method, num_tokens, least, most, schedule)
+        model, quantization = _text(given, "model"), _text(given, "quantization")
+        if model is None:
+            raise _error("model", "the folder, file or name of a model that drafts", None)
+        return cls(method, num_tokens, 0, 0, schedule, model, quantization)
 
 
 def _method(given: dict[str, Any]) -> str:
@@ -87,13 +108,11 @@ def _method(given: dict[str, Any]) -> str:
         if model is None:
             raise _error("method", f"one of {', '.join(METHODS)}", None)
     if method in METHODS:
-        if model not in (None, "ngram", "[ngram]"):
-            raise _error("model", f"left out with method {method!r}", model)
         return str(method)
     if method in LATER:
         raise OptionError(
             f"speculative_config: method {method!r} is not supported yet; use one of "
-            f"{', '.join(METHODS)}, which draft from the text itself."
+            f"{', '.join(METHODS)}."
         )
     if method in ELSEWHERE:
         raise OptionError(
@@ -101,6 +120,23 @@ def _method(given: dict[str, Any]) -> str:
             f"{', '.join(METHODS)}."
         )
     raise _error("method", f"one of {', '.join(METHODS)}", method)
+
+
+def _check_draft_model(given: dict[str, Any]) -> None:
+    """Keys that say nothing yet."""
+    if given.get("draft_tensor_parallel_size", 1) != 1:
+        rule = "1: the model that drafts is not divided"
+        raise _error("draft_tensor_parallel_size", rule, given["draft_tensor_parallel_size"])
+    if "max_model_len" in given:
+        raise _error("max_model_len", "left out: it is that of the target", given["max_model_len"])
+
+
+def _text(given: dict[str, Any], key: str) -> str | None:
+    value = given.get(key)
+    value = fspath(value) if isinstance(value, PathLike) else value
+    if value is not None and not isinstance(value, str):
+        raise _error(key, "text", value)
+    return value
 
 
 def _ngrams(given: dict[str, Any], usual: tuple[int, int]) -> tuple[int, int]:

@@ -238,6 +238,21 @@ class Sampler:
             tokens, self._logprobs.apply(logits, tokens, batch) if wants_logprobs else None
         )
 
+    def draft(
+        self, logits: Tensor, rows: Tensor, host_rows: NDArray[Any], num_drafts: int
+    ) -> Tensor:
+        """The token that each of `rows` would sample from a draft model's logits if so many drafts
+        before it were known; int32 [S]. Penalties count known tokens alone."""
+        self._columns.flush()
+        offsets = torch.full_like(rows, num_drafts, dtype=torch.int32)
+        batch = Batch(rows, host_rows, offsets)
+        edits = [edit for edit in self._edits if batch.has(edit.users)]
+        if edits:
+            logits = logits.float().clone()
+        for edit in edits:
+            edit.apply(logits, batch)
+        return self._sampling.apply(logits, batch)
+
     def appended(self, rows: Tensor, tokens: Tensor, accepted: Tensor | None = None) -> None:
         """`tokens[i]` was generated for `rows[i]` (a row may occur more than once), or only those
         that are `accepted` (bool)."""

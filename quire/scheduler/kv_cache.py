@@ -700,7 +700,8 @@ class KVCache:
             self.pool.share(match.held())
             self.pool.share(match.partial)
             plan.held_blocks += match.partial
-        reserve = limits.max_model_len if limits.reserves_max_length else filled
+        reserve = min(filled + limits.num_ahead, max(filled, sequence.max_total))
+        reserve = limits.max_model_len if limits.reserves_max_length else reserve
         num_added = limits.blocks_for(reserve) - shared
         added = self.pool.allocate(num_added * self._num_groups)
         tables = []
@@ -769,11 +770,13 @@ class KVCache:
         )
 
     def shrink(self, rows: Int32Array) -> None:
-        """Free what rows hold beyond their computed tokens, which have become fewer."""
+        """Free what rows hold beyond their computed tokens, which have become fewer, and those that
+        they should have blocks for ahead."""
         c = self.columns
         if self.limits.reserves_max_length:
             return
-        keep = self.limits.blocks_for(c.num_computed[rows])
+        ahead = np.minimum(c.num_computed[rows] + self.limits.num_ahead, c.max_total[rows])
+        keep = self.limits.blocks_for(ahead)
         fewer = keep < c.num_blocks[rows]
         for row, count in zip(rows[fewer].tolist(), keep[fewer].tolist(), strict=True):
             for table in c.block_tables[:, row, count : c.num_blocks[row]]:
@@ -843,4 +846,5 @@ class KVCache:
         assert not references[free].any(), "a block is both free and owned"
         waste = c.num_blocks * limits.block_size - c.num_computed
         if not limits.reserves_max_length:
-            assert (waste[c.running] < limits.block_size).all(), "a row wastes a whole block"
+            most = limits.block_size + limits.num_ahead
+            assert (waste[c.running] < most).all(), "a row wastes a whole block"

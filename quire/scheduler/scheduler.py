@@ -289,6 +289,10 @@ class Scheduler:
             self._preempt(int(rows[-1]), plan)
         if self.speculation.num_drafts:
             grant, need = self._with_drafts(plan, rows, grant, need)
+        if self.limits.num_ahead:
+            ahead = np.minimum(num_computed + grant + self.limits.num_ahead, c.max_total[rows])
+            more = np.maximum(self.kv.shortfall(rows, ahead), need)
+            need = more if self.kv.can_grow(more) else need
         self.kv.grow(plan, rows, need)
         longest = np.argsort(-num_tokens, kind="stable")  # first, so that all end together
         if len(computing := longest[grant[longest] > 0]):
@@ -394,10 +398,11 @@ class Scheduler:
             if sequence is None:
                 return
             num_known = len(sequence.held_token_ids)
+            num_held = min(num_known + self.limits.num_ahead, max(num_known, sequence.max_total))
             match, fork_of = kv.match(sequence, plan.step)
-            if not kv.room_for(match, num_known, promised):
+            if not kv.room_for(match, num_held, promised):
                 match, fork_of = kv.without_partial(match, fork_of)
-                if not kv.room_for(match, num_known, promised):
+                if not kv.room_for(match, num_held, promised):
                     return
             want = num_known - match.num_tokens
             if want > plan.room and not self._may_divide_prompts:

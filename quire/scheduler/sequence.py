@@ -66,6 +66,11 @@ class SchedulerLimits:
     """Model, dtype and layout: what the KV of equal tokens depends on."""
 
     @property
+    def num_ahead(self) -> int:
+        """Tokens that a row should have blocks for beyond those it computes."""
+        return 0 if self.speculation is None else self.speculation.num_ahead
+
+    @property
     def max_blocks_per_row(self) -> int:
         return self.blocks_for(self.max_model_len)
 

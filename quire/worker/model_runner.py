@@ -93,6 +93,8 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> None:
         """Launch the forward pass of a step."""
         staged = self.update_rows(plan)
+        if self.drafter is not None:
+            self.drafter.update(plan)
         if len(plan.copy_sources):
             self.kv.copy_blocks(staged.copy_sources, staged.copy_targets)
         prefixes = self._shared_prefixes(plan)

@@ -34,6 +34,7 @@ from quire.models.loader import (
 from quire.protocol.errors import ModelError, OptionError
 from quire.protocol.kv_spec import KVGroup, KVLayout, KVSpec
 from quire.protocol.output import DeviceMemory
+from quire.worker.draft_model import DraftSource
 from quire.worker.kv_tensors import KVTensors
 from quire.worker.memory import (
     MIB,
@@ -78,7 +79,8 @@ class Worker:
         self._options, self._config, self._device_info = options, model_config, device
         self._parallel = parallel
         self._speculation = options.decoding.speculation
-        self._max_queries = 1 if self._speculation is None else 1 + self._speculation.num_tokens
+        self._draft: DraftSource | None = None
+        self._max_queries = 1 + self._speculation_tokens
         """Tokens of a row that a step samples after: one more than its most drafts."""
         heads = parallel.heads(model_config.num_heads, model_config.num_kv_heads)
         self._num_heads = heads.count
@@ -88,6 +90,8 @@ class Worker:
             parallel.stage.layers(model_config.num_layers),
         )
         self._check_layout()
+        if self._speculation is not None and self._speculation.model is not None:
+            self._draft = DraftSource.of(options, model_config, self.layout, self._speculation)
         self._backends = [self._select_backend(group) for group in self.layout.groups]
         self._num_threads = options.device.num_threads
         names = {backend.support.name for backend in self._backends}
@@ -156,6 +160,8 @@ class Worker:
             quantization=options.model.quantization,
             parallel=self._parallel,
         )
+        if self._draft is not None:
+            weight_bytes += self._draft.count_weight_bytes(dtype, self.device)
         check_weights_fit(weight_bytes * device.num_sharing, options, config, device)
         remedy = "Use a smaller model, or free the memory that other programs hold."
         with explaining("loading the weights", remedy, device):
@@ -169,6 +175,8 @@ class Worker:
                 quantization=options.model.quantization,
                 max_model_len=options.model.max_model_len,
             )
+        if self._draft is not None:
+            self._draft.load(dtype, self.device)
         bind_kv_groups(self._model, self.layout.groups)
         return_free_memory()
         self._weight_bytes = held_weight_bytes(self._model)
@@ -183,6 +191,9 @@ class Worker:
         different stages have different bytes; the least of each number over all ranks is what all
         of them can have."""
         max_len = self._max_len
+        if self._draft is not None and self._options.cache.num_gpu_blocks_override is None:
+            both = self.layout.bytes_per_block + self._draft.layout.bytes_per_block
+            cache_bytes = cache_bytes * self.layout.bytes_per_block // both
         if fits_max_model_len:
             num_blocks = cache_bytes // self.layout.bytes_per_block
             fits = longest_that_fits(self.layout, num_blocks, max_len, self._max_tokens)
@@ -252,6 +263,11 @@ class Worker:
             if wanted > backend.max_prefix_rows:
                 return f"max_num_seqs={wanted} is above {backend.max_prefix_rows}"
         return None
+
+    @property
+    def _speculation_tokens(self) -> int:
+        """Most drafts of a row."""
+        return 0 if self._speculation is None else self._speculation.num_tokens
 
     @property
     def _max_len(self) -> int:
@@ -336,7 +352,11 @@ class Worker:
             max_queries=self._max_queries,
             parallel=self._parallel,
         )
-        if self._speculation is not None and self._parallel.stage.is_last:
+        if self._draft is not None:
+            runner.drafter = self._draft.build(
+                table, runner.sampler, kv.num_blocks, self._speculation_tokens, self._max_tokens
+            )
+        elif self._speculation is not None and self._parallel.stage.is_last:
             wanted = self._speculation
             settings = NgramSettings(wanted.num_tokens, wanted.min_ngram, wanted.max_ngram)
             runner.drafter = NgramDrafter(settings, table.token_ids, table.num_tokens)

@@ -55,7 +55,11 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"method": "auto", "quantization": "fp8"}, ("'quantization'", "no model")),
     ({"method": "auto", "k": 1}, ("'k'", "unknown", "num_speculative_tokens")),
     ({"method": "eagle3", "model": "x"}, ("'eagle3'", "not supported yet", "ngram")),
-    ({"model": "x"}, ("'draft_model'", "not supported yet")),
+    ({"method": "draft_model", "num_speculative_tokens": 2}, ("'model'", "None")),
+    (
+        {"model": "x", "num_speculative_tokens": 2, "max_model_len": 9},
+        ("max_model_len", "left out"),
+    ),
     ({"method": "medusa", "model": "x"}, ("'medusa'", "not supported", "auto")),
     *(
         (

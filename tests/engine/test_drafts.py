@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quire import LLM, BeamSearchParams, RequestOutput, SamplingParams, StructuredOutputs
 from quire.frontend.inputs import TokenizationOptions, parse_prompts
+from quire.protocol.errors import OptionError
 from quire.protocol.plan import StepPlan
 from quire.scheduler.sequence import Status
 from tests.models.reference import VOCAB, random_tokens
@@ -36,6 +37,9 @@ class ScriptedDrafter:
         self._texts = texts
         self._num_drafts = num_drafts
         self.num_accepted = 0
+
+    def update(self, plan: StepPlan) -> None:
+        """The table has all that it needs."""
 
     def accepted(self, rows: Tensor, counts: Tensor) -> None:
         assert int(counts.min()) >= 1
@@ -243,6 +247,60 @@ def test_drafts_from_the_text_itself(
         assert sum(by_position) == metrics.accepted_tokens.value
         assert by_position == sorted(by_position, reverse=True) and not any(by_position[4:])
         assert_at_rest(llm)
+
+
+@pytest.fixture(scope="module")
+def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of the same vocabulary and other shape, which knows nothing of the first."""
+    path = tmp_path_factory.mktemp("other")
+    save_tiny(path, "qwen2", seed=5, num_hidden_layers=1)
+    return path
+
+
+MODEL_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "same": ("folder", {}),
+    "same-chunks": ("folder", {"block_size": 4, "max_num_batched_tokens": 21, "max_num_seqs": 9}),
+    "same-pool": ("folder", {"block_size": 4, "num_gpu_blocks_override": 46}),
+    "same-overlap": ("folder", {"block_size": 8, "max_steps_in_flight": 2}),
+    "other": ("other_folder", {}),
+    "other-pool": ("other_folder", {"block_size": 8, "num_gpu_blocks_override": 34}),
+}
+
+
+@pytest.mark.parametrize("setting", MODEL_SETTINGS)
+def test_drafts_by_a_model(
+    folder: Path, plain: list[RequestOutput], setting: str, request: pytest.FixtureRequest
+) -> None:
+    """Twice, so that the second time finds prompts in the cache."""
+    drafter, options = MODEL_SETTINGS[setting]
+    config = {"model": str(request.getfixturevalue(drafter)), "num_speculative_tokens": 3}
+    params = [SamplingParams(**kwargs) for kwargs in FEATURES.values() for _ in range(2)]
+    options = {"device": "cpu", "max_model_len": MAX_LEN, **options}
+    with tiny_llm(folder, speculative_config=config, **options) as llm:
+        for _ in range(2):
+            assert seen(generate(llm, prompts_of(len(params)), params)) == seen(plain)
+        metrics = llm._core.metrics
+        share = metrics.accepted_tokens.value / metrics.draft_tokens.value
+        assert share > 0.8 if drafter == "folder" else share < 0.3
+        assert (llm.statistics().num_preemptions > 0) == ("pool" in setting)
+        assert_at_rest(llm)
+
+
+def test_the_same_model_drafts_what_it_would_sample(folder: Path) -> None:
+    """Greedy and drawn: with the same random numbers at each place."""
+    config = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+    params = [SamplingParams(**FEATURES[kind]) for kind in ("to_the_end", "drawn", "filters")]
+    with tiny_llm(folder, device="cpu", max_model_len=MAX_LEN, speculative_config=config) as llm:
+        generate(llm, prompts_of(3), params)
+        metrics = llm._core.metrics
+        assert metrics.accepted_tokens.value == metrics.draft_tokens.value > 50
+
+
+def test_a_model_with_another_vocabulary_cannot_draft(folder: Path, tmp_path: Path) -> None:
+    save_tiny(tmp_path, vocab_size=VOCAB + 3)
+    config = {"model": str(tmp_path), "num_speculative_tokens": 3}
+    with pytest.raises(OptionError, match=rf"vocabulary of {VOCAB + 3} tokens.* {VOCAB};"):
+        tiny_llm(folder, device="cpu", max_model_len=MAX_LEN, speculative_config=config)
 
 
 @pytest.mark.parametrize("wish", [{"speculation": False}, {"extra_args": {"speculation": False}}])

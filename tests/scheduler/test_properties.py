@@ -154,7 +154,8 @@ def speculation_of(setting: Setting) -> SpeculativeConfig | None:
         return None
     method = "auto" if setting.measures_drafts else "ngram"
     schedule = ((2, 3, setting.num_drafts - 1),) if setting.num_drafts == 2 else ()
-    return SpeculativeConfig(method, setting.num_drafts, 1, 1, schedule)
+    model = "drafts ahead" if setting.num_drafts == 5 else None
+    return SpeculativeConfig(method, setting.num_drafts, 1, 1, schedule, model)
 
 
 def new_request(index: int, job: Job) -> NewRequest:
@@ -302,6 +303,7 @@ def check_windows(core: EngineCore) -> None:
     """A sequence holds the window, what one step computes, and drafts in flight."""
     block_size = core.scheduler.limits.block_size
     drafts = core.scheduler.speculation.num_drafts * core.max_steps_in_flight
+    drafts += core.scheduler.limits.num_ahead
     for request in core.scheduler.by_row:
         if request is not None and request.status is Status.RUNNING:
             for group, table in enumerate(request.tables):

@@ -6,11 +6,16 @@ from typing import Protocol
 
 from torch import Tensor
 
+from quire.protocol.plan import StepPlan
+
 
 class Drafter(Protocol):
     """Is asked after each step for the rows that sampled; both calls return without waiting for the
     device. A draft may be any token: verification keeps none that plain decoding would not sample.
     """
+
+    def update(self, plan: StepPlan) -> None:
+        """Rows come, go and are cut back as a plan says, which is about to be carried out."""
 
     def accepted(self, rows: Tensor, counts: Tensor) -> None:
         """Row `rows[i]` took in `counts[i]` tokens (int32); they are in the table already."""

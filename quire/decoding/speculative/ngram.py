@@ -6,6 +6,7 @@ from torch import Tensor
 
 from quire.kernels import dispatch
 from quire.kernels.torch.ngrams import NgramSettings
+from quire.protocol.plan import StepPlan
 
 
 class NgramDrafter:
@@ -14,6 +15,9 @@ class NgramDrafter:
     def __init__(self, settings: NgramSettings, token_ids: Tensor, num_tokens: Tensor) -> None:
         """`token_ids` [rows, tokens] and `num_tokens` [rows] are those of the row table."""
         self._settings, self._token_ids, self._num_tokens = settings, token_ids, num_tokens
+
+    def update(self, plan: StepPlan) -> None:
+        """The table follows plans."""
 
     def accepted(self, rows: Tensor, counts: Tensor) -> None:
         """The table has all that is known."""
