@@ -134,6 +134,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3_moe", {"norm_topk_prob": True}),
     "qwen3-moe-dense-layers": ("qwen3_moe", {"mlp_only_layers": [0], "attention_bias": True}),
     "granitemoe": ("granitemoe", {}),
+    "gpt-oss": ("gpt_oss", {}),
+    "gpt-oss-other-windows": (
+        "gpt_oss",
+        {
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 4,
+            "num_experts_per_tok": 1,
+        },
+    ),
     "glm4-moe": ("glm4_moe", {}),
     "glm4-moe-norms": (
         "glm4_moe",
@@ -169,7 +180,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 TENSOR_PARALLEL = [
     *("llama-gqa", "llama-biases", "qwen3-tied-biased", "granite", "smollm3", "opt", "gpt2"),
     *("phi3", "olmo2", "glm4", "gemma2", "gemma3"),
-    *("deepseek-v2", "deepseek-v3-yarn"),
+    *("deepseek-v2", "deepseek-v3-yarn", "gpt-oss"),
 ]
 
 
@@ -340,7 +351,8 @@ def test_tensor_parallel_ranks_compute_the_same(case: str, size: int, tmp_path: 
 
 @pytest.mark.parametrize("is_whole", [False, True], ids=["parts of experts", "whole experts"])
 @pytest.mark.parametrize(
-    "case", ["mixtral", "qwen2-moe", "qwen3-moe-dense-layers", "granitemoe", "glm4-moe"]
+    "case",
+    ["mixtral", "qwen2-moe", "qwen3-moe-dense-layers", "granitemoe", "glm4-moe", "gpt-oss"],
 )
 def test_ranks_share_experts(case: str, is_whole: bool, tmp_path: Path) -> None:
     """A part of each expert on each rank, or of 5, 6 and 7 experts those of two ranks."""

@@ -364,8 +364,10 @@ class Packed:
     ) -> Tensor:
         return _multiply(layer.matrices, x, bias, out)
 
-    def apply_expert(self, layer: MatrixLayer, expert: int, x: Tensor) -> Tensor:
-        return _multiply(layer.by_expert[expert], x, None, None)
+    def apply_expert(
+        self, layer: MatrixLayer, expert: int, x: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        return _multiply(layer.by_expert[expert], x, bias, None)
 
     def apply_after_norm(
         self,
