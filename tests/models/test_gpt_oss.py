@@ -1,4 +1,5 @@
-"""gpt-oss as it is released: experts in MXFP4, all of a layer in one tensor."""
+"""gpt-oss as it is released: its configuration, and experts in MXFP4, all of a layer in one
+tensor."""
 
 from __future__ import annotations
 
@@ -13,11 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Mxfp4Config
+from transformers import AutoModelForCausalLM, GptOssConfig, Mxfp4Config
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 
+from quire.config.experts import ClampedGate
 from quire.config.model import load_model_config
 from quire.layers.experts import ExpertLinear
 from quire.layers.parallel import Parallel
+from quire.layers.rotary import rotary_frequencies
 from quire.layers.weights import MatrixLayer
 from quire.models.loader import count_weight_bytes, held_weight_bytes, load_model
 from quire.protocol.errors import ModelError
@@ -229,3 +233,61 @@ def test_other_formats_do_not_stack_experts(released: Path) -> None:
     config = load_model_config(str(released), hf_overrides=changed, load_format="dummy")
     with pytest.raises(ModelError, match="read from MXFP4, not from awq, 4 bits"):
         load_model(config, dtype=torch.float32, device="cpu", load_format="dummy")
+
+
+def test_configuration_of_the_released_sizes(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    released = {
+        **CONFIG,
+        "eos_token_id": 200002,
+        "head_dim": 64,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "layer_types": 12 * kinds,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "sliding_window": 128,
+        "vocab_size": 201088,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(released))
+    config = load_model_config(str(tmp_path), load_format="dummy")
+    assert config.max_position_tokens == 131072 and config.eos_token_ids == (200002,)
+    assert [config.layer_window(layer) for layer in range(24)] == 12 * [128, None]
+    assert config.experts is not None
+    assert (config.experts.count, config.experts.top_k) == (32, 4)
+    assert config.experts.gate == ClampedGate(limit=7.0, slope=1.702)
+    assert 20.8e9 < config.num_weights < 21e9
+
+
+def test_what_is_left_out_is_as_in_transformers(tmp_path: Path) -> None:
+    sizes = ("vocab_size", "num_hidden_layers", "num_key_value_heads", "hidden_size")
+    given = {key: CONFIG[key] for key in (*sizes, "num_attention_heads", "intermediate_size")}
+    usual = GptOssConfig(**given)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", **given}))
+    config = load_model_config(str(tmp_path), load_format="dummy")
+    windows = {"sliding_attention": usual.sliding_window, "full_attention": None}
+    found = [config.layer_window(layer) for layer in range(LAYERS)]
+    assert found == [windows[kind] for kind in usual.layer_types]
+    assert (config.head_dim, config.norm_eps) == (usual.head_dim, usual.rms_norm_eps)
+    assert config.attention_bias == usual.attention_bias
+    assert config.tie_word_embeddings == usual.tie_word_embeddings
+    assert config.max_position_tokens == usual.max_position_embeddings
+    assert config.experts is not None and config.experts.count == usual.num_local_experts
+    assert config.experts.top_k == usual.num_experts_per_tok
+    assert config.experts.gate == ClampedGate(usual.swiglu_limit, usual.swiglu_alpha)
+    frequencies, magnitude = rotary_frequencies(64, config.rope_theta, config.rope_scaling)
+    rotary = GptOssRotaryEmbedding(usual)
+    torch.testing.assert_close(frequencies, rotary.inv_freq, rtol=1e-6, atol=0)
+    assert magnitude == pytest.approx(rotary.attention_scaling) == pytest.approx(1.3465736)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("swiglu_limit", -7.0), ("swiglu_limit", "7"), ("swiglu_alpha", [1.7])]
+)
+def test_bad_gates_are_named(tmp_path: Path, key: str, value: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, key: value}))
+    with pytest.raises(ModelError, match=f"{key} must be a positive number"):
+        load_model_config(str(tmp_path), load_format="dummy")
