@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.config.experts import ExpertsConfig
+from quire.config.experts import ClampedGate, ExpertsConfig
 from quire.kernels import cpu
 from quire.kernels.torch import experts
 from quire.kernels.torch.bitmask import apply_bitmask as apply_bitmask_reference
@@ -107,10 +107,26 @@ def route(logits: Tensor, config: ExpertsConfig, bias: Tensor | None = None) -> 
 
 
 def expert_mlp(
-    x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, first_expert: int = 0
+    x: Tensor,
+    routing: Routing,
+    gate_up: Tensor,
+    down: Tensor,
+    first_expert: int = 0,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    gate: ClampedGate | None = None,
 ) -> Tensor:
     """What experts make of their tokens x [tokens, hidden], summed up by token."""
-    return experts.expert_mlp(x, routing, gate_up, down, first_expert)
+    return experts.expert_mlp(
+        x, routing, gate_up, down, first_expert, gate_up_bias, down_bias, gate
+    )
+
+
+def gate_and_mul(gate_up: Tensor, gate: ClampedGate | None) -> Tensor:
+    """What the gates of experts make of gate and up joined in the last dimension."""
+    if gate is None:
+        return silu_and_mul(gate_up)
+    return experts.clamped_gate_and_mul(gate_up, gate)
 
 
 def embedding(ids: Tensor, table: Tensor) -> Tensor:

@@ -9,14 +9,14 @@ from quire.config.experts import ExpertsConfig
 from quire.kernels import dispatch
 from quire.kernels.torch.experts import Routing, weighted_sum
 from quire.layers.linear import Linear, width
-from quire.layers.weights import Axis, Build, MatrixLayer, Shard, stacked, whole
+from quire.layers.weights import Axis, Build, MatrixLayer, Shard, alternating, stacked, whole
 
 
 class Router(Linear):
     """Chooses experts for each token; every rank has all of it."""
 
     def __init__(self, config: ExpertsConfig, hidden_size: int, build: Build) -> None:
-        super().__init__(whole(hidden_size), whole(config.count), False, build)
+        super().__init__(whole(hidden_size), whole(config.count), config.has_biases, build)
         self.config = config
         self.e_score_correction_bias: nn.Parameter | None
         if config.scoring == "sigmoid":
@@ -30,30 +30,44 @@ class Router(Linear):
 
 
 class ExpertLinear(MatrixLayer):
-    """x W^T with a matrix for each expert."""
+    """x W^T + b with a matrix, and perhaps a bias, for each expert."""
 
-    def __init__(self, experts: Axis, inputs: Axis, outputs: Axis, build: Build) -> None:
+    bias: nn.Parameter | None
+    """[experts, outputs]"""
+
+    def __init__(
+        self, experts: Axis, inputs: Axis, outputs: Axis, has_bias: bool, build: Build
+    ) -> None:
         super().__init__(build)
         self.experts = experts
         self.method.create_weights(self, outputs, inputs, build)
+        if has_bias:
+            self.add_weight("bias", (experts, outputs), build)
+        else:
+            self.register_parameter("bias", None)
 
     @property
     def stack(self) -> torch.Tensor | None:
         """The weight [experts, outputs, inputs]; None where it is packed, expert by expert."""
         return None if "weight" in self.loaders else self.get_parameter("weight")
 
-    def apply(self, expert: int, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return self.method.apply_expert(self, expert, x)
+    def apply(  # type: ignore[override]
+        self, expert: int, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """With `bias`, or a part of it, for all experts that are kept."""
+        own = None if bias is None else bias[expert - self.kept_experts.start]
+        return self.method.apply_expert(self, expert, x, own)
 
 
 class Experts(nn.Module):
-    """Networks of silu(gate) * up. Ranks keep a part of each, or some of them with
-    `expert_parallel`; their results are summed."""
+    """Networks of silu(gate) * up, or of another gate. Ranks keep a part of each, or some of them
+    with `expert_parallel`; their results are summed."""
 
     def __init__(self, config: ExpertsConfig, hidden_size: int, build: Build) -> None:
         super().__init__()
         self.parallel = build.parallel
         self.kept = self.parallel.experts(config.count)
+        self.gate = config.gate
         stack, size = stacked(config.count, self.kept), config.intermediate_size
 
         def inner(name: str | None = None) -> Axis:
@@ -61,16 +75,18 @@ class Experts(nn.Module):
                 return (Shard(size, 0, size, name),)
             return width(size, build, name)
 
-        hidden = whole(hidden_size)
-        self.gate_up_proj = ExpertLinear(
-            stack, hidden, inner("gate") + inner("up"), build / "gate_up_proj"
-        )
-        self.down_proj = ExpertLinear(stack, inner(), hidden, build / "down_proj")
+        hidden, has_bias = whole(hidden_size), config.has_biases
+        gate_up = inner("gate") + inner("up")
+        if config.alternates:
+            gate_up = alternating(gate_up)
+        self.gate_up_proj = ExpertLinear(stack, hidden, gate_up, has_bias, build / "gate_up_proj")
+        self.down_proj = ExpertLinear(stack, inner(), hidden, has_bias, build / "down_proj")
 
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         gate_up, down = self.gate_up_proj.stack, self.down_proj.stack
         if gate_up is not None and down is not None:
-            out = dispatch.expert_mlp(x, routing, gate_up, down, self.kept.start)
+            first, biases = self.kept.start, (self.gate_up_proj.bias, self._down_bias)
+            out = dispatch.expert_mlp(x, routing, gate_up, down, first, *biases, self.gate)
         else:
             out = self._one_by_one(x, routing)
         return self.parallel.all_reduce(out)
@@ -82,9 +98,16 @@ class Experts(nn.Module):
         for expert in chosen.unique().tolist():
             if expert in self.kept:
                 pairs = (chosen == expert).nonzero().squeeze(1)
-                inner = self.gate_up_proj.apply(expert, x[pairs // top_k])
-                results[pairs] = self.down_proj.apply(expert, dispatch.silu_and_mul(inner))
+                inner = self.gate_up_proj.apply(expert, x[pairs // top_k], self.gate_up_proj.bias)
+                inner = dispatch.gate_and_mul(inner, self.gate)
+                results[pairs] = self.down_proj.apply(expert, inner, self._down_bias)
         return weighted_sum(results, routing.weights)
+
+    @property
+    def _down_bias(self) -> nn.Parameter | None:
+        """Added once where each rank has a part of an expert."""
+        is_own = self.parallel.expert_parallel or self.parallel.rank == 0
+        return self.down_proj.bias if is_own else None
 
 
 class SparseMLP(nn.Module):
