@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.config.gguf_model import translate_gguf
 from quire.config.model import ModelConfig, load_model_config
 from quire.files.gguf import GGUFFile
 from quire.files.json_file import read_json_object
@@ -210,7 +211,7 @@ class _Plan:
     def config_json(self) -> dict[str, Any]:
         source = self._config.source
         if source.kind == "gguf":
-            raw = dict(self._config.raw)
+            raw = translate_gguf(GGUFFile(source.path))
         else:
             raw = read_json_object(source.path / "config.json")
         raw.pop("torch_dtype", None)
