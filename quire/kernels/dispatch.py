@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,6 +23,9 @@ from quire.kernels.torch.rows import DraftedRows
 from quire.kernels.torch.rows import accept_tokens as accept_tokens_reference
 from quire.kernels.torch.sampling import Kinds, RowSettings
 from quire.kernels.torch.sampling import sample_tokens as sample_tokens_reference
+
+if TYPE_CHECKING:
+    from quire.kernels.triton.experts import ExpertMatrices
 
 
 def rms_norm(
@@ -88,6 +93,10 @@ def _is_vector(x: Tensor) -> bool:
 def route(logits: Tensor, config: ExpertsConfig, bias: Tensor | None = None) -> Routing:
     """The experts of each token by its router logits [tokens, experts]; `bias` [experts] is that of
     the choice by sigmoid."""
+    if logits.is_cuda:
+        from quire.kernels.triton import routing as triton_routing
+
+        return triton_routing.route(logits, config, bias)
     groups = config.num_groups, config.top_groups
     if config.scoring == "softmax" and config.num_groups > 1:
         routing = experts.softmax_in_groups(logits, config.top_k, *groups, config.normalizes)
@@ -104,10 +113,30 @@ def route(logits: Tensor, config: ExpertsConfig, bias: Tensor | None = None) -> 
 
 
 def expert_mlp(
-    x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, first_expert: int = 0
+    x: Tensor,
+    routing: Routing,
+    gate_up: Tensor | ExpertMatrices,
+    down: Tensor | ExpertMatrices,
+    first_expert: int = 0,
 ) -> Tensor:
     """What experts make of their tokens x [tokens, hidden], summed up by token."""
+    if x.is_cuda:
+        from quire.kernels.triton import experts as triton_experts
+
+        return triton_experts.expert_mlp(x, routing, gate_up, down, first_expert)
+    assert isinstance(gate_up, Tensor) and isinstance(down, Tensor), "packed for a GPU"
     return experts.expert_mlp(x, routing, gate_up, down, first_expert)
+
+
+def count_experts(chosen: Tensor, counts: Tensor, first_expert: int = 0) -> None:
+    """Adds to int64 `counts` [experts] how often `chosen` [tokens, top_k] names each of them, the
+    first of which is number `first_expert`."""
+    if chosen.is_cuda:
+        from quire.kernels.triton import expert_tiles
+
+        expert_tiles.count_experts(chosen, counts, first_expert)
+    else:
+        experts.count_experts(chosen, counts, first_expert)
 
 
 def embedding(ids: Tensor, table: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -15,6 +15,9 @@ from torch import nn
 from quire.kernels.cpu.library import MatrixHandle
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES, BlockRows, dequantize_blocks
 from quire.layers.parallel import Parallel, Stage
+
+if TYPE_CHECKING:
+    from quire.kernels.triton.experts import ExpertMatrices
 
 ShardId = int | str
 ShardKey = tuple[ShardId, ...]
@@ -368,6 +371,8 @@ class MatrixLayer(WeightedLayer):
         self.experts: Axis = ()
         """Where the layer has a matrix for each expert; `by_expert` has those that it keeps."""
         self.by_expert: dict[int, list[Matrix]] = {}
+        self.stacked: ExpertMatrices | None = None
+        """All of these, where the kernels of a GPU take them together; then it alone has them."""
         self.why_slower: list[str] = []
         """Why the layer computes slower than others of its format."""
 

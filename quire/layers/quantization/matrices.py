@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +21,9 @@ from quire.kernels.torch.quantized_weights import (
     ScaledWeights,
 )
 from quire.layers.weights import Matrix
+
+if TYPE_CHECKING:
+    from quire.kernels.triton.experts import ExpertMatrices
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +56,28 @@ def make_matrix(
             f"{weights.group_size} inputs are no multiples of 16."
         )
     return ReferenceMatrix(weights)
+
+
+def stack_experts(matrices: Sequence[Sequence[Matrix]]) -> ExpertMatrices | None:
+    """The matrices of a layer's experts, each in parts one below the other, for the kernels of a
+    GPU; None where these do not take them."""
+    from quire.kernels.triton.experts import DenseExperts
+    from quire.kernels.triton.grouped_experts import stack_grouped
+    from quire.kernels.triton.grouped_matrix import GroupedMatrix
+    from quire.kernels.triton.scaled_linear import ScaledMatrix, stack_scaled
+
+    if all(isinstance(part, ScaledMatrix) for expert in matrices for part in expert):
+        scaled = [[one for one in expert if isinstance(one, ScaledMatrix)] for expert in matrices]
+        return stack_scaled(scaled)
+    if all(isinstance(part, DenseMatrix) for expert in matrices for part in expert):
+        dense = [
+            [one.weight for one in expert if isinstance(one, DenseMatrix)] for expert in matrices
+        ]
+        return DenseExperts(torch.stack([torch.cat(parts) for parts in dense]))
+    grouped = [expert[0] for expert in matrices if isinstance(expert[0], GroupedMatrix)]
+    if len(grouped) == len(matrices) and all(len(expert) == 1 for expert in matrices):
+        return stack_grouped(grouped)
+    return None
 
 
 def _numbers(stored: BlockRows) -> torch.Tensor:
