@@ -13,6 +13,15 @@ MAX_EXPERTS = 4096
 
 
 @dataclass(frozen=True)
+class ClampedGate:
+    """gate * sigmoid(slope * gate) * (up + 1), for a gate of at most `limit` and an up between
+    -limit and limit."""
+
+    limit: float
+    slope: float
+
+
+@dataclass(frozen=True)
 class ExpertsConfig:
     """Experts of the sparse layers, and how tokens choose among them."""
 
@@ -34,6 +43,12 @@ class ExpertsConfig:
     """Groups that a token chooses its experts from."""
     shared_size: int = 0
     """Width of what all tokens pass beside the experts."""
+    has_biases: bool = False
+    """Of the router and of each expert."""
+    gate: ClampedGate | None = None
+    """None: silu(gate) * up."""
+    alternates: bool = False
+    """Whether checkpoints have the rows of gates and ups in turns."""
 
     @property
     def num_sparse(self) -> int:
@@ -82,6 +97,19 @@ def _granitemoe(values: CheckedValues, num_layers: int) -> ExpertsConfig:
         values.count("intermediate_size"),
         (True,) * num_layers,
         scoring="softmax_of_chosen",
+    )
+
+
+def _gpt_oss(values: CheckedValues, num_layers: int) -> ExpertsConfig:
+    return ExpertsConfig(
+        _count(values, 128),
+        values.count("num_experts_per_tok", 4),
+        values.count("intermediate_size"),
+        (True,) * num_layers,
+        scoring="softmax_of_chosen",
+        has_biases=True,
+        gate=ClampedGate(values.number("swiglu_limit", 7.0), values.number("swiglu_alpha", 1.702)),
+        alternates=True,
     )
 
 
@@ -190,6 +218,7 @@ _READERS: dict[str, Callable[[CheckedValues, int], ExpertsConfig]] = {
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
     "granitemoe": _granitemoe,
+    "gpt_oss": _gpt_oss,
     "glm4_moe": _glm4_moe,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,

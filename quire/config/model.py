@@ -38,6 +38,7 @@ SUPPORTED_ARCHITECTURES: dict[str, str] = {
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "GraniteMoeForCausalLM": "granitemoe",
+    "GptOssForCausalLM": "gpt_oss",
     "Glm4MoeForCausalLM": "glm4_moe",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
@@ -257,6 +258,23 @@ _FAMILIES = {
     "qwen2_moe": _Family(default_positions=32768, bias="qkv_bias"),
     "qwen3_moe": _Family(default_positions=32768, bias="attention_bias"),
     "granitemoe": _Family(bias="attention_bias"),
+    "gpt_oss": _Family(
+        default_positions=131072,
+        default_eps=1e-5,
+        head_dim=64,
+        theta=150000.0,
+        bias="attention_bias",
+        defaults={
+            "attention_bias": True,
+            "sliding_window": 128,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "truncate": False,
+            },
+        },
+    ),
     "glm4_moe": _Family(
         default_positions=131072, default_eps=1e-5, bias="attention_bias", partial_rotary=0.5
     ),
@@ -506,7 +524,7 @@ def _layer_types(values: CheckedValues, family: _Family, model_type: str) -> lis
         if not is_list or not {SLIDING, FULL}.issuperset(kinds):
             values.fail("layer_types", f"{num_layers} times {SLIDING} or {FULL}", kinds)
         return kinds
-    if model_type == "gemma2":
+    if model_type in ("gemma2", "gpt_oss"):
         slides = [layer % 2 == 0 for layer in range(num_layers)]
     elif model_type == "gemma3":
         pattern = values.count("sliding_window_pattern", 6)
@@ -605,7 +623,7 @@ def _sliding_window(values: CheckedValues, model_type: str) -> int | None:
     if model_type in ASKED_WINDOWS:
         has_windows = values.boolean("use_sliding_window", False)
     else:
-        has_windows = model_type in ("mixtral", "phi3", "gemma2", "gemma3")
+        has_windows = model_type in ("mixtral", "phi3", "gemma2", "gemma3", "gpt_oss")
     if not has_windows or SLIDING not in values.values.get("layer_types", (SLIDING,)):
         return None
     return values.integer("sliding_window", None)

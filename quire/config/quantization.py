@@ -6,6 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -538,6 +539,7 @@ def _closeness(targets: Sequence[str], module: str) -> int:
 class Mxfp4Config(QuantizationConfig):
     file: Path
     excluded: tuple[str, ...]
+    """Parts of paths that are not quantised; "*" stands for any part of one."""
 
     method = "mxfp4"
     block = MXFP4_GROUP
@@ -547,10 +549,11 @@ class Mxfp4Config(QuantizationConfig):
         return Mxfp4Config(values.file, _names(values, "modules_to_not_convert"))
 
     def _listed(self, module: str) -> MatrixFormat | None:
-        return None if any(part in module for part in self.excluded) else _MXFP4
+        is_excluded = any(fnmatchcase(module, f"*{part}*") for part in self.excluded)
+        return None if is_excluded else _MXFP4
 
     def _stored(self, module: str, tensors: Tensors) -> MatrixFormat | None:
-        if "weight_packed" not in tensors:
+        if not {"weight_packed", "blocks"}.intersection(tensors):
             raise self.unknown(module, tensors)
         return _MXFP4
 

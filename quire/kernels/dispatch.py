@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.config.experts import ExpertsConfig
+from quire.config.experts import ClampedGate, ExpertsConfig
 from quire.kernels import cpu
+from quire.kernels.expert_matrices import ExpertMatrices
 from quire.kernels.torch import experts
 from quire.kernels.torch.bitmask import apply_bitmask as apply_bitmask_reference
 from quire.kernels.torch.experts import Routing
@@ -23,9 +22,6 @@ from quire.kernels.torch.rows import DraftedRows
 from quire.kernels.torch.rows import accept_tokens as accept_tokens_reference
 from quire.kernels.torch.sampling import Kinds, RowSettings
 from quire.kernels.torch.sampling import sample_tokens as sample_tokens_reference
-
-if TYPE_CHECKING:
-    from quire.kernels.triton.experts import ExpertMatrices
 
 
 def rms_norm(
@@ -118,14 +114,25 @@ def expert_mlp(
     gate_up: Tensor | ExpertMatrices,
     down: Tensor | ExpertMatrices,
     first_expert: int = 0,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    gate: ClampedGate | None = None,
 ) -> Tensor:
     """What experts make of their tokens x [tokens, hidden], summed up by token."""
+    others = first_expert, gate_up_bias, down_bias, gate
     if x.is_cuda:
         from quire.kernels.triton import experts as triton_experts
 
-        return triton_experts.expert_mlp(x, routing, gate_up, down, first_expert)
+        return triton_experts.expert_mlp(x, routing, gate_up, down, *others)
     assert isinstance(gate_up, Tensor) and isinstance(down, Tensor), "packed for a GPU"
-    return experts.expert_mlp(x, routing, gate_up, down, first_expert)
+    return experts.expert_mlp(x, routing, gate_up, down, *others)
+
+
+def gate_and_mul(gate_up: Tensor, gate: ClampedGate | None) -> Tensor:
+    """What the gates of experts make of gate and up joined in the last dimension."""
+    if gate is None:
+        return silu_and_mul(gate_up)
+    return experts.clamped_gate_and_mul(gate_up, gate)
 
 
 def count_experts(chosen: Tensor, counts: Tensor, first_expert: int = 0) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from quire.config.experts import ExpertsConfig
 from quire.kernels import dispatch
+from quire.kernels.expert_matrices import ExpertMatrices
 from quire.kernels.torch.experts import Routing, weighted_sum
 from quire.layers.linear import Linear, width
 from quire.layers.quantization.matrices import stack_experts
@@ -21,19 +21,20 @@ from quire.layers.weights import (
     Shard,
     ShardKey,
     Weight,
+    alternating,
     stacked,
     whole,
 )
 
-if TYPE_CHECKING:
-    from quire.kernels.triton.experts import ExpertMatrices
+Stack = torch.Tensor | ExpertMatrices
+"""The weights of all experts of a layer."""
 
 
 class Router(Linear):
     """Chooses experts for each token; every rank has all of it."""
 
     def __init__(self, config: ExpertsConfig, hidden_size: int, build: Build) -> None:
-        super().__init__(whole(hidden_size), whole(config.count), False, build)
+        super().__init__(whole(hidden_size), whole(config.count), config.has_biases, build)
         self.config = config
         self.e_score_correction_bias: nn.Parameter | None
         if config.scoring == "sigmoid":
@@ -47,14 +48,23 @@ class Router(Linear):
 
 
 class ExpertLinear(MatrixLayer):
-    """x W^T with a matrix for each expert."""
+    """x W^T + b with a matrix, and perhaps a bias, for each expert."""
 
-    def __init__(self, experts: Axis, inputs: Axis, outputs: Axis, build: Build) -> None:
+    bias: nn.Parameter | None
+    """[experts, outputs]"""
+
+    def __init__(
+        self, experts: Axis, inputs: Axis, outputs: Axis, has_bias: bool, build: Build
+    ) -> None:
         super().__init__(build)
         self.experts = experts
         self.when_loaded: Callable[[], None] | None = None
         """Called when the last of packed matrices has arrived."""
         self.method.create_weights(self, outputs, inputs, build)
+        if has_bias:
+            self.add_weight("bias", (experts, outputs), build)
+        else:
+            self.register_parameter("bias", None)
 
     @property
     def is_packed(self) -> bool:
@@ -62,7 +72,7 @@ class ExpertLinear(MatrixLayer):
         return "weight" in self.loaders
 
     @property
-    def stack(self) -> torch.Tensor | ExpertMatrices | None:
+    def stack(self) -> Stack | None:
         """The weight [experts, outputs, inputs], or the same packed; None where it is packed expert
         by expert."""
         return self.stacked if self.is_packed else self.get_parameter("weight")
@@ -76,22 +86,28 @@ class ExpertLinear(MatrixLayer):
         self, name: str, shard_key: ShardKey, tensor: Weight, bring: Bring | None = None
     ) -> None:
         super().load(name, shard_key, tensor, bring)
-        if self.when_loaded is not None and self.is_packed and self.is_loaded:
+        if self.when_loaded is not None and name in self.loaders and self.is_loaded:
             self.when_loaded()
 
-    def apply(self, expert: int, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return self.method.apply_expert(self, expert, x)
+    def apply(  # type: ignore[override]
+        self, expert: int, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """With `bias`, or a part of it, for all experts that are kept."""
+        own = None if bias is None else bias[expert - self.kept_experts.start]
+        return self.method.apply_expert(self, expert, x, own)
 
 
 class Experts(nn.Module):
-    """Networks of silu(gate) * up. Ranks keep a part of each, or some of them with
-    `expert_parallel`; their results are summed."""
+    """Networks of silu(gate) * up, or of another gate. Ranks keep a part of each, or some of them
+    with `expert_parallel`; their results are summed."""
 
     def __init__(self, config: ExpertsConfig, hidden_size: int, build: Build) -> None:
         super().__init__()
         self.parallel = build.parallel
         self.kept = self.parallel.experts(config.count)
-        self._top_k, self._dtype, self._device = config.top_k, build.dtype, build.device
+        self.gate = config.gate
+        self._top_k, self._hidden_size = config.top_k, hidden_size
+        self._dtype, self._device = build.dtype, build.device
         stack, size = stacked(config.count, self.kept), config.intermediate_size
 
         def inner(name: str | None = None) -> Axis:
@@ -99,12 +115,12 @@ class Experts(nn.Module):
                 return (Shard(size, 0, size, name),)
             return width(size, build, name)
 
-        hidden = whole(hidden_size)
-        self.gate_up_proj = ExpertLinear(
-            stack, hidden, inner("gate") + inner("up"), build / "gate_up_proj"
-        )
-        self.down_proj = ExpertLinear(stack, inner(), hidden, build / "down_proj")
-        self._hidden_size = hidden_size
+        hidden, has_bias = whole(hidden_size), config.has_biases
+        gate_up = inner("gate") + inner("up")
+        if config.alternates:
+            gate_up = alternating(gate_up)
+        self.gate_up_proj = ExpertLinear(stack, hidden, gate_up, has_bias, build / "gate_up_proj")
+        self.down_proj = ExpertLinear(stack, inner(), hidden, has_bias, build / "down_proj")
         if build.device.type == "cuda":
             for linear in (self.gate_up_proj, self.down_proj):
                 linear.when_loaded = self._stack
@@ -118,7 +134,7 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         gate_up, down = self.gate_up_proj.stack, self.down_proj.stack
         if gate_up is not None and down is not None:
-            out = dispatch.expert_mlp(x, routing, gate_up, down, self.kept.start)
+            out = self._all_at_once(x, routing, gate_up, down)
         else:
             out = self._one_by_one(x, routing)
         return self.parallel.all_reduce(out)
@@ -135,15 +151,13 @@ class Experts(nn.Module):
         gate_up, down = self.gate_up_proj.stack, self.down_proj.stack
         if gate_up is None or down is None or not self.kept:
             return
-        first, shape = self.kept.start, (self._hidden_size,)
+        first = self.kept.start
+        chosen = torch.arange(first, first + self._top_k, device=self._device).int()
         for count in kernel_changes(len(self.kept), self._top_k):
             if count <= max_tokens:
-                x = torch.zeros(count, *shape, dtype=self._dtype, device=self._device)
-                chosen = torch.arange(first, first + self._top_k, device=self._device).int()
+                x = torch.zeros(count, self._hidden_size, dtype=self._dtype, device=self._device)
                 weights = torch.ones(count, self._top_k, device=self._device)
-                dispatch.expert_mlp(
-                    x, Routing(chosen.repeat(count, 1), weights), gate_up, down, first
-                )
+                self._all_at_once(x, Routing(chosen.repeat(count, 1), weights), gate_up, down)
 
     @property
     def kernels(self) -> tuple[object, ...]:
@@ -172,6 +186,12 @@ class Experts(nn.Module):
                 linear.by_expert.clear()
                 linear.matrices.clear()
 
+    def _all_at_once(
+        self, x: torch.Tensor, routing: Routing, gate_up: Stack, down: Stack
+    ) -> torch.Tensor:
+        first, biases = self.kept.start, (self.gate_up_proj.bias, self._down_bias)
+        return dispatch.expert_mlp(x, routing, gate_up, down, first, *biases, self.gate)
+
     def _one_by_one(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         top_k = routing.experts.shape[1]
         chosen = routing.experts.flatten()
@@ -179,9 +199,16 @@ class Experts(nn.Module):
         for expert in chosen.unique().tolist():
             if expert in self.kept:
                 pairs = (chosen == expert).nonzero().squeeze(1)
-                inner = self.gate_up_proj.apply(expert, x[pairs // top_k])
-                results[pairs] = self.down_proj.apply(expert, dispatch.silu_and_mul(inner))
+                inner = self.gate_up_proj.apply(expert, x[pairs // top_k], self.gate_up_proj.bias)
+                inner = dispatch.gate_and_mul(inner, self.gate)
+                results[pairs] = self.down_proj.apply(expert, inner, self._down_bias)
         return weighted_sum(results, routing.weights)
+
+    @property
+    def _down_bias(self) -> nn.Parameter | None:
+        """Added once where each rank has a part of an expert."""
+        is_own = self.parallel.expert_parallel or self.parallel.rank == 0
+        return self.down_proj.bias if is_own else None
 
 
 class SparseMLP(nn.Module):

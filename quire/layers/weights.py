@@ -7,17 +7,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from quire.kernels.cpu.library import MatrixHandle
+from quire.kernels.expert_matrices import ExpertMatrices
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES, BlockRows, dequantize_blocks
 from quire.layers.parallel import Parallel, Stage
-
-if TYPE_CHECKING:
-    from quire.kernels.triton.experts import ExpertMatrices
 
 ShardId = int | str
 ShardKey = tuple[ShardId, ...]
@@ -101,6 +99,8 @@ class Shard:
     name: ShardId | None = None
     """Where a dimension joins several checkpoint tensors (q, k and v; gate and up). A number names
     an entry of a dimension along which they are stacked, and which they themselves lack."""
+    stride: int = 1
+    """Of the entries in the checkpoint's tensor, where those of several shards alternate."""
 
     @property
     def kept(self) -> int:
@@ -134,6 +134,11 @@ def stacked(count: int, kept: range | None = None) -> Axis:
     return tuple(Shard(1, 0, int(kept is None or i in kept), i) for i in range(count))
 
 
+def alternating(axis: Axis) -> Axis:
+    """The shards of a dimension whose entries take turns in the checkpoint's tensor."""
+    return tuple(replace(shard, stride=len(axis)) for shard in axis)
+
+
 @dataclass(frozen=True)
 class _Selected:
     """A shard that a checkpoint tensor holds, with its offsets there and in the parameter."""
@@ -144,8 +149,9 @@ class _Selected:
 
     @property
     def source(self) -> slice:
-        first = self.there + self.shard.start
-        return slice(first, first + self.shard.kept)
+        stride = self.shard.stride
+        first = self.there + self.shard.start * stride
+        return slice(first, first + self.shard.kept * stride, stride)
 
     @property
     def target(self) -> slice:
@@ -159,7 +165,7 @@ def _selected(axis: Axis, shard_key: ShardKey) -> Iterator[_Selected]:
     for shard in axis:
         if not named or shard.name in shard_key:
             yield _Selected(shard, there, here)
-            there += shard.full
+            there += shard.full if shard.stride == 1 else 1
         here += shard.size
 
 
@@ -430,8 +436,10 @@ class QuantizationMethod(Protocol):
     ) -> torch.Tensor:
         """x W^T + bias, into `out` if given."""
 
-    def apply_expert(self, layer: MatrixLayer, expert: int, x: torch.Tensor) -> torch.Tensor:
-        """x W^T with the matrix of one of the layer's experts."""
+    def apply_expert(
+        self, layer: MatrixLayer, expert: int, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x W^T + bias with the matrix of one of the layer's experts."""
 
     def rows(self, layer: MatrixLayer, ids: torch.Tensor) -> torch.Tensor:
         """The rows of the matrix that `ids` name: an embedding."""

@@ -115,6 +115,8 @@ def _traits(model: CausalLM) -> Iterator[str]:
         yield f"windows in {len(windows)} of {len(layers)} layers"
     if any(layer.softcap is not None for layer in layers):
         yield "capped scores"
+    if any(name.endswith(".sinks") for name, _ in model.named_modules()):
+        yield "sinks"
     if any(name.endswith("q_norm") for name, _ in model.named_modules()):
         yield "norms of queries and keys"
     rotates = [getattr(module, "rotates", True) for module in model.modules()]

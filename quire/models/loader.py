@@ -64,7 +64,7 @@ class Target:
             shape = self.stored.shape
         else:
             shape = self.layer.checkpoint_shape(self.parameter, self.shard_key)
-        return shape[::-1] if self.transposed else shape
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -111,10 +111,10 @@ class Target:
     def load(self, weight: Weight, bring: Bring = stays_here) -> None:
         if self.transposed:
             assert isinstance(weight, torch.Tensor), "blocks cannot be transposed"
-            weight, bring_stored = weight.t(), bring
+            weight, bring_stored = weight.mT, bring
 
             def bring(part: torch.Tensor) -> torch.Tensor:
-                return bring_stored(part.t()).t()  # in the order of the file, which is quickest
+                return bring_stored(part.mT).mT  # in the order of the file, which is quickest
 
         self.layer.load(self.parameter, self.shard_key, weight, bring)
 
@@ -337,11 +337,12 @@ def load_weights(
                 target.load(tensor, bring)
             except TensorError as error:
                 file = file_of(config.source, error.tensor, weight_map.rename)
+                named = weight_map.as_stored(error.tensor)
                 raise ModelError(
-                    f"{file}: tensor {error.tensor} {error.problem}; {DOWNLOAD_AGAIN}."
+                    f"{file}: tensor {named} {error.problem}; {DOWNLOAD_AGAIN}."
                 ) from error
     problems = [
-        _listed("missing", list(missing)),
+        _listed("missing", [weight_map.as_stored(name) for name in missing]),
         _listed("not part of the model", extra),
         _listed("of the wrong shape", misshapen),
         _listed("of the wrong type", mistyped),

@@ -29,6 +29,8 @@ class WeightMap:
     """Module -> shard -> the checkpoint's module: one of ours for several of theirs."""
     rename: Callable[[str], str] = _same_name
     """Turns a checkpoint's name into a name of the same kind as the model's own."""
+    as_stored: Callable[[str], str] = _same_name
+    """The other way, for messages."""
     transposed: tuple[str, ...] = ()
     """Endings of names whose tensors are stored [in, out]."""
     experts: Mapping[str, Mapping[ShardKey, str]] = field(default_factory=dict)

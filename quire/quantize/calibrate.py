@@ -105,10 +105,11 @@ class WholePrompt:
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         q, k, v = (x.transpose(0, 1) for x in qkv.prepared())
-        if softcap is not None:
-            return attend(q.transpose(0, 1), k, v, scale, window, softcap)
+        if softcap is not None or sinks is not None:
+            return attend(q.transpose(0, 1), k, v, scale, window, softcap, sinks)
         places = torch.arange(q.shape[1], device=q.device)
         distance = places[:, None] - places
         seen = distance >= 0

@@ -44,9 +44,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", {}),
     "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3", {}),
+    "gpt-oss": ("gpt_oss", {}),
 }
 
-HYBRIDS = ("gemma2", "gemma3")
+HYBRIDS = ("gemma2", "gemma3", "gpt-oss")
 """Families with a group of full layers and two of layers with a window."""
 
 EXPERTS = ("mixtral", "qwen3-moe", "deepseek-v2", "deepseek-v3")

@@ -30,6 +30,7 @@ class Case:
     block_size: int = 16
     window: int | None = None
     softcap: float | None = None
+    has_sinks: bool = False
     seed: int = 0
     narrow: bool = False
     """Whether keys and values are in float16, whatever the type of queries."""
@@ -37,6 +38,14 @@ class Case:
     @property
     def scale(self) -> float:
         return self.head_dim**-0.5
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """Some far above, some far below the scores."""
+        if not self.has_sinks:
+            return None
+        generator = torch.Generator().manual_seed(self.seed)
+        return 5 * torch.randn(self.num_heads, generator=generator)
 
     def first_visible(self, request: int) -> int:
         """The oldest position that any query of the request sees."""
@@ -94,6 +103,7 @@ class Step:
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         _, _, num_kv_heads, block_size, head_dim = self.kv_layer.shape
         layers = self.kv_layer.unsqueeze(0)
@@ -106,7 +116,7 @@ class Step:
             query_lens=np.diff(self.query_start.numpy()),
             send=Staging(torch.device("cpu")).send,
         )
-        return backend.plan(inputs).attend(0, QKV(q, k, v), scale, window, softcap)
+        return backend.plan(inputs).attend(0, QKV(q, k, v), scale, window, softcap, sinks)
 
 
 def attend(backend: type[AttentionBackend], case: Case, pages: Pages) -> Tensor:
@@ -116,7 +126,7 @@ def attend(backend: type[AttentionBackend], case: Case, pages: Pages) -> Tensor:
     block_size = case.block_size
     kv_layer[:, slots // block_size, :, slots % block_size] = torch.nan
     step = Step(backend, kv_layer, *where, slots)
-    return step.attend(q, k, v, case.scale, case.window, case.softcap)
+    return step.attend(q, k, v, case.scale, case.window, case.softcap, case.sinks)
 
 
 def slot(pages: Pages, request: int, position: int) -> tuple[int, int]:
@@ -189,10 +199,16 @@ def dense_attention(case: Case, pages: Pages) -> Tensor:
         seen = key <= position
         if case.window is not None:
             seen &= key > position - case.window
-        if case.softcap is None:
+        if case.softcap is None and not case.has_sinks:
             out = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=case.scale)
         else:
-            scores = case.softcap * torch.tanh(q @ k.transpose(1, 2) * case.scale / case.softcap)
-            out = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
+            scores = q @ k.transpose(1, 2) * case.scale
+            if case.softcap is not None:
+                scores = case.softcap * torch.tanh(scores / case.softcap)
+            weights = scores.masked_fill(~seen, -torch.inf).exp()
+            total = weights.sum(-1, keepdim=True)
+            if case.sinks is not None:
+                total += case.sinks.double().exp()[:, None, None]
+            out = weights / total @ v
         outs.append(out.transpose(0, 1))
     return torch.cat(outs)

@@ -86,12 +86,39 @@ tiles = PrefixTiles(ints(4), ints(1), ints(1, backend.prefix_members))
 lens = np.array([1, 1, 1, 1, 8], np.int32)
 inputs = AttentionInputs(ints(6), ints(5), ints(5, 8), ints(12).long(), lens, send, tiles)
 with CompilingTogether(2) as together:
-    backend.plan(inputs).attend_prepared(0, q, 0.1, None)
+    backend.plan(inputs).attend_prepared(0, q, 0.1, None, None, torch.zeros(8))
 failed = [job.exception() for job in together._jobs.values() if job.exception()]
 assert not failed, failed
 made = [job.result() for job in together._jobs.values()]
 assert len(made) == 4, made  # prefix, decode, merge, prefill
 assert max(kernel.metadata.shared for kernel in made) <= 1 << 16
+print("done")
+"""
+
+HOPPER = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from quire.kernels.hopper import prefill_attention as hopper
+from quire.kernels.triton.compile import CompilingTogether
+
+class Driver:
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+
+driver.set_active(Driver())
+hopper._multiprocessors = lambda device: 4
+ints = [torch.zeros(shape, dtype=torch.int32) for shape in (2, 1, (1, 8), 1, 1)]
+kv, q = torch.zeros(2, 4, 2, 16, 64).half(), torch.zeros(12, 8, 64).half()
+with CompilingTogether(2) as together:
+    for softcap, sinks in ((None, None), (50.0, torch.zeros(8))):
+        out = torch.empty_like(q)
+        hopper.prefill_attention(q, kv, *ints, 0.1, 40, out, softcap=softcap, sinks=sinks)
+failed = [job.exception() for job in together._jobs.values() if job.exception()]
+assert not failed, failed
+assert len(together._jobs) == 2
+assert max(job.result().metadata.shared for job in together._jobs.values()) <= 227 << 10
 print("done")
 """
 
@@ -135,6 +162,11 @@ def test_kernels_are_compiled_and_not_launched(tmp_path: Path) -> None:
 def test_attention_compiles_for_gpus_with_less_to_offer(target: str, tmp_path: Path) -> None:
     """No products that they do not have, and no more than their 64 KiB of shared memory."""
     run(ATTENTION, tmp_path, target)
+
+
+@pytest.mark.slow
+def test_attention_to_prompts_compiles_for_hopper(tmp_path: Path) -> None:
+    run(HOPPER, tmp_path)
 
 
 @pytest.mark.slow

@@ -48,6 +48,7 @@ def cases(draw: st.DrawFn) -> Case:
         block_size=draw(st.sampled_from((4, 8, 16, 32, 64, 128))),
         window=draw(st.sampled_from((None, None, 1, 5, 64, 100))),
         softcap=draw(st.sampled_from((None, None, 0.4, 50.0))),
+        has_sinks=draw(st.booleans()),
         seed=draw(st.integers(0, 2)),
         narrow=draw(st.booleans()),
     )
@@ -107,7 +108,8 @@ def test_split_contexts(
     isa: str, poisoned_memory: None, request_: tuple[int, int], window: int | None, narrow: bool
 ) -> None:
     """Long contexts are split among threads and joined: at, before and after the cuts."""
-    case = Case((request_,), num_heads=2, num_kv_heads=2, window=window, narrow=narrow)
+    shape = {"num_heads": 2, "num_kv_heads": 2}
+    case = Case((request_,), **shape, window=window, narrow=narrow, has_sinks=narrow)
     check(CpuBackend, case)
 
 
@@ -122,7 +124,7 @@ def test_result_does_not_depend_on_the_batch(
 ) -> None:
     """Bitwise: alone or among others, in any order, with any number of threads."""
     steps = ((1, 300), (1, 17), (5, 200), (64, 64), (100, 1100), (3, 3))
-    case = Case(steps, num_heads=9, num_kv_heads=3, narrow=narrow)
+    case = Case(steps, num_heads=9, num_kv_heads=3, narrow=narrow, has_sinks=narrow)
     pages = make_pages(case)
     together = attend(backend, case, pages)
     for threads in (1, 2, 3):
@@ -171,7 +173,7 @@ def test_result_does_not_depend_on_the_chunk(
             slots[first:end],
         )
         new = pages.q[first:end], k[first:end], v[first:end]
-        part = step.attend(*new, case.scale, case.window, case.softcap)
+        part = step.attend(*new, case.scale, case.window, case.softcap, case.sinks)
         assert torch.equal(part, whole[first:end])
 
 

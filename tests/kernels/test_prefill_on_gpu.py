@@ -31,6 +31,9 @@ CASES = [
     Case(RAGGED, num_heads=8, num_kv_heads=2, head_dim=128, softcap=0.6),
     Case(RAGGED, num_heads=8, num_kv_heads=4, head_dim=64, softcap=50.0, window=70),
     Case(RAGGED, num_heads=4, num_kv_heads=2, head_dim=256, softcap=0.6, window=70),
+    Case(RAGGED, num_heads=64, num_kv_heads=8, head_dim=64, has_sinks=True),
+    Case(RAGGED, num_heads=6, num_kv_heads=2, head_dim=64, has_sinks=True, window=128),
+    Case(RAGGED, num_heads=4, num_kv_heads=2, head_dim=256, has_sinks=True, window=70),
 ]
 
 
@@ -41,7 +44,9 @@ def check(kernel: PrefillKernel, case: Case, dtype: torch.dtype, tolerance: floa
     q, *rest = (tensor.cuda() for tensor in pages.arguments())
     out = torch.full_like(q, torch.nan)
     tiles = (torch.from_numpy(requests).cuda(), torch.from_numpy(indices).cuda())
-    kernel.attend(q, *rest, *tiles, case.scale, case.window, out, softcap=case.softcap)
+    sinks = None if case.sinks is None else case.sinks.cuda()
+    where = (*rest, *tiles, case.scale, case.window, out)
+    kernel.attend(q, *where, softcap=case.softcap, sinks=sinks)
     single = torch.from_numpy(lens == 1).repeat_interleave(torch.from_numpy(lens))
     assert out[single.cuda()].isnan().all(), "single tokens belong to the decode kernel"
     found, expected = out.cpu()[~single].double(), dense_attention(case, pages)[~single]

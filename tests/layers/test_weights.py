@@ -13,7 +13,7 @@ import torch
 from quire.layers.linear import QKVLinear
 from quire.layers.parallel import Parallel
 from quire.layers.quantization.unquantized import Unquantized
-from quire.layers.weights import Shard, WeightedLayer, divided, stacked, whole
+from quire.layers.weights import Shard, WeightedLayer, alternating, divided, stacked, whole
 from tests.layers.ranks import build_for
 
 RANKS = [Parallel(0, 1), Parallel(0, 2), Parallel(1, 2)]
@@ -120,6 +120,22 @@ def test_experts_are_stacked_by_number_and_shard(parallel: Parallel) -> None:
     layer.get_parameter("weight").zero_()
     for shard, tensor in zip(("gate", "up"), again.split(3), strict=True):
         layer.load("weight", (shard,), tensor)
+    assert torch.equal(layer.get_parameter("weight"), expected)
+
+
+@pytest.mark.parametrize("parallel", RANKS)
+def test_rows_that_take_turns_are_put_one_behind_the_other(parallel: Parallel) -> None:
+    """As checkpoints of gpt-oss have gate, up, gate, up; 5 rows of each leave a rank padding."""
+    build = build_for(parallel)
+    outputs = alternating(divided(5, parallel, "gate") + divided(5, parallel, "up"))
+    layer = WeightedLayer(build)
+    layer.add_weight("weight", (stacked(3), outputs, whole(4)), build)
+    gate, up = torch.randn(3, 5, 4), torch.randn(3, 5, 4)
+    joined = torch.stack((gate, up), 2).flatten(1, 2)
+    assert layer.checkpoint_shape("weight") == joined.shape
+    layer.load("weight", (), joined)
+    padded = (torch.nn.functional.pad(one, (0, 0, 0, -5 % parallel.size)) for one in (gate, up))
+    expected = torch.cat([share(one, 1, parallel) for one in padded], 1)
     assert torch.equal(layer.get_parameter("weight"), expected)
 
 

@@ -32,8 +32,8 @@ _LLAMA_LIKE = {
 }
 _NO_TOKENS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 """Defaults lie beyond this vocabulary."""
-EAGER = ("gemma2", "gemma3")
-"""Other implementations of transformers leave out the softcap."""
+EAGER = ("gemma2", "gemma3", "gpt_oss")
+"""Other implementations of transformers leave out softcaps and sinks."""
 _LATENT = {
     "kv_lora_rank": 36,
     "qk_nope_head_dim": 20,
@@ -144,6 +144,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_multiplier": 0.3,
             "residual_multiplier": 0.6,
             "logits_scaling": 2.0,
+        },
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            **_LLAMA_LIKE,
+            **_NO_TOKENS,
+            "head_dim": 24,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "sliding_window": 11,
+            "swiglu_limit": 0.8,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 15000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 16,
+                "truncate": False,
+            },
         },
     ),
     "glm4_moe": (

@@ -36,6 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "odd-head-size": ("llama", LONG | {"head_dim": 20, "num_key_value_heads": 4}),
     "window": ("mistral", LONG | {"sliding_window": 37}),
     "head-norms": ("qwen3", LONG),
+    "sinks": ("gpt_oss", LONG | {"sliding_window": 300}),
     "opt": ("opt", LONG),
     "gpt2": ("gpt2", {"n_positions": 700}),
 }

@@ -16,7 +16,9 @@ import torch
 
 from quire.config.model import load_model_config
 from quire.layers.attention.backend import select_backend
+from quire.layers.experts import ExpertLinear
 from quire.layers.parallel import Parallel
+from quire.layers.quantization.unquantized import Unquantized
 from quire.models.loader import load_model
 from tests.layers.ranks import on_ranks
 from tests.models.reference import (
@@ -134,6 +136,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3_moe", {"norm_topk_prob": True}),
     "qwen3-moe-dense-layers": ("qwen3_moe", {"mlp_only_layers": [0], "attention_bias": True}),
     "granitemoe": ("granitemoe", {}),
+    "gpt-oss": ("gpt_oss", {}),
+    "gpt-oss-other-windows": (
+        "gpt_oss",
+        {
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 4,
+            "num_experts_per_tok": 1,
+        },
+    ),
     "glm4-moe": ("glm4_moe", {}),
     "glm4-moe-norms": (
         "glm4_moe",
@@ -169,7 +182,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 TENSOR_PARALLEL = [
     *("llama-gqa", "llama-biases", "qwen3-tied-biased", "granite", "smollm3", "opt", "gpt2"),
     *("phi3", "olmo2", "glm4", "gemma2", "gemma3"),
-    *("deepseek-v2", "deepseek-v3-yarn"),
+    *("deepseek-v2", "deepseek-v3-yarn", "gpt-oss"),
 ]
 
 
@@ -338,9 +351,35 @@ def test_tensor_parallel_ranks_compute_the_same(case: str, size: int, tmp_path: 
     on_ranks(size, lambda parallel: compare(tmp_path, reference, parallel))
 
 
+def compare_stacked(folder: Path, reference: torch.nn.Module, parallel: Parallel) -> None:
+    """With one weight for all experts of a layer, as on a GPU."""
+    config, tokens = load_model_config(str(folder)), random_tokens(23, seed=4)
+    options: dict[str, Any] = {"device": "cpu", "parallel": parallel, "dtype": torch.float32}
+    model = load_model(config, **options, method_for=lambda path: Unquantized())
+    stacks = [layer.stack for layer in model.modules() if isinstance(layer, ExpertLinear)]
+    assert stacks and all(stack is not None for stack in stacks)
+    run = PagedRun(model, config, [tokens], num_ranks=parallel.size)
+    run.step({0: 22})
+    run.step({0: 1})
+    close(run.all_logits()[0], reference_logits(reference, tokens))
+
+
+@pytest.mark.parametrize("is_whole", [False, True], ids=["parts of experts", "whole experts"])
+@pytest.mark.parametrize("case", ["mixtral", "gpt-oss"])
+def test_experts_in_one_weight(case: str, is_whole: bool, tmp_path: Path) -> None:
+    family, changes = CASES[case]
+    reference = random_model(family, **changes)
+    save_safetensors(reference, tmp_path)
+    compare_stacked(tmp_path, reference, Parallel())
+    on_ranks(
+        2, lambda one: compare_stacked(tmp_path, reference, replace(one, expert_parallel=is_whole))
+    )
+
+
 @pytest.mark.parametrize("is_whole", [False, True], ids=["parts of experts", "whole experts"])
 @pytest.mark.parametrize(
-    "case", ["mixtral", "qwen2-moe", "qwen3-moe-dense-layers", "granitemoe", "glm4-moe"]
+    "case",
+    ["mixtral", "qwen2-moe", "qwen3-moe-dense-layers", "granitemoe", "glm4-moe", "gpt-oss"],
 )
 def test_ranks_share_experts(case: str, is_whole: bool, tmp_path: Path) -> None:
     """A part of each expert on each rank, or of 5, 6 and 7 experts those of two ranks."""

@@ -90,9 +90,11 @@ class QKVStep:
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Prepares q [T, heads, head_dim] where it is and k on its way to the cache, stores k and
-        v, and attends. `caches` are the layer's `kv_addresses`."""
+        v, and attends. `caches` are the layer's `kv_addresses`; `sinks` [heads] are those of
+        `AttentionStep.attend`."""
         q, k, v = _packed_heads(q), _packed_heads(k), _packed_heads(v)
         num_tokens, num_heads, head_dim = q.shape
         out = torch.empty(num_tokens, num_heads, head_dim)
@@ -105,6 +107,7 @@ class QKVStep:
         write.keys, write.values = attention.keys, attention.values = caches
         attention.out, attention.out_stride = out.data_ptr(), num_heads * head_dim
         attention.scale, attention.softcap = scale, softcap or 0.0
+        attention.sinks = None if sinks is None else _sink_address(sinks, num_heads)
         attention.window = NO_WINDOW if window is None else min(window, NO_WINDOW)
         if _entry()(qkv, write, attention) != 0:
             raise MemoryError("no memory for the working space of attention")
@@ -130,6 +133,13 @@ def kv_addresses(kv_layer: Tensor) -> tuple[int, int]:
     """Where a layer's keys and values begin: at the same place in a latent layer."""
     keys = kv_layer.data_ptr()
     return keys, keys + (len(kv_layer) - 1) * kv_layer.stride(0) * kv_layer.element_size()
+
+
+def _sink_address(sinks: Tensor, num_heads: int) -> int:
+    require(sinks, torch.float32)
+    if sinks.shape != (num_heads,):
+        raise ValueError(f"expected sinks of {num_heads} heads, got {list(sinks.shape)}")
+    return sinks.data_ptr()
 
 
 def _packed_heads(x: Tensor) -> Tensor:

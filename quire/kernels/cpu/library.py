@@ -13,7 +13,7 @@ from torch import Tensor
 
 LIBRARY_NAME = "libquire_cpu.so"
 ISAS = ("generic", "avx2", "avx512")
-ABI = 17
+ABI = 18
 
 
 def _find_library() -> Path:
@@ -44,6 +44,7 @@ class AttentionCall(ctypes.Structure):
         ("query_start", ctypes.c_void_p),
         ("context_lens", ctypes.c_void_p),
         ("block_tables", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
         ("q_stride", ctypes.c_int64),
         ("out_stride", ctypes.c_int64),
         ("block_stride", ctypes.c_int64),

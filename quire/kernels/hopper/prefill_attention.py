@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quire.kernels.hopper.loader import ROWS, find_tile, load_tiles, num_turns, tile_number
-from quire.kernels.triton.decode_attention import LOG2E
+from quire.kernels.triton.decode_attention import INNER_LOG2E, LOG2E
 
 TILE_ROWS = 2 * ROWS.value
 KEYS = 128
@@ -136,6 +136,7 @@ def _advance(
 def _attend(
     out_ptr,
     stride_out,
+    sinks_ptr,
     scale_log2,
     softcap,
     lists,
@@ -146,6 +147,7 @@ def _attend(
     PACK: gl.constexpr,
     PART: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
 ):
     """Attend with one half of each tile."""
     q_smem, k_smem, v_smem = buffers
@@ -165,9 +167,14 @@ def _attend(
         first_query, query_begin, num_queries, first_position = queries
         lowest, end, context = range_
         first = first_position + PART * QUERIES
-        position = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout)) // PACK
-        top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
-        total = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
+        place = gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))
+        position = first + place // PACK
+        if HAS_SINKS:
+            top = gl.load(sinks_ptr + slot * PACK + place % PACK) * INNER_LOG2E
+            total = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, s_layout))
+        else:
+            top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
+            total = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
         acc = gl.zeros([ROWS, DIM], gl.float32, o_layout)
         # From the last keys to the first. All rows see those from `open_begin` to `open_end`.
         begin = lowest // keys * keys
@@ -245,6 +252,7 @@ def _prefill_kernel(
     lens_ptr,
     requests_ptr,
     indices_ptr,
+    sinks_ptr,
     scale_log2,
     softcap,
     stride_out,
@@ -261,6 +269,7 @@ def _prefill_kernel(
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
     ATTEND_REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr,
 ):
@@ -289,10 +298,10 @@ def _prefill_kernel(
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     gl.warp_specialize(
         [
-            (_attend, (out_ptr, stride_out, scale_log2, softcap, lists, sizes, buffers, barriers,
-                       HEAD_DIM, PACK, 0, HAS_SOFTCAP)),
-            (_attend, (out_ptr, stride_out, scale_log2, softcap, lists, sizes, buffers, barriers,
-                       HEAD_DIM, PACK, 1, HAS_SOFTCAP)),
+            (_attend, (out_ptr, stride_out, sinks_ptr, scale_log2, softcap, lists, sizes, buffers,
+                       barriers, HEAD_DIM, PACK, 0, HAS_SOFTCAP, HAS_SINKS)),
+            (_attend, (out_ptr, stride_out, sinks_ptr, scale_log2, softcap, lists, sizes, buffers,
+                       barriers, HEAD_DIM, PACK, 1, HAS_SOFTCAP, HAS_SINKS)),
             (load_tiles, (q_desc, kv_desc, tables_ptr, stride_table, num_kv_heads, value_row,
                           lists, sizes, buffers, barriers, PACK, GROUP, BLOCK_SIZE)),
         ],
@@ -320,10 +329,12 @@ def prefill_attention(
     out: Tensor,
     scales: Tensor | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attends with the tokens of q [tokens, num_heads, head_dim] that the tiles name.
 
-    A tile has `TILE_ROWS / packed_heads` queries.
+    A tile has `TILE_ROWS / packed_heads` queries. `sinks` [num_heads] are one more score of each
+    head, of a key without a value.
     """
     assert scales is None, "a cache in 8 bits is not read"
     _, num_heads, head_dim = q.shape
@@ -344,6 +355,7 @@ def prefill_attention(
         context_lens,
         tile_requests,
         tile_indices,
+        out if sinks is None else sinks,  # read where there are sinks
         scale * LOG2E,
         (softcap or 0.0) * LOG2E,
         out.stride(0),
@@ -360,6 +372,7 @@ def prefill_attention(
         KEYS=KEYS,
         STAGES=STAGES,
         HAS_SOFTCAP=softcap is not None,
+        HAS_SINKS=sinks is not None,
         # Three groups of four warps have 168 registers a thread each; the loading one lends its.
         ATTEND_REGISTERS=240,
         LOAD_REGISTERS=24,

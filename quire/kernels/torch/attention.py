@@ -86,13 +86,15 @@ def paged_attention(
     window: int | None = None,
     scales: Tensor | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of every request's new tokens over its cache.
 
     Request r owns the rows `query_start[r]` to `query_start[r + 1]` of `q` [tokens, num_heads,
     head_dim]; they are the last of its `context_lens[r]` tokens, all of which are in the cache. A
     query at position p sees the keys in (p - window, p]. Scores and softmax are in float32; with a
-    `softcap` scores become softcap * tanh(score / softcap).
+    `softcap` scores become softcap * tanh(score / softcap). `sinks` [num_heads] are one more score
+    of each head, of a key without a value.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     starts, contexts = query_start.tolist(), context_lens.tolist()
@@ -103,7 +105,7 @@ def paged_attention(
             end_key = context - (end - chunk_end)
             first_key = 0 if window is None else max(0, end_key - (chunk_end - begin) + 1 - window)
             k, v = gather_kv(kv_layer, block_tables[request], first_key, end_key, scales)
-            out[begin:chunk_end] = attend(q[begin:chunk_end], k, v, scale, window, softcap)
+            out[begin:chunk_end] = attend(q[begin:chunk_end], k, v, scale, window, softcap, sinks)
     return out
 
 
@@ -134,6 +136,7 @@ def attend(
     scale: float,
     window: int | None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of the queries [n, num_heads, head_dim] that belong to the last n keys."""
     num_queries, num_heads, head_dim = q.shape
@@ -149,6 +152,10 @@ def attend(
     hidden = key > position
     if window is not None:
         hidden |= key <= position - window
-    probabilities = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        by_row = sinks.to(compute).view(num_kv_heads, group, 1, 1).expand(-1, -1, num_queries, 1)
+        scores = torch.cat((scores, by_row), -1)
+    probabilities = scores.softmax(-1)[..., :num_keys]
     out = probabilities @ v.to(compute).unsqueeze(1)
     return out.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_dim).to(q.dtype)

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.config.experts import ClampedGate
+
 
 class Routing(NamedTuple):
     """The experts of each token and their weights."""
@@ -69,14 +71,31 @@ def _of_best_groups(ranked: Tensor, best: Tensor, top_groups: int) -> Tensor:
     return ranked.masked_fill(~is_open.unsqueeze(-1), -torch.inf)
 
 
+def clamped_gate_and_mul(gate_up: Tensor, gate: ClampedGate) -> Tensor:
+    """What `gate` makes of gate and up joined in the last dimension."""
+    gates, up = gate_up.chunk(2, -1)
+    gates, up = gates.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
+    return gates * torch.sigmoid(gate.slope * gates) * (up + 1)
+
+
 def expert_mlp(
-    x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, first_expert: int = 0
+    x: Tensor,
+    routing: Routing,
+    gate_up: Tensor,
+    down: Tensor,
+    first_expert: int = 0,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    gate: ClampedGate | None = None,
 ) -> Tensor:
     """The weighted sum over a token's experts of silu(x G^T) * (x U^T) times D^T.
 
     `gate_up` [experts, 2 * width, hidden] has the rows of G, then those of U; `down` is [experts,
     hidden, width]. The first of these experts is number `first_expert`; what tokens choose beyond
     them is left out.
+
+    Biases are [experts, 2 * width] and [experts, hidden]. A `gate` takes the place of
+    silu(gate) * up.
     """
     top_k = routing.experts.shape[1]
     chosen = routing.experts.flatten() - first_expert
@@ -84,8 +103,15 @@ def expert_mlp(
     for expert in range(len(gate_up)):
         pairs = (chosen == expert).nonzero().squeeze(1)
         if len(pairs):
-            gate, up = F.linear(x[pairs // top_k], gate_up[expert]).chunk(2, -1)
-            results[pairs] = F.linear(F.silu(gate) * up, down[expert])
+            biases = (None if one is None else one[expert] for one in (gate_up_bias, down_bias))
+            first_bias, second_bias = biases
+            inner = F.linear(x[pairs // top_k], gate_up[expert], first_bias)
+            if gate is None:
+                gates, up = inner.chunk(2, -1)
+                inner = F.silu(gates) * up
+            else:
+                inner = clamped_gate_and_mul(inner, gate)
+            results[pairs] = F.linear(inner, down[expert], second_bias)
     return weighted_sum(results, routing.weights)
 
 

@@ -26,6 +26,7 @@ from quire.kernels.triton.float8 import (
 
 LOG2E = 1.4426950408889634
 TWO_LOG2E = tl.constexpr(2 * LOG2E)
+INNER_LOG2E = tl.constexpr(LOG2E)
 EXACT = tl.constexpr("ieee")
 """Products of float32 are not rounded to fewer bits. For 16 bits it makes no difference, but the
 other way, tf32, is refused by most GPUs of AMD."""
@@ -153,6 +154,7 @@ def _decode_kernel(
     starts_ptr,
     prefix_partial_ptr,
     prefix_lse_ptr,
+    sinks_ptr,
     scale_log2,
     softcap,
     stride_q,
@@ -175,6 +177,7 @@ def _decode_kernel(
     HAS_PREFIX: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     FLOAT8: tl.constexpr,
     E4M3: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -228,6 +231,11 @@ def _decode_kernel(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    if HAS_SINKS:
+        # The first piece begins with what has no value.
+        sink = tl.load(sinks_ptr + head, in_group, 0.0) * INNER_LOG2E
+        top = tl.where(split == 0, sink, top)
+        total = tl.where(split == 0, 1.0, total)
     if HAS_PREFIX:
         # The shared prefix comes first, as the partial results that its own kernel left.
         pieces = tl.where((first > 0) & (split == 0), prefix_splits, 0)
@@ -261,6 +269,8 @@ def _decode_kernel(
         if HAS_PREFIX:
             # A row that has just computed the last token of what it shares has no others.
             has_result = has_result | (pieces > 0)
+        if HAS_SINKS:
+            has_result = has_result | (split == 0)
         if has_result:
             if QUERIES > 1:
                 # An early query may see nothing of the last piece.
@@ -367,6 +377,7 @@ def decode_attention(
     queries: int = 1,
     scales: Tensor | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attends with one line of q [tokens, num_heads, head_dim] per request, named by `tokens`.
 
@@ -376,7 +387,8 @@ def decode_attention(
     tokens[r + 1], which are the last of its context and each see what precedes them. Where these
     are more than `queries`, or none, nothing is done.
 
-    A cache in 8 bits has `scales` [num_blocks, num_kv_heads, block_size, 2].
+    A cache in 8 bits has `scales` [num_blocks, num_kv_heads, block_size, 2]. `sinks` [num_heads]
+    are one more score of each head, of a key without a value.
     """
     num_requests, (_, num_heads, head_dim) = len(context_lens), q.shape
     num_kv_heads, block_size = kv_layer.shape[2], kv_layer.shape[3]
@@ -400,6 +412,7 @@ def decode_attention(
         prefix.starts if prefix else None,
         prefix.workspace.partial if prefix else None,
         prefix.workspace.lse if prefix else None,
+        sinks,
         scale * LOG2E,
         (softcap or 0.0) * LOG2E,
         q.stride(0),
@@ -422,6 +435,7 @@ def decode_attention(
         HAS_PREFIX=prefix is not None,
         HAS_WINDOW=window is not None,
         HAS_SOFTCAP=softcap is not None,
+        HAS_SINKS=sinks is not None,
         num_warps=num_warps,
         num_stages=num_stages,
         **float8_options(kv_layer),

@@ -8,13 +8,12 @@ beyond the experts of this rank is left out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.expert_matrices import ExpertTiles
 from quire.kernels.hopper.overlap import launch_options, wait_for_inputs
 
 PAIRS_AT_ONCE = (64, 512, 4096)
@@ -124,27 +123,6 @@ def tile_at(
     is_used = (expert >= 0) & (expert < num_experts)
     expert = tl.where(is_used, expert, 0).to(tl.int64)
     return expert, tl.where(is_used, start, 0), tl.where(is_used, end, 0), is_used
-
-
-@dataclass(frozen=True)
-class ExpertTiles:
-    """The work of a layer, tile by tile, of experts from number `first_expert` on."""
-
-    tiles: Tensor
-    """int32 [3, tiles]: an expert, counted from the first one, the place of its first pair and the
-    end of its pairs; -1 for the expert where there is nothing to do. Without `pairs`, numbers of
-    experts [tiles]."""
-    pairs: Tensor | None
-    """int32 [pairs], sorted by expert; the end is undefined where some were left out. None: a tile
-    is a pair."""
-    num_pairs: int
-    first_expert: int
-    size: int
-    """Most pairs of a tile, a power of two from 16 on."""
-
-    @property
-    def count(self) -> int:
-        return self.tiles.shape[-1]
 
 
 def tiles_by_pair(experts: Tensor, first_expert: int, size: int) -> ExpertTiles:

@@ -13,18 +13,19 @@ a tensor core. Weights of 8 bits are widened in registers, and inputs are taken 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.config.experts import ClampedGate
+from quire.kernels.expert_matrices import ExpertMatrices, ExpertTiles
 from quire.kernels.hopper.overlap import launch_options, wait_for_inputs
 from quire.kernels.torch.experts import Routing
 from quire.kernels.triton.expert_tiles import (
     PAIRS_AT_ONCE,
-    ExpertTiles,
     tile_at,
     tiles_by_expert,
     tiles_by_pair,
@@ -45,28 +46,19 @@ expert that has several are found in the L2 cache."""
 SUM_WIDTH = 1024
 
 
-class Gate(NamedTuple):
-    """gate * sigmoid(alpha * gate) * (up + offset)."""
-
-    alpha: float = 1.0
-    offset: float = 0.0
-    limit: float | None = None
-    """What gate is at most, and the magnitude of up."""
-
-    def options(self) -> dict[str, Any]:
-        """For a launch of a kernel that calls `apply_gate`."""
-        return {"ALPHA": self.alpha, "OFFSET": self.offset, "LIMIT": self.limit}
-
-
-SILU = Gate()
-
-
 @triton.jit
-def apply_gate(gate, up, ALPHA: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr):
+def apply_gate(gate, up, SLOPE: tl.constexpr, LIMIT: tl.constexpr):
     if LIMIT is not None:
         gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-    return gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + OFFSET)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
+    return gate / (1.0 + tl.exp(-SLOPE * gate)) * up
+
+
+def gate_options(gate: ClampedGate | None) -> dict[str, Any]:
+    """For a launch of a kernel that calls `apply_gate`; None: silu(gate) * up."""
+    if gate is None:
+        return {"SLOPE": 1.0, "LIMIT": None}
+    return {"SLOPE": gate.slope, "LIMIT": gate.limit}
 
 
 @triton.jit
@@ -126,8 +118,7 @@ def _tile_kernel(
     stride_out,
     TOP_K: tl.constexpr,
     IS_GATED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    OFFSET: tl.constexpr,
+    SLOPE: tl.constexpr,
     LIMIT: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
@@ -190,7 +181,7 @@ def _tile_kernel(
         if IS_GATED:
             total_up += tl.load(bias + num_outputs, in_outputs, 0.0).to(tl.float32)[:, None]
     if IS_GATED:
-        total = apply_gate(total, total_up, ALPHA, OFFSET, LIMIT)
+        total = apply_gate(total, total_up, SLOPE, LIMIT)
     out_rows = places if IS_GATED else pairs
     store_tile(
         total, out_ptr, stride_out, out_rows, outputs, num_outputs, exist, pair_weights_ptr, pairs
@@ -216,8 +207,7 @@ def _gate_vectors_kernel(
     stride_scales,
     stride_bias,
     TOP_K: tl.constexpr,
-    ALPHA: tl.constexpr,
-    OFFSET: tl.constexpr,
+    SLOPE: tl.constexpr,
     LIMIT: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
@@ -266,7 +256,7 @@ def _gate_vectors_kernel(
         bias = bias_ptr + expert * stride_bias + outputs
         total += tl.load(bias, in_outputs, 0.0).to(tl.float32)
         total_up += tl.load(bias + num_outputs, in_outputs, 0.0).to(tl.float32)
-    total = apply_gate(total, total_up, ALPHA, OFFSET, LIMIT)
+    total = apply_gate(total, total_up, SLOPE, LIMIT)
     target = out_ptr + pair.to(tl.int64) * num_outputs + outputs
     kept = tl.where(is_used, num_outputs, 0)
     tl.store(target, total.to(out_ptr.dtype.element_ty), outputs < kept)
@@ -388,58 +378,6 @@ def sum_results(results: Tensor, routing: Routing, num_experts: int, first_exper
     return out
 
 
-class ExpertMatrices(Protocol):
-    """A matrix [outputs, inputs] for each expert of a rank, in one format."""
-
-    @property
-    def num_experts(self) -> int: ...
-
-    @property
-    def num_outputs(self) -> int: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def layout(self) -> object:
-        """Equal where the same kernels take the matrices."""
-        ...
-
-    @property
-    def max_tile(self) -> int:
-        """Most pairs of a tile."""
-        ...
-
-    @property
-    def takes_vectors(self) -> bool:
-        """Whether few tokens have kernels of their own."""
-        ...
-
-    def gate_vectors(
-        self, x: Tensor, routing: Routing, first_expert: int, gate: Gate, bias: Tensor | None
-    ) -> Tensor:
-        """x [tokens, hidden] -> what the gate leaves for each pair [pairs, width]."""
-        ...
-
-    def sum_vectors(
-        self, inner: Tensor, routing: Routing, first_expert: int, bias: Tensor | None
-    ) -> Tensor:
-        """inner [pairs, width] -> the weighted sum of each token's experts [tokens, hidden]."""
-        ...
-
-    def gate_tiles(
-        self, x: Tensor, top_k: int, tiles: ExpertTiles, gate: Gate, bias: Tensor | None
-    ) -> Tensor:
-        """As `gate_vectors`, in the order of the tiles."""
-        ...
-
-    def weigh_tiles(
-        self, inner: Tensor, routing: Routing, tiles: ExpertTiles, bias: Tensor | None
-    ) -> Tensor:
-        """Of this order, each pair's result times its weight [pairs, hidden], as numbered."""
-        ...
-
-
 class _Tile(NamedTuple):
     """What a program multiplies at a time, and with how many warps."""
 
@@ -492,7 +430,12 @@ class DenseExperts:
         return self._weight.shape, self._weight.dtype, self._scales is None, self._block
 
     def gate_vectors(
-        self, x: Tensor, routing: Routing, first_expert: int, gate: Gate, bias: Tensor | None
+        self,
+        x: Tensor,
+        routing: Routing,
+        first_expert: int,
+        gate: ClampedGate | None,
+        bias: Tensor | None,
     ) -> Tensor:
         num_pairs, width = routing.experts.numel(), self.num_outputs // 2
         out = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
@@ -515,7 +458,7 @@ class DenseExperts:
             INPUTS=self._inputs_of(tile.inputs),
             STAGES=tile.num_stages,
             num_warps=tile.num_warps,
-            **gate.options(),
+            **gate_options(gate),
             **self._blocks(),
             **launch_options(out),
         )
@@ -552,7 +495,12 @@ class DenseExperts:
         return out
 
     def gate_tiles(
-        self, x: Tensor, top_k: int, tiles: ExpertTiles, gate: Gate, bias: Tensor | None
+        self,
+        x: Tensor,
+        top_k: int,
+        tiles: ExpertTiles,
+        gate: ClampedGate | None,
+        bias: Tensor | None,
     ) -> Tensor:
         width = self.num_outputs // 2
         out = torch.empty((tiles.num_pairs, width), dtype=x.dtype, device=x.device)
@@ -579,7 +527,7 @@ class DenseExperts:
         bias: Tensor | None,
         out: Tensor,
         tile: _Tile,
-        gate: Gate | None,
+        gate: ClampedGate | None,
     ) -> None:
         num_outputs = out.shape[1]
         _tile_kernel[(tiles.count * triton.cdiv(num_outputs, tile.outputs),)](
@@ -600,14 +548,14 @@ class DenseExperts:
             *self._strides(bias),
             out.stride(0),
             TOP_K=top_k,
-            IS_GATED=gate is not None,
+            IS_GATED=pair_weights is None,
             PAIRS=tiles.size,
             OUTPUTS=tile.outputs,
             INPUTS=self._inputs_of(tile.inputs),
             SIDE_BY_SIDE=SIDE_BY_SIDE,
             STAGES=tile.num_stages,
             num_warps=tile.num_warps,
-            **(gate or SILU).options(),
+            **gate_options(gate),
             **self._blocks(),
             **launch_options(out),
         )
@@ -647,11 +595,11 @@ def expert_mlp(
     gate_up: Tensor | ExpertMatrices,
     down: Tensor | ExpertMatrices,
     first_expert: int = 0,
-    gate: Gate = SILU,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    gate: ClampedGate | None = None,
 ) -> Tensor:
-    """As the reference says. Biases are [experts, outputs]."""
+    """As the reference says."""
     gate_up = DenseExperts(gate_up) if isinstance(gate_up, Tensor) else gate_up
     down = DenseExperts(down) if isinstance(down, Tensor) else down
     num_tokens, top_k = routing.experts.shape

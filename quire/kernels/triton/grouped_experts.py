@@ -10,14 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.config.experts import ClampedGate
+from quire.kernels.expert_matrices import ExpertTiles
 from quire.kernels.hopper.overlap import launch_options, wait_for_inputs
 from quire.kernels.torch.experts import Routing
-from quire.kernels.triton.expert_tiles import ExpertTiles, tile_at
+from quire.kernels.triton.expert_tiles import tile_at
 from quire.kernels.triton.experts import (
     SIDE_BY_SIDE,
-    SILU,
-    Gate,
     apply_gate,
+    gate_options,
     pairs_of_tile,
     place_of_program,
     store_tile,
@@ -58,8 +59,7 @@ def _grouped_tile_kernel(
     stride_out,
     TOP_K: tl.constexpr,
     IS_GATED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    OFFSET: tl.constexpr,
+    SLOPE: tl.constexpr,
     LIMIT: tl.constexpr,
     LOW_BITS: tl.constexpr,
     HIGH_BITS: tl.constexpr,
@@ -132,7 +132,7 @@ def _grouped_tile_kernel(
             bias = bias_ptr + expert * stride_bias + rows
             total += tl.load(bias, in_outputs, 0.0).to(tl.float32)[:, None]
     if IS_GATED:
-        total = apply_gate(gate, total, ALPHA, OFFSET, LIMIT)
+        total = apply_gate(gate, total, SLOPE, LIMIT)
     out_rows = places if IS_GATED else pairs
     store_tile(
         total, out_ptr, stride_out, out_rows, outputs, num_outputs, exist, pair_weights_ptr, pairs
@@ -167,7 +167,12 @@ class GroupedExperts:
         return _packing(self.stack), tuple(None if one is None else one.dtype for one in tensors)
 
     def gate_vectors(
-        self, x: Tensor, routing: Routing, first_expert: int, gate: Gate, bias: Tensor | None
+        self,
+        x: Tensor,
+        routing: Routing,
+        first_expert: int,
+        gate: ClampedGate | None,
+        bias: Tensor | None,
     ) -> Tensor:
         raise NotImplementedError("tiles of one pair do it")
 
@@ -177,7 +182,12 @@ class GroupedExperts:
         raise NotImplementedError("tiles of one pair do it")
 
     def gate_tiles(
-        self, x: Tensor, top_k: int, tiles: ExpertTiles, gate: Gate, bias: Tensor | None
+        self,
+        x: Tensor,
+        top_k: int,
+        tiles: ExpertTiles,
+        gate: ClampedGate | None,
+        bias: Tensor | None,
     ) -> Tensor:
         shape = tiles.num_pairs, self.num_outputs // 2
         out = torch.empty(shape, dtype=x.dtype, device=x.device)
@@ -201,7 +211,7 @@ class GroupedExperts:
         pair_weights: Tensor | None,
         bias: Tensor | None,
         out: Tensor,
-        gate: Gate | None,
+        gate: ClampedGate | None,
     ) -> None:
         stack, num_outputs = self.stack, out.shape[1]
         tile = self._tile(tiles.size)
@@ -230,14 +240,14 @@ class GroupedExperts:
             0 if bias is None else bias.stride(0),
             out.stride(0),
             TOP_K=top_k,
-            IS_GATED=gate is not None,
+            IS_GATED=pair_weights is None,
             PAIRS=tiles.size,
             OUTPUTS=tile.outputs,
             NATIVE=stack.unpacks_natively(x.dtype),
             SIDE_BY_SIDE=SIDE_BY_SIDE,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
-            **(gate or SILU).options(),
+            **gate_options(gate),
             **stack.options(),
             **launch_options(out),
         )

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.decode_attention import EXACT, LOG2E, soft_capped
+from quire.kernels.triton.decode_attention import EXACT, INNER_LOG2E, LOG2E, soft_capped
 from quire.kernels.triton.float8 import ONES, fitted_queries, float8_options, scales_of, widen
 
 
@@ -125,6 +125,7 @@ def _prefill_kernel(
     lens_ptr,
     tile_request_ptr,
     tile_index_ptr,
+    sinks_ptr,
     scale_log2,
     softcap,
     stride_q,
@@ -141,6 +142,7 @@ def _prefill_kernel(
     KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     FLOAT8: tl.constexpr,
     E4M3: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -169,6 +171,9 @@ def _prefill_kernel(
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, PADDED_DIM], tl.float32)
+    if HAS_SINKS:
+        top = tl.zeros([QUERIES], tl.float32) + tl.load(sinks_ptr + head) * INNER_LOG2E
+        total = tl.full([QUERIES], 1.0, tl.float32)
     # Keys from `open_begin` to `open_end` are seen by every query of the tile: they need no mask.
     lowest = 0
     open_begin = 0
@@ -213,8 +218,10 @@ def prefill_attention(
     tiles: PrefillTiles,
     scales: Tensor | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
-    """Attends with the tokens of q [tokens, num_heads, head_dim] that the tiles name."""
+    """Attends with the tokens of q [tokens, num_heads, head_dim] that the tiles name. `sinks`
+    [num_heads] are one more score of each head, of a key without a value."""
     _, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_layer.shape[2], kv_layer.shape[3]
     pages = kv_layer if scales is None else kv_layer.view(torch.uint8)
@@ -230,6 +237,7 @@ def prefill_attention(
         context_lens,
         tile_requests,
         tile_indices,
+        sinks,
         scale * LOG2E,
         (softcap or 0.0) * LOG2E,
         q.stride(0),
@@ -246,6 +254,7 @@ def prefill_attention(
         KEYS=tiles.keys,
         HAS_WINDOW=window is not None,
         HAS_SOFTCAP=softcap is not None,
+        HAS_SINKS=sinks is not None,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **float8_options(kv_layer),

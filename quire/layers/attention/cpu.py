@@ -88,6 +88,7 @@ class CpuStep:
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         rotation, norms = qkv.rotation, qkv.norms
         if rotation is not None:
@@ -99,7 +100,7 @@ class CpuStep:
         else:
             self.step.set_norms(None, None, 0.0)
         caches = self.caches[layer_index]
-        return self.step.attend(caches, qkv.q, qkv.k, qkv.v, scale, window, softcap)
+        return self.step.attend(caches, qkv.q, qkv.k, qkv.v, scale, window, softcap, sinks)
 
     def _set_rotation(self, rotation: Rotation) -> None:
         self.step.set_rotation(rotation.cos, rotation.sin, rotation.positions, rotation.interleaved)

@@ -76,10 +76,12 @@ class AttentionStep(Protocol):
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Prepares q and k, stores k and v, then attends with q and returns a tensor of q's
         shape. A query at position p sees (p - window, p]; scores s become softcap * tanh(s /
-        softcap) where there is one."""
+        softcap) where there is one. `sinks`, float32 [num_heads], are one more score of each head
+        in the sum of the softmax, without a value and as they are."""
         ...
 
 
@@ -134,10 +136,12 @@ class Attention(nn.Module):
         step."""
         self.kv_group, self.layer_slot, self.window = kv_group, layer_slot, window
 
-    def forward(self, qkv: QKV, step: StepContext) -> Tensor:
-        """[T, num_heads * head_dim]"""
+    def forward(self, qkv: QKV, step: StepContext, sinks: Tensor | None = None) -> Tensor:
+        """[T, num_heads * head_dim]; `sinks` are those of `AttentionStep.attend`."""
         attention = step.attention[self.kv_group]
-        attended = attention.attend(self.layer_slot, qkv, self.scale, self.window, self.softcap)
+        attended = attention.attend(
+            self.layer_slot, qkv, self.scale, self.window, self.softcap, sinks
+        )
         return attended.flatten(1)
 
 

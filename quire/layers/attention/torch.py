@@ -81,6 +81,7 @@ class TorchStep:
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         q, k, v = qkv.prepared()
         layer, inputs = self.layers[layer_index], self.inputs
@@ -99,4 +100,5 @@ class TorchStep:
             window,
             scales,
             softcap,
+            sinks,
         )

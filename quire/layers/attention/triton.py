@@ -200,9 +200,10 @@ class TritonStep:
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         q = self._prepare_and_write(layer_index, qkv)
-        return self.attend_prepared(layer_index, q, scale, window, softcap)
+        return self.attend_prepared(layer_index, q, scale, window, softcap, sinks)
 
     def _prepare_and_write(self, layer_index: int, qkv: QKV) -> Tensor:
         """Normalise, rotate and store as QKV asks; returns the queries."""
@@ -234,6 +235,7 @@ class TritonStep:
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention alone: the queries are ready, and the cache holds the step's tokens."""
         from quire.kernels.triton.decode_attention import PrefixPieces, decode_attention
@@ -288,6 +290,7 @@ class TritonStep:
                 queries=self.queries,
                 scales=scales,
                 softcap=softcap,
+                sinks=sinks,
             )
         if self.tiles is not None:
             backend.prefill.attend(
@@ -302,6 +305,7 @@ class TritonStep:
                 out,
                 scales=scales,
                 softcap=softcap,
+                sinks=sinks,
             )
         return out
 

@@ -16,7 +16,7 @@ class PrefillKernel:
 
     attend: Callable[..., None]
     """Called with (q, kv_layer, query_start, context_lens, block_tables, tile_requests,
-    tile_indices, scale, window, out), `scales` of a cache in 8 bits, and `softcap`."""
+    tile_indices, scale, window, out), `scales` of a cache in 8 bits, `softcap`, and `sinks`."""
     queries: int
     name: str
 

@@ -6,12 +6,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 
 from quire.kernels import cpu, dispatch
 from quire.kernels.cpu.quantized import pack_weights
+from quire.kernels.expert_matrices import ExpertMatrices
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES, BlockRows, dequantize_blocks
 from quire.kernels.torch.gguf_groups import GROUPED_KINDS, group_blocks
 from quire.kernels.torch.quantized_weights import (
@@ -21,9 +21,6 @@ from quire.kernels.torch.quantized_weights import (
     ScaledWeights,
 )
 from quire.layers.weights import Matrix
-
-if TYPE_CHECKING:
-    from quire.kernels.triton.experts import ExpertMatrices
 
 logger = logging.getLogger(__name__)
 

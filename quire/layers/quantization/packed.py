@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from types import ModuleType
@@ -292,10 +293,19 @@ class Packed:
         for shard_key, (module, found) in self._formats.items():
             if found is None or not layer.keeps("weight", shard_key):
                 continue
-            shape = layer.checkpoint_shape("weight", shard_key)
-            reader = make_reader(module, found, (shape[0], shape[1]))
-            readers[shard_key] = reader
-            layer.stored[shard_key] = reader.tensors
+            *stack, num_outputs, num_inputs = layer.checkpoint_shape("weight", shard_key)
+            reader = make_reader(module, found, (num_outputs, num_inputs), in_stack=bool(stack))
+            keys: list[ShardKey] = [shard_key]
+            if stack:
+                keys = [(expert,) for expert in layer.kept_experts]
+            for key in keys:
+                readers[key] = reader
+                layer.stored[key] = reader.tensors
+            if stack:
+                layer.stored[shard_key] = {
+                    name: replace(one, shape=(*stack, *one.shape))
+                    for name, one in reader.tensors.items()
+                }
             names |= reader.tensors.keys()
         waiting: dict[ShardKey, dict[str, tuple[Weight, Bring]]] = {}
         parts = [shard.name for shard in outputs if shard.name is not None]
@@ -364,8 +374,10 @@ class Packed:
     ) -> Tensor:
         return _multiply(layer.matrices, x, bias, out)
 
-    def apply_expert(self, layer: MatrixLayer, expert: int, x: Tensor) -> Tensor:
-        return _multiply(layer.by_expert[expert], x, None, None)
+    def apply_expert(
+        self, layer: MatrixLayer, expert: int, x: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        return _multiply(layer.by_expert[expert], x, bias, None)
 
     def apply_after_norm(
         self,

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from quire.config.quantization import GroupFormat, MatrixFormat, ScaledFormat
+from quire.config.quantization import REMEDY, GroupFormat, MatrixFormat, ScaledFormat
 from quire.kernels.torch.quantized_weights import (
     GroupedWeights,
     InputRounding,
@@ -64,7 +64,17 @@ class Reader(Protocol):
         ...
 
 
-def make_reader(module: str, found: MatrixFormat, shape: tuple[int, int]) -> Reader:
+def make_reader(
+    module: str, found: MatrixFormat, shape: tuple[int, int], in_stack: bool = False
+) -> Reader:
+    """Of a matrix with tensors of its own, or `in_stack` of one of those that share theirs."""
+    if in_stack:
+        if not isinstance(found, GroupFormat) or found.layout != "mxfp4":
+            raise ModelError(
+                f"{module}: matrices of several experts in one tensor are read from MXFP4, not "
+                f"from {found}; {REMEDY}."
+            )
+        return BlocksReader(module, found, shape)
     if isinstance(found, ScaledFormat):
         return ScaledReader(module, found, shape)
     return _GROUP_READERS[found.layout](module, found, shape)
@@ -307,27 +317,49 @@ class Mxfp4Reader(GroupReader):
     """Two floats of 4 bits in a byte, the lower half first; scales are exponents."""
 
     scales_name = "weight_scale"
+    codes_name: ClassVar[str] = "weight_packed"
 
     def _stored(self) -> dict[str, StoredTensor]:
         num_outputs, num_inputs = self.shape
         exponents = StoredTensor((num_outputs, self.num_groups), (torch.uint8,), filled(127 - 7))
         packed = StoredTensor((num_outputs, num_inputs // 2), (torch.uint8,), random_bits)
-        return {"weight_packed": packed, "weight_scale": exponents}
+        return {self.codes_name: packed, self.scales_name: exponents}
 
     def _codes(self, tensors: Tensors, outputs: slice, inputs: slice) -> Tensor:
-        stored, bring = tensors["weight_packed"]
+        stored, bring = tensors[self.codes_name]
         first = inputs.start // 2
-        brought = bring(_part(stored, outputs, slice(first, -(-inputs.stop // 2))))
+        rows = _whole(stored).flatten(1)
+        brought = bring(rows[outputs, first : -(-inputs.stop // 2)])
         return unpack_bits(brought, 4)[:, inputs.start - 2 * first : inputs.stop - 2 * first]
 
     def _zeros(self, tensors: Tensors, outputs: slice) -> Tensor | None:
         return None
 
     def _scales(self, tensors: Tensors, outputs: slice) -> Tensor:
-        stored, bring = tensors["weight_scale"]
+        stored, bring = tensors[self.scales_name]
         exponents = bring(_part(stored, outputs, slice(None)))
         scales = torch.exp2(exponents.float() - 127)
         return torch.where(exponents == 255, torch.nan, scales)
+
+
+@dataclass(frozen=True)
+class BlocksReader(Mxfp4Reader):
+    """Those of gpt-oss, whose blocks of 32 inputs have a dimension of their own."""
+
+    scales_name = "scales"
+    codes_name = "blocks"
+
+    def _stored(self) -> dict[str, StoredTensor]:
+        if self.shape[1] % self.group_size:
+            raise self._error(
+                self.codes_name,
+                f"has {self.shape[1]} inputs, no multiple of {self.group_size}; check hidden_size "
+                "and intermediate_size in config.json",
+            )
+        stored = super()._stored()
+        packed = stored[self.codes_name]
+        by_block = (self.shape[0], self.num_groups, self.group_size // 2)
+        return {**stored, self.codes_name: replace(packed, shape=by_block)}
 
 
 _GROUP_READERS: dict[str, Callable[[str, GroupFormat, tuple[int, int]], GroupReader]] = {

@@ -34,9 +34,11 @@ class Unquantized:
     ) -> torch.Tensor:
         return dispatch.linear(x, layer.get_parameter("weight"), bias, out)
 
-    def apply_expert(self, layer: MatrixLayer, expert: int, x: torch.Tensor) -> torch.Tensor:
+    def apply_expert(
+        self, layer: MatrixLayer, expert: int, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         place = expert - layer.kept_experts.start
-        return dispatch.linear(x, layer.get_parameter("weight")[place])
+        return dispatch.linear(x, layer.get_parameter("weight")[place], bias)
 
     def rows(self, layer: MatrixLayer, ids: torch.Tensor) -> torch.Tensor:
         return dispatch.embedding(ids, layer.get_parameter("weight"))

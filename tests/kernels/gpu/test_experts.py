@@ -16,8 +16,9 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-from quire.config.experts import ExpertsConfig  # noqa: E402
+from quire.config.experts import ClampedGate, ExpertsConfig  # noqa: E402
 from quire.kernels import dispatch  # noqa: E402
+from quire.kernels.expert_matrices import ExpertMatrices  # noqa: E402
 from quire.kernels.torch import experts as references  # noqa: E402
 from quire.kernels.torch.experts import Routing  # noqa: E402
 from quire.kernels.torch.quantized_weights import (  # noqa: E402
@@ -27,7 +28,7 @@ from quire.kernels.torch.quantized_weights import (  # noqa: E402
     ScaledWeights,
 )
 from quire.kernels.triton import expert_tiles, experts, routing  # noqa: E402
-from quire.kernels.triton.experts import DenseExperts, ExpertMatrices, Gate  # noqa: E402
+from quire.kernels.triton.experts import DenseExperts  # noqa: E402
 from quire.kernels.triton.grouped_matrix import pack_grouped  # noqa: E402
 from quire.kernels.triton.scaled_linear import ScaledMatrix  # noqa: E402
 from quire.layers.experts import Experts  # noqa: E402
@@ -215,7 +216,7 @@ def network(
     gate_up: Tensor,
     down: Tensor,
     first: int = 0,
-    gate: Gate = experts.SILU,
+    gate: ClampedGate | None = None,
     biases: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Token by token and expert by expert, in float64."""
@@ -229,9 +230,11 @@ def network(
             gates, up = (F.linear(wide[token], gate_up[expert])).chunk(2)
             if biases is not None:
                 gates, up = gates + biases[0][expert][:WIDTH], up + biases[0][expert][WIDTH:]
-            if gate.limit is not None:
+            if gate is None:
+                inner = F.silu(gates) * up
+            else:
                 gates, up = gates.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
-            inner = gates * torch.sigmoid(gate.alpha * gates) * (up + gate.offset)
+                inner = gates * torch.sigmoid(gate.slope * gates) * (up + 1)
             result = F.linear(inner, down[expert])
             if biases is not None:
                 result = result + biases[1][expert]
@@ -282,16 +285,6 @@ def test_experts_of_other_ranks_are_left_out(num_tokens: int) -> None:
     found = experts.expert_mlp(x, chosen, gate_up, down, 2)
     assert not found[0].any()
     check(found, network(x, chosen, gate_up, down, 2))
-
-
-@pytest.mark.parametrize("num_tokens", [1, 9])
-def test_biases_and_a_clamped_gate(num_tokens: int) -> None:
-    gate_up, down = float_weights(COUNT, torch.float32)
-    biases = random(COUNT, 2 * WIDTH), random(COUNT, HIDDEN)
-    gate = Gate(1.702, 1.0, 1.5)
-    x, chosen = random(num_tokens, HIDDEN), random_routing(num_tokens)
-    found = experts.expert_mlp(x, chosen, gate_up, down, 0, gate, *biases)
-    check(found, network(x, chosen, gate_up, down, 0, gate, biases))
 
 
 def scaled(outputs: int, inputs: int, dtype: torch.dtype, block: Any = None) -> ScaledWeights:
@@ -356,6 +349,23 @@ def test_quantised_experts(name: str, num_tokens: int) -> None:
     numbers = [torch.stack([one.dequantize() for one in layer]) for layer in (gate_up, down)]
     found = experts.expert_mlp(x, chosen, packed(gate_up), packed(down))
     check(found, network(x, chosen, *numbers))
+
+
+@pytest.mark.parametrize(("name", "num_tokens"), [(None, 1), (None, 9), ("mxfp4", 7)])
+def test_biases_and_a_clamped_gate(name: str | None, num_tokens: int) -> None:
+    """As gpt-oss has them."""
+    gate = ClampedGate(limit=1.5, slope=1.702)
+    x, chosen = random(num_tokens, HIDDEN, dtype=HALF), random_routing(num_tokens, 4, 2)
+    biases = random(4, 2 * WIDTH, dtype=HALF), random(4, HIDDEN, dtype=HALF)
+    if name is None:
+        numbers = kept = float_weights(4, HALF)
+    else:
+        shapes = ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH))
+        layers = [[FORMATS[name](*shape) for _ in range(4)] for shape in shapes]
+        numbers = tuple(torch.stack([one.dequantize() for one in layer]) for layer in layers)
+        kept = tuple(packed(layer) for layer in layers)
+    found = experts.expert_mlp(x, chosen, *kept, 0, *biases, gate)
+    check(found, network(x, chosen, *numbers, 0, gate, biases))
 
 
 def test_parts_of_an_expert_are_joined() -> None:

@@ -160,6 +160,7 @@ class Cache:
         query_lens: list[int],
         window: int | None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Dense attention in float64, request by request."""
         size, dim = self.kv.shape[3:]
@@ -181,11 +182,19 @@ class Cache:
             seen = position <= own
             if window is not None:
                 seen &= position > own - window
-            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            weights = scores.masked_fill(~seen, -torch.inf).exp()
+            total = weights.sum(-1, keepdim=True)
+            if sinks is not None:
+                total += sinks.double().cpu().exp()[:, None, None]
+            weights /= total
             v = v.masked_fill(~seen.any(0)[:, None, None], 0.0).repeat_interleave(group, 1)
             outs.append(torch.einsum("hqk,khd->qhd", weights, v))
             first += count
         return torch.cat(outs)
+
+
+def make_sinks(heads: int) -> Tensor:
+    return 3 * torch.randn(heads, device=DEVICE)
 
 
 DECODE_CASES = [
@@ -211,8 +220,9 @@ def test_decode_attention(case: tuple) -> None:
     workspace = DecodeWorkspace(len(contexts) * splits, heads, dim, DEVICE)
     arguments = (tokens, lens, tables, dim**-0.5, window, splits, workspace, out)
     scales, softcap = cache.scales.to(DEVICE), SOFTCAP if window is None else None
-    decode_attention(q, kv, *arguments, tile=32, scales=scales, softcap=softcap)
-    expected = cache.expected(q, [1] * len(contexts), window, softcap)
+    sinks = make_sinks(heads) if splits != 2 else None
+    decode_attention(q, kv, *arguments, tile=32, scales=scales, softcap=softcap, sinks=sinks)
+    expected = cache.expected(q, [1] * len(contexts), window, softcap, sinks)
     for line in range(len(contexts)):
         close(out[line], expected[line])
 
@@ -238,8 +248,9 @@ def test_decode_attention_with_few_queries(case: tuple) -> None:
     workspace = DecodeWorkspace(len(pairs) * queries * splits, heads, dim, DEVICE)
     arguments = (starts, lens, tables, dim**-0.5, window, splits, workspace, out)
     scales = cache.scales.to(DEVICE)
-    decode_attention(q, kv, *arguments, tile=32, queries=queries, scales=scales)
-    expected = cache.expected(q, counts, window)
+    sinks = make_sinks(heads) if splits != 2 else None
+    decode_attention(q, kv, *arguments, tile=32, queries=queries, scales=scales, sinks=sinks)
+    expected = cache.expected(q, counts, window, sinks=sinks)
     for start, count in zip(starts.tolist(), counts, strict=False):
         for line in range(start, start + count) if count <= queries else ():
             close(out[line], expected[line])
@@ -302,8 +313,10 @@ def test_prefill_attention(case: tuple) -> None:
     shape = PrefillTiles(queries=16, keys=16, num_warps=4, num_stages=2)
     arguments = (starts, lens, tables, requests, indices, dim**-0.5, window, out, shape)
     softcap = SOFTCAP if window is None else None
-    prefill_attention(q, kv, *arguments, scales=cache.scales.to(DEVICE), softcap=softcap)
-    expected, first = cache.expected(q, counts, window, softcap), 0
+    sinks = make_sinks(heads) if heads == 2 else None
+    scales = cache.scales.to(DEVICE)
+    prefill_attention(q, kv, *arguments, scales=scales, softcap=softcap, sinks=sinks)
+    expected, first = cache.expected(q, counts, window, softcap, sinks), 0
     for count in counts:
         if count > 1:  # single tokens belong to the decode kernel
             close(out[first : first + count], expected[first : first + count])

@@ -1,5 +1,5 @@
-"""The Triton backend as models use it, over head sizes, block sizes, types, windows, softcaps and
-kinds of rotation.
+"""The Triton backend as models use it, over head sizes, block sizes, types, windows, softcaps,
+sinks and kinds of rotation.
 
 Each case runs prompts in chunks beside decoding rows, then decoding alone, with rotation and head
 norms, against the plain-torch backend in float64 on the same numbers.
@@ -52,6 +52,7 @@ CASES = [
         ),
         ROTATIONS[(h + b) % 3],
         SOFTCAP if (h + b // 3) % 2 else None,
+        (h + b // 3) % 2 == 0 or h == 4,
     )
     for h, head_dim in enumerate(HEAD_SIZES)
     for b, size in enumerate(BLOCK_SIZES)
@@ -132,7 +133,8 @@ def in_double(qkv: QKV) -> QKV:
 def test_steps_match_plain_torch(case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:  # each program takes the interpreter a while
         monkeypatch.setattr(triton_backend, "PROGRAMS_WANTED", 16)
-    head_dim, size, dtype, window, (num_heads, kv_heads), rotated, softcap = case
+    head_dim, size, dtype, window, (num_heads, kv_heads), rotated, softcap, has_sinks = case
+    sinks = 2 * torch.randn(num_heads, device=DEVICE) if has_sinks else None
     paged = Paged(head_dim, size, kv_heads)
     found_kv = paged.empty.to(DEVICE, dtype)
     expected_kv = paged.empty.to(DEVICE)
@@ -143,8 +145,8 @@ def test_steps_match_plain_torch(case: tuple, monkeypatch: pytest.MonkeyPatch) -
         dims = (num_heads, kv_heads, head_dim)
         qkv = make_qkv(sum(new), dims, dtype, positions, head_dim % 128 == 0, rotated)
         scale = head_dim**-0.5
-        wanted = expected.plan(inputs).attend(0, in_double(qkv), scale, window, softcap)
-        out = found.plan(inputs).attend(0, qkv, scale, window, softcap)
+        wanted = expected.plan(inputs).attend(0, in_double(qkv), scale, window, softcap, sinks)
+        out = found.plan(inputs).attend(0, qkv, scale, window, softcap, sinks)
         assert torch.isfinite(out).all()
         error = (out.double() - wanted).norm() / wanted.norm()
         assert error < TOLERANCE[dtype], f"step {number}: relative error {error:.1e}"

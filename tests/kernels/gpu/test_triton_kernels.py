@@ -71,10 +71,18 @@ class Cache:
         self.tables = self.tables.to(DEVICE)
         self.lens = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
 
-    def reference(self, q: Tensor, query_lens: list[int], window: int | None) -> Tensor:
+    def reference(
+        self, q: Tensor, query_lens: list[int], window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
         starts = torch.tensor(np.cumsum([0, *query_lens]), dtype=torch.int32)
         scale = q.shape[-1] ** -0.5
-        return paged_attention(q, self.kv, starts, self.lens.cpu(), self.tables, scale, window)
+        return paged_attention(
+            q, self.kv, starts, self.lens.cpu(), self.tables, scale, window, sinks=sinks
+        )
+
+
+def make_sinks(heads: int) -> Tensor:
+    return 3 * torch.randn(heads, device=DEVICE)
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -84,19 +92,21 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 DECODE_CASES = [
-    # contexts, heads, kv heads, block size, head size, dtype, window, splits
-    ([70, 1, 33], 8, 2, 16, 64, torch.float32, None, 1),
-    ([100, 17], 4, 4, 8, 80, torch.float32, 30, 2),
-    ([130, 64, 5], 6, 2, 32, 96, BFLOAT16, None, 4),
-    ([90], 16, 1, 4, 128, torch.float16, None, 8),
-    ([40, 129], 2, 1, 128, 256, torch.float32, 20, 3),
+    # contexts, heads, kv heads, block size, head size, dtype, window, splits,
+    # sinks
+    ([70, 1, 33], 8, 2, 16, 64, torch.float32, None, 1, True),
+    ([100, 17], 4, 4, 8, 80, torch.float32, 30, 2, False),
+    ([130, 64, 5], 6, 2, 32, 96, BFLOAT16, None, 4, True),
+    ([90], 16, 1, 4, 128, torch.float16, None, 8, False),
+    ([40, 129], 2, 1, 128, 256, torch.float32, 20, 3, True),
 ]
 
 
 @pytest.mark.parametrize("case", DECODE_CASES, ids=str)
 def test_decode_attention(case: tuple) -> None:
     """One query per row, whatever the split; unwritten slots and foreign blocks are never read."""
-    contexts, heads, kv_heads, size, dim, dtype, window, splits = case
+    contexts, heads, kv_heads, size, dim, dtype, window, splits, has_sinks = case
+    sinks = make_sinks(heads) if has_sinks else None
     cache = Cache(contexts, kv_heads, size, dim, dtype)
     q = torch.randn(len(contexts) + 2, heads, dim, device=DEVICE).to(dtype)
     tokens = torch.arange(1, len(contexts) + 1, dtype=torch.int32, device=DEVICE)
@@ -114,9 +124,10 @@ def test_decode_attention(case: tuple) -> None:
         workspace,
         out,
         tile=32,
+        sinks=sinks,
     )
     picked = q[1 : len(contexts) + 1]
-    close(out[1 : len(contexts) + 1], cache.reference(picked, [1] * len(contexts), window))
+    close(out[1 : len(contexts) + 1], cache.reference(picked, [1] * len(contexts), window, sinks))
     assert out[0].isnan().all() and out[-1].isnan().all(), "only the named tokens are written"
 
 
@@ -125,25 +136,26 @@ def test_decode_attention_of_padding_gives_zeros() -> None:
     cache = Cache([20], 1, 16, 64, torch.float32)
     q = torch.randn(1, 4, 64, device=DEVICE)
     zero = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    for splits in (1, 2):
+    for splits, sinks in ((1, None), (2, None), (1, make_sinks(4)), (2, make_sinks(4))):
         out = torch.full_like(q, float("nan"))
         workspace = DecodeWorkspace(splits, 4, 64, DEVICE)
         decode_attention(
-            q, cache.kv, zero, zero, cache.tables, 0.1, None, splits, workspace, out, tile=32
-        )
+            q, cache.kv, zero, zero, cache.tables, 0.1, None, splits, workspace, out, tile=32,
+            sinks=sinks,
+        )  # fmt: skip
         assert (out == 0).all()
 
 
 FEW_QUERY_CASES = [
     # (query tokens, context) of each request, queries of the kernel, heads, kv heads, block size,
-    # head size, dtype, window, splits
-    ([(2, 70), (1, 1), (5, 60), (2, 2), (1, 33)], 2, 8, 2, 16, 64, torch.float32, None, 1),
-    ([(4, 100), (3, 17), (9, 40), (1, 90), (4, 5)], 4, 4, 4, 32, 80, torch.float32, 30, 2),
-    ([(8, 130), (64, 64), (5, 5), (8, 65)], 8, 6, 2, 32, 96, BFLOAT16, None, 4),
-    ([(3, 90), (0, 50), (4, 34)], 4, 8, 1, 16, 128, torch.float16, None, 8),
-    ([(7, 40), (2, 129), (8, 8)], 8, 2, 1, 16, 256, torch.float32, 20, 3),
-    ([(8, 97), (1, 33), (6, 66)], 8, 7, 1, 16, 64, torch.float32, 3, 4),
-    ([(2, 66), (2, 65), (1, 64)], 2, 3, 3, 16, 64, torch.float32, 1, 3),
+    # head size, dtype, window, splits, sinks
+    ([(2, 70), (1, 1), (5, 60), (2, 2), (1, 33)], 2, 8, 2, 16, 64, torch.float32, None, 1, True),
+    ([(4, 100), (3, 17), (9, 40), (1, 90), (4, 5)], 4, 4, 4, 32, 80, torch.float32, 30, 2, False),
+    ([(8, 130), (64, 64), (5, 5), (8, 65)], 8, 6, 2, 32, 96, BFLOAT16, None, 4, True),
+    ([(3, 90), (0, 50), (4, 34)], 4, 8, 1, 16, 128, torch.float16, None, 8, False),
+    ([(7, 40), (2, 129), (8, 8)], 8, 2, 1, 16, 256, torch.float32, 20, 3, True),
+    ([(8, 97), (1, 33), (6, 66)], 8, 7, 1, 16, 64, torch.float32, 3, 4, False),
+    ([(2, 66), (2, 65), (1, 64)], 2, 3, 3, 16, 64, torch.float32, 1, 3, True),
 ]
 
 
@@ -151,7 +163,8 @@ FEW_QUERY_CASES = [
 def test_decode_attention_with_few_queries(case: tuple) -> None:
     """Each query sees what precedes it, whatever the split; requests that have more queries than
     the kernel, or none, are not touched, and nothing of an unwritten slot is read."""
-    pairs, queries, heads, kv_heads, size, dim, dtype, window, splits = case
+    pairs, queries, heads, kv_heads, size, dim, dtype, window, splits, has_sinks = case
+    sinks = make_sinks(heads) if has_sinks else None
     lens = [pair[0] for pair in pairs]
     cache = Cache([pair[1] for pair in pairs], kv_heads, size, dim, dtype)
     if window is not None:
@@ -177,8 +190,9 @@ def test_decode_attention_with_few_queries(case: tuple) -> None:
         out,
         tile=32,
         queries=queries,
+        sinks=sinks,
     )
-    expected = cache.reference(q[first:-1], lens, window)
+    expected = cache.reference(q[first:-1], lens, window, sinks)
     written = torch.zeros(len(q), dtype=torch.bool, device=DEVICE)
     for start, count in zip(starts.tolist(), lens, strict=False):
         if count <= queries:
@@ -216,19 +230,20 @@ def test_few_queries_in_random_batches() -> None:
 
 PREFIX_CASES = [
     # shared blocks and members of each group, heads, kv heads, block size, head size, dtype,
-    # splits of the prefix, splits of the rest
-    ([(3, 5)], 8, 2, 16, 64, torch.float32, 1, 1),
-    ([(5, 7), (1, 4)], 4, 4, 16, 80, torch.float32, 4, 2),
-    ([(9, 9), (2, 4)], 6, 2, 8, 96, BFLOAT16, 2, 1),
-    ([(4, 6)], 16, 1, 32, 128, torch.float16, 2, 4),
-    ([(1, 4)], 2, 1, 128, 256, torch.float32, 1, 1),
+    # splits of the prefix, splits of the rest, sinks
+    ([(3, 5)], 8, 2, 16, 64, torch.float32, 1, 1, True),
+    ([(5, 7), (1, 4)], 4, 4, 16, 80, torch.float32, 4, 2, False),
+    ([(9, 9), (2, 4)], 6, 2, 8, 96, BFLOAT16, 2, 1, True),
+    ([(4, 6)], 16, 1, 32, 128, torch.float16, 2, 4, True),
+    ([(1, 4)], 2, 1, 128, 256, torch.float32, 1, 1, False),
 ]
 
 
 @pytest.mark.parametrize("case", PREFIX_CASES, ids=str)
 def test_shared_prefix_attention(case: tuple) -> None:
     """Reading a shared prefix once changes nothing, whatever else is in the batch."""
-    groups, heads, kv_heads, size, dim, dtype, prefix_splits, splits = case
+    groups, heads, kv_heads, size, dim, dtype, prefix_splits, splits, has_sinks = case
+    sinks = make_sinks(heads) if has_sinks else None
     num_shared = [0, *(blocks for blocks, members in groups for _ in range(members)), 0]
     group_of = [-1, *(g for g, (_, members) in enumerate(groups) for _ in range(members)), -1]
     order = np.random.default_rng(0).permutation(len(group_of))
@@ -274,25 +289,28 @@ def test_shared_prefix_attention(case: tuple) -> None:
         out,
         tile=32,
         prefix=pieces,
+        sinks=sinks,
     )
-    expected = cache.reference(q[1:], [1] * len(contexts), None)
+    expected = cache.reference(q[1:], [1] * len(contexts), None, sinks)
     close(out[1:], expected)
     close(out[1 + alone], expected[alone])
 
 
 PREFILL_CASES = [
-    # (query tokens, context) of each request, heads, kv heads, block size, head size, dtype, window
-    ([(40, 70), (1, 9), (20, 20)], 4, 2, 16, 64, torch.float32, None),
-    ([(33, 33)], 2, 2, 4, 80, torch.float32, 10),
-    ([(17, 100), (50, 50)], 4, 1, 32, 96, BFLOAT16, None),
-    ([(64, 64)], 2, 1, 128, 128, torch.float16, None),
+    # (query tokens, context) of each request, heads, kv heads, block size, head size, dtype,
+    # window, sinks
+    ([(40, 70), (1, 9), (20, 20)], 4, 2, 16, 64, torch.float32, None, True),
+    ([(33, 33)], 2, 2, 4, 80, torch.float32, 10, True),
+    ([(17, 100), (50, 50)], 4, 1, 32, 96, BFLOAT16, None, False),
+    ([(64, 64)], 2, 1, 128, 128, torch.float16, None, True),
 ]
 
 
 @pytest.mark.parametrize("case", PREFILL_CASES, ids=str)
 def test_prefill_attention(case: tuple) -> None:
     """Chunks of prompts, with and without earlier context, causal and windowed."""
-    pairs, heads, kv_heads, size, dim, dtype, window = case
+    pairs, heads, kv_heads, size, dim, dtype, window, has_sinks = case
+    sinks = make_sinks(heads) if has_sinks else None
     lens = [pair[0] for pair in pairs]
     cache = Cache([pair[1] for pair in pairs], kv_heads, size, dim, dtype)
     q = torch.randn(sum(lens), heads, dim, device=DEVICE).to(dtype)
@@ -311,8 +329,9 @@ def test_prefill_attention(case: tuple) -> None:
         window,
         out,
         PrefillTiles(queries=16, keys=16, num_warps=4, num_stages=2),
+        sinks=sinks,
     )
-    expected = cache.reference(q, lens, window)
+    expected = cache.reference(q, lens, window, sinks)
     first = 0
     for count in lens:
         if count > 1:  # single tokens belong to the decode kernel

@@ -23,6 +23,7 @@ struct AttentionCall {
   const int32_t* query_start;   // [num_requests + 1], first token of each request in q
   const int32_t* context_lens;  // [num_requests], tokens in the cache, those of this step included
   const int32_t* block_tables;  // [num_requests, table_stride]
+  const float* sinks;           // [num_heads], a score of each head without a value, or null
   int64_t q_stride;
   int64_t out_stride;
   int64_t block_stride;

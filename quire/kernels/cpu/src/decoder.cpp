@@ -68,6 +68,7 @@ class Decoder {
     attention_.out_stride = q_width;
     attention_.scale = layer.scale;
     attention_.softcap = layer.softcap;
+    attention_.sinks = nullptr;
     attention_.window = layer.window;
     return quire_attend_qkv(&qkv_, &write_, &attention_);
   }

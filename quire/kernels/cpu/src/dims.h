@@ -237,7 +237,8 @@ inline void finish(const AttentionCall& call, const Task& task, const DimState<R
   for (int row = 0; row < R; ++row) {
     const RowSums& earlier = state.earlier[row];
     const float* values = is_one_part ? state.out + row * state.head_dim : earlier.values;
-    const float factor = 1.0f / (is_one_part ? state.sums[row] : earlier.sum);
+    const float factor = is_one_part ? rows.factor(row, state.maxima[row], state.sums[row])
+                                     : rows.factor(row, earlier.maximum, earlier.sum);
     float* out = rows.out(row);
     for (int d = 0; d < call.head_dim; ++d) out[d] = values[d] * factor;
   }

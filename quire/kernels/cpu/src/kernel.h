@@ -59,7 +59,7 @@ void merge(const AttentionCall& call, const Task& task, const float* partials, i
       else
         sums.fold(maximum, sum, values, call.head_dim);
     }
-    const float factor = 1.0f / sums.sum;
+    const float factor = rows.factor(row, sums.maximum, sums.sum);
     for (int d = 0; d < call.head_dim; ++d) sums.values[d] *= factor;
   }
 }

@@ -17,6 +17,7 @@ constexpr float kLog2e = 1.4426950408889634f;
 //   softmax   the probabilities of a tile are added up as kLanes sums, joined as `sum` does.
 //   value     over the keys, in order.
 //   parts     each part of kPartKeys keys starts afresh; parts are folded in order.
+//   sink      joined to the sum when all parts are folded.
 // A key that a row may not see counts as a probability of exactly 0, which changes no sum.
 constexpr int kChains = kLanes < 8 ? 4 : 8;
 
@@ -177,6 +178,13 @@ struct Rows {
   }
   const float* q(int row) const { return call.q + offset(row, call.q_stride); }
   float* out(int row) const { return call.out + offset(row, call.out_stride); }
+  // What the values of a row are multiplied with in the end. Not inlined, so that no compiler makes one
+  // instruction of two here and not there.
+  QUIRE_NOINLINE float factor(int row, float maximum, float sum) const {
+    if (!call.sinks) return 1.0f / sum;
+    const Joint<float> joint(maximum, call.sinks[head(row)] * kLog2e);
+    return joint.kept / joint.join(sum, 1.0f);
+  }
   // Leaves a row's state in the partial of the part with this number, and returns where its values go.
   float* partial(int part, int row, float maximum, float sum) const {
     float* at = task.partial + part * partial_floats(task.num_rows, call.head_dim);
@@ -186,11 +194,13 @@ struct Rows {
   }
 
  private:
-  int64_t offset(int row, int64_t stride) const {
+  int head(int row) const {
     const int group = group_size(call);
-    const int head = task.kv_head * group + (task.first_row + row) % group;
+    return task.kv_head * group + (task.first_row + row) % group;
+  }
+  int64_t offset(int row, int64_t stride) const {
     return (call.query_start[task.request] + query(row)) * stride +
-           static_cast<int64_t>(head) * call.head_dim;
+           static_cast<int64_t>(head(row)) * call.head_dim;
   }
 };
 

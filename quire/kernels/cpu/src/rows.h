@@ -302,9 +302,11 @@ template <int V>
 inline void finish(const AttentionCall& call, const Task& task, const RowState<V>& state,
                    bool is_one_part) {
   const Rows rows{call, task};
-  float factors[RowState<V>::kWidth];
-  std::memcpy(factors, is_one_part ? state.sums : state.folded_sums, sizeof factors);
-  for (float& factor : factors) factor = 1.0f / factor;
+  float maxima[RowState<V>::kWidth], sums[RowState<V>::kWidth], factors[RowState<V>::kWidth];
+  std::memcpy(maxima, is_one_part ? state.maxima : state.folded_maxima, sizeof maxima);
+  std::memcpy(sums, is_one_part ? state.sums : state.folded_sums, sizeof sums);
+  for (int row = 0; row < task.num_rows; ++row)
+    factors[row] = rows.factor(row, maxima[row], sums[row]);
   scatter<V>(call.head_dim, task.num_rows, is_one_part ? state.out : state.folded, factors,
              [&](int row) { return rows.out(row); });
 }
