@@ -115,9 +115,9 @@ double dot(const float* a, const Stored& b, size_t first, int count) {
   return sum;
 }
 
-// The result of one query and head.
+// The result of one query and head; `sink` is a score without a value, or null.
 std::vector<double> expected(const Case& c, const Cache& cache, const float* q, float scale,
-                             size_t request, int kv_head, int position) {
+                             size_t request, int kv_head, int position, const float* sink) {
   const int first = std::max(0, position - c.window + 1);
   std::vector<double> scores, out(size(c.head_dim), 0.0);
   for (int i = first; i <= position; ++i)
@@ -130,6 +130,7 @@ std::vector<double> expected(const Case& c, const Cache& cache, const float* q, 
     for (int d = 0; d < c.head_dim; ++d) out[size(d)] += weight * cache.values[value + size(d)];
     total += weight;
   }
+  if (sink) total += std::exp(*sink - largest);
   for (double& element : out) element /= total;
   return out;
 }
@@ -220,6 +221,9 @@ void run(const Case& c, Random& random, bool has_new_heads = false) {
   const int64_t width = int64_t{c.heads} * c.head_dim;
   Floats q = random.normals(size(query_start.back() * width));
   Floats out(q.size(), std::numeric_limits<float>::quiet_NaN());
+  const bool has_sinks = c.head_dim != 64;
+  Floats sinks = random.normals(size(c.heads));
+  for (float& sink : sinks) sink *= 5.0f;
   quire::AttentionCall call = {};
   call.q = q.data();
   call.keys = cache.keys.data();
@@ -242,6 +246,7 @@ void run(const Case& c, Random& random, bool has_new_heads = false) {
   call.scale = 1.0f / std::sqrt(static_cast<float>(c.head_dim));
   call.num_threads = num_threads;
   call.stored = c.stored;
+  call.sinks = has_sinks ? sinks.data() : nullptr;
   if (has_new_heads) {
     NewHeads(c, cache, random).attend(call, cache, q);
   } else {
@@ -255,7 +260,9 @@ void run(const Case& c, Random& random, bool has_new_heads = false) {
       for (int head = 0; head < c.heads; ++head) {
         const size_t row = size((query_start[r] + i) * width + int64_t{head} * c.head_dim);
         const int position = c.requests[r].context - c.requests[r].queries + i;
-        const auto wanted = expected(c, cache, &q[row], call.scale, r, head / group, position);
+        const float* sink = has_sinks ? &sinks[size(head)] : nullptr;
+        const auto wanted =
+            expected(c, cache, &q[row], call.scale, r, head / group, position, sink);
         for (int d = 0; d < c.head_dim; ++d)
           near("an element", out[row + size(d)], wanted[size(d)], 3e-6);
       }
