@@ -80,7 +80,7 @@ class ExpertLinear(MatrixLayer):
     @property
     def is_loaded(self) -> bool:
         """Whether the matrices of all experts are there, of a layer that is packed."""
-        return len(self.by_expert) == len(self.kept_experts)
+        return 0 < len(self.by_expert) == len(self.kept_experts)
 
     def load(
         self, name: str, shard_key: ShardKey, tensor: Weight, bring: Bring | None = None
