@@ -19,7 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness import SHAPES, markdown_table, require_gpu, say, start_engine, write_json
+from harness import (
+    SHAPES,
+    SPARSE_SHAPES,
+    markdown_table,
+    require_gpu,
+    say,
+    start_engine,
+    write_json,
+)
 from quire import SamplingParams
 from quire.metrics.instruments import HistogramReading
 
@@ -103,6 +111,8 @@ GOALS = {
     ("qwen3-0.6b", "w1"): Goal(5.2, (6.7,)),
     ("qwen3-0.6b", "w3"): Goal(1.0, (2.08,), "ms/token"),
     ("qwen3-0.6b", "w5"): Goal(4.0, (11.1, 12.6)),
+    ("qwen3-30b-a3b", "w3"): Goal(2.2, (4.21,), "ms/token"),
+    ("deepseek-v2-lite", "w3"): Goal(1.8, (3.50,), "ms/token"),
 }
 """vLLM 0.26.0 with its defaults (FlashAttention 3, CUDA graphs, compile, asynchronous scheduling)
 ran these requests on one H200 on 2026-11-15; second of two rounds, or the range of several runs."""
@@ -242,7 +252,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--model", choices=[*SHAPES, *SPARSE_SHAPES], default="llama-8b")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument(
         "--empty-triton-cache", action="store_true", help="start without any compiled kernels"

@@ -21,6 +21,16 @@ BYTES_PER_ELEMENT = 2
 
 
 @dataclass(frozen=True)
+class Sparse:
+    """Experts of a model, and what its configuration says beside sizes."""
+
+    count: int
+    top_k: int
+    width: int
+    others: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Shape:
     """The dimensions of a published model; its weights are random."""
 
@@ -38,6 +48,7 @@ class Shape:
     norm_eps: float
     tied: bool
     eos: int
+    sparse: Sparse | None = None
 
     def config(self) -> dict[str, Any]:
         """As config.json has it."""
@@ -59,10 +70,12 @@ class Shape:
             "rms_norm_eps": self.norm_eps,
             "tie_word_embeddings": self.tied,
             "eos_token_id": self.eos,
+            **({} if self.sparse is None else self.sparse.others),
         }
 
     def linears(self) -> dict[str, tuple[int, int, int]]:
         """The linear layers as (outputs, inputs, how many of them)."""
+        assert self.sparse is None, "experts are not linear layers"
         width = self.heads * self.head_dim
         return {
             "qkv": (width + 2 * self.kv_heads * self.head_dim, self.hidden, self.layers),
@@ -116,6 +129,87 @@ SHAPES = {
         eos=151645,
     ),
 }
+"""Dense models."""
+
+SPARSE_SHAPES = {
+    "qwen3-30b-a3b": Shape(
+        model_type="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        hidden=2048,
+        layers=48,
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+        inner=6144,
+        vocab=151936,
+        max_positions=40960,
+        rope_theta=1000000.0,
+        norm_eps=1e-6,
+        tied=False,
+        eos=151645,
+        sparse=Sparse(
+            128,
+            8,
+            768,
+            {
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 768,
+                "norm_topk_prob": True,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [],
+            },
+        ),
+    ),
+    "deepseek-v2-lite": Shape(
+        model_type="deepseek_v2",
+        architecture="DeepseekV2ForCausalLM",
+        hidden=2048,
+        layers=27,
+        heads=16,
+        kv_heads=16,
+        head_dim=64,
+        inner=10944,
+        vocab=102400,
+        max_positions=163840,
+        rope_theta=10000.0,
+        norm_eps=1e-6,
+        tied=False,
+        eos=100001,
+        sparse=Sparse(
+            64,
+            6,
+            1408,
+            {
+                "n_routed_experts": 64,
+                "num_experts_per_tok": 6,
+                "moe_intermediate_size": 1408,
+                "n_shared_experts": 2,
+                "first_k_dense_replace": 1,
+                "norm_topk_prob": False,
+                "topk_method": "greedy",
+                "n_group": 1,
+                "topk_group": 1,
+                "routed_scaling_factor": 1.0,
+                "q_lora_rank": None,
+                "kv_lora_rank": 512,
+                "qk_nope_head_dim": 128,
+                "qk_rope_head_dim": 64,
+                "v_head_dim": 128,
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 40,
+                    "beta_fast": 32,
+                    "beta_slow": 1,
+                    "mscale": 0.707,
+                    "mscale_all_dim": 0.707,
+                    "original_max_position_embeddings": 4096,
+                },
+            },
+        ),
+    ),
+}
+"""Mixtures of experts."""
 
 ENGINE_OPTIONS: dict[str, Any] = {
     "load_format": "dummy",
@@ -130,7 +224,7 @@ ENGINE_OPTIONS: dict[str, Any] = {
 def start_engine(model: str, **options: Any) -> LLM:
     """An engine with random weights of the named shape."""
     with tempfile.TemporaryDirectory() as folder:
-        config = json.dumps(SHAPES[model].config())
+        config = json.dumps((SHAPES | SPARSE_SHAPES)[model].config())
         (Path(folder) / "config.json").write_text(config, encoding="utf-8")
         return quire.LLM(model=folder, **{**ENGINE_OPTIONS, **options})
 

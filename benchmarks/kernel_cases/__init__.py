@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from harness import SHAPES
+from harness import SHAPES, SPARSE_SHAPES
 from kernel_cases.attention import attention
 from kernel_cases.case import Case
+from kernel_cases.experts import experts, routing, sparse_layer
 from kernel_cases.layers import (
     embedding,
     fused_linear,
@@ -38,6 +39,7 @@ SHARED_PREFIXES = (
     (256, 1024, 512),
     (1024, 1088, 1024),
 )
+EXPERT_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192)
 DRAFTED = (
     # requests, tokens of each with drafts, context
     (1, 4, 2048),
@@ -96,6 +98,14 @@ KERNELS: dict[str, list[Case]] = {
     "embedding": [embedding(count) for count in ROWS],
     "gather the batch": [gathering(count) for count in BATCHES],
     "append tokens": [appending(count) for count in BATCHES],
+    "router": [
+        routing(sparse_layer(model)[1], count) for model in SPARSE_SHAPES for count in EXPERT_TOKENS
+    ],
+    "experts": [
+        experts(sparse, hidden, count)
+        for hidden, sparse in map(sparse_layer, SPARSE_SHAPES)
+        for count in EXPERT_TOKENS
+    ],
     "sampling": [
         sampling(way, lines) for way in (GREEDY, DRAWN, FILTERED) for lines in (1, 256, 1024)
     ],

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quire.config.experts import ClampedGate, ExpertsConfig
 from quire.kernels import cpu
+from quire.kernels.expert_matrices import ExpertMatrices
 from quire.kernels.torch import experts
 from quire.kernels.torch.bitmask import apply_bitmask as apply_bitmask_reference
 from quire.kernels.torch.experts import Routing
@@ -91,6 +92,10 @@ def _is_vector(x: Tensor) -> bool:
 def route(logits: Tensor, config: ExpertsConfig, bias: Tensor | None = None) -> Routing:
     """The experts of each token by its router logits [tokens, experts]; `bias` [experts] is that of
     the choice by sigmoid."""
+    if logits.is_cuda:
+        from quire.kernels.triton import routing as triton_routing
+
+        return triton_routing.route(logits, config, bias)
     groups = config.num_groups, config.top_groups
     if config.scoring == "softmax" and config.num_groups > 1:
         routing = experts.softmax_in_groups(logits, config.top_k, *groups, config.normalizes)
@@ -109,17 +114,21 @@ def route(logits: Tensor, config: ExpertsConfig, bias: Tensor | None = None) -> 
 def expert_mlp(
     x: Tensor,
     routing: Routing,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | ExpertMatrices,
+    down: Tensor | ExpertMatrices,
     first_expert: int = 0,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     gate: ClampedGate | None = None,
 ) -> Tensor:
     """What experts make of their tokens x [tokens, hidden], summed up by token."""
-    return experts.expert_mlp(
-        x, routing, gate_up, down, first_expert, gate_up_bias, down_bias, gate
-    )
+    others = first_expert, gate_up_bias, down_bias, gate
+    if x.is_cuda:
+        from quire.kernels.triton import experts as triton_experts
+
+        return triton_experts.expert_mlp(x, routing, gate_up, down, *others)
+    assert isinstance(gate_up, Tensor) and isinstance(down, Tensor), "packed for a GPU"
+    return experts.expert_mlp(x, routing, gate_up, down, *others)
 
 
 def gate_and_mul(gate_up: Tensor, gate: ClampedGate | None) -> Tensor:
@@ -127,6 +136,17 @@ def gate_and_mul(gate_up: Tensor, gate: ClampedGate | None) -> Tensor:
     if gate is None:
         return silu_and_mul(gate_up)
     return experts.clamped_gate_and_mul(gate_up, gate)
+
+
+def count_experts(chosen: Tensor, counts: Tensor, first_expert: int = 0) -> None:
+    """Adds to int64 `counts` [experts] how often `chosen` [tokens, top_k] names each of them, the
+    first of which is number `first_expert`."""
+    if chosen.is_cuda:
+        from quire.kernels.triton import expert_tiles
+
+        expert_tiles.count_experts(chosen, counts, first_expert)
+    else:
+        experts.count_experts(chosen, counts, first_expert)
 
 
 def embedding(ids: Tensor, table: Tensor) -> Tensor:

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from quire.config.experts import ExpertsConfig
 from quire.kernels import dispatch
+from quire.kernels.expert_matrices import ExpertMatrices
 from quire.kernels.torch.experts import Routing, weighted_sum
 from quire.layers.linear import Linear, width
-from quire.layers.weights import Axis, Build, MatrixLayer, Shard, alternating, stacked, whole
+from quire.layers.quantization.matrices import stack_experts
+from quire.layers.weights import (
+    Axis,
+    Bring,
+    Build,
+    MatrixLayer,
+    Shard,
+    ShardKey,
+    Weight,
+    alternating,
+    stacked,
+    whole,
+)
+
+Stack = torch.Tensor | ExpertMatrices
+"""The weights of all experts of a layer."""
 
 
 class Router(Linear):
@@ -40,6 +58,8 @@ class ExpertLinear(MatrixLayer):
     ) -> None:
         super().__init__(build)
         self.experts = experts
+        self.when_loaded: Callable[[], None] | None = None
+        """Called when the last of packed matrices has arrived."""
         self.method.create_weights(self, outputs, inputs, build)
         if has_bias:
             self.add_weight("bias", (experts, outputs), build)
@@ -47,9 +67,27 @@ class ExpertLinear(MatrixLayer):
             self.register_parameter("bias", None)
 
     @property
-    def stack(self) -> torch.Tensor | None:
-        """The weight [experts, outputs, inputs]; None where it is packed, expert by expert."""
-        return None if "weight" in self.loaders else self.get_parameter("weight")
+    def is_packed(self) -> bool:
+        """Whether each expert has a matrix of its own, until they are stacked."""
+        return "weight" in self.loaders
+
+    @property
+    def stack(self) -> Stack | None:
+        """The weight [experts, outputs, inputs], or the same packed; None where it is packed expert
+        by expert."""
+        return self.stacked if self.is_packed else self.get_parameter("weight")
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the matrices of all experts are there, of a layer that is packed."""
+        return 0 < len(self.by_expert) == len(self.kept_experts)
+
+    def load(
+        self, name: str, shard_key: ShardKey, tensor: Weight, bring: Bring | None = None
+    ) -> None:
+        super().load(name, shard_key, tensor, bring)
+        if self.when_loaded is not None and name in self.loaders and self.is_loaded:
+            self.when_loaded()
 
     def apply(  # type: ignore[override]
         self, expert: int, x: torch.Tensor, bias: torch.Tensor | None
@@ -68,6 +106,8 @@ class Experts(nn.Module):
         self.parallel = build.parallel
         self.kept = self.parallel.experts(config.count)
         self.gate = config.gate
+        self._top_k, self._hidden_size = config.top_k, hidden_size
+        self._dtype, self._device = build.dtype, build.device
         stack, size = stacked(config.count, self.kept), config.intermediate_size
 
         def inner(name: str | None = None) -> Axis:
@@ -81,15 +121,76 @@ class Experts(nn.Module):
             gate_up = alternating(gate_up)
         self.gate_up_proj = ExpertLinear(stack, hidden, gate_up, has_bias, build / "gate_up_proj")
         self.down_proj = ExpertLinear(stack, inner(), hidden, has_bias, build / "down_proj")
+        if build.device.type == "cuda":
+            for linear in (self.gate_up_proj, self.down_proj):
+                linear.when_loaded = self._stack
+
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether a step waits to learn which experts are chosen, so that no graph can hold it."""
+        is_stacked = self.gate_up_proj.stack is not None and self.down_proj.stack is not None
+        return self._device.type == "cuda" and not is_stacked
 
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         gate_up, down = self.gate_up_proj.stack, self.down_proj.stack
         if gate_up is not None and down is not None:
-            first, biases = self.kept.start, (self.gate_up_proj.bias, self._down_bias)
-            out = dispatch.expert_mlp(x, routing, gate_up, down, first, *biases, self.gate)
+            out = self._all_at_once(x, routing, gate_up, down)
         else:
             out = self._one_by_one(x, routing)
         return self.parallel.all_reduce(out)
+
+    def count_chosen(self, routing: Routing, counts: torch.Tensor) -> None:
+        """Adds to int64 `counts` [experts of this rank] how many tokens chose each. Tokens that pad
+        a CUDA graph choose too, and what they choose is read."""
+        dispatch.count_experts(routing.experts, counts, self.kept.start)
+
+    def warm_up(self, max_tokens: int) -> None:
+        """Goes through all kernels that steps of so many tokens meet."""
+        from quire.kernels.triton.experts import kernel_changes
+
+        gate_up, down = self.gate_up_proj.stack, self.down_proj.stack
+        if gate_up is None or down is None or not self.kept:
+            return
+        first = self.kept.start
+        chosen = torch.arange(first, first + self._top_k, device=self._device).int()
+        for count in kernel_changes(len(self.kept), self._top_k):
+            if count <= max_tokens:
+                x = torch.zeros(count, self._hidden_size, dtype=self._dtype, device=self._device)
+                weights = torch.ones(count, self._top_k, device=self._device)
+                self._all_at_once(x, Routing(chosen.repeat(count, 1), weights), gate_up, down)
+
+    @property
+    def kernels(self) -> tuple[object, ...]:
+        """What decides on the kernels: of equal ones it is enough to warm one up."""
+        stacks = (self.gate_up_proj.stack, self.down_proj.stack)
+        formats = tuple(
+            (one.shape, one.dtype) if isinstance(one, torch.Tensor) else one and one.layout
+            for one in stacks
+        )
+        return len(self.kept), self._top_k, self._dtype, *formats
+
+    def _stack(self) -> None:
+        """What is packed becomes one for all experts, once the last of them is there."""
+        packed = [one for one in (self.gate_up_proj, self.down_proj) if one.is_packed]
+        if not all(one.is_loaded for one in packed):
+            return
+        stacks = [stack_experts([one.by_expert[i] for i in self.kept]) for one in packed]
+        for linear, stack in zip(packed, stacks, strict=True):
+            if None in stacks:
+                linear.why_slower.append(
+                    "expert by expert, each waited for, and without CUDA graphs, because no kernel "
+                    "has all of them in their formats"
+                )
+            else:
+                linear.stacked = stack
+                linear.by_expert.clear()
+                linear.matrices.clear()
+
+    def _all_at_once(
+        self, x: torch.Tensor, routing: Routing, gate_up: Stack, down: Stack
+    ) -> torch.Tensor:
+        first, biases = self.kept.start, (self.gate_up_proj.bias, self._down_bias)
+        return dispatch.expert_mlp(x, routing, gate_up, down, first, *biases, self.gate)
 
     def _one_by_one(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         top_k = routing.experts.shape[1]

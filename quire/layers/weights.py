@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from quire.kernels.cpu.library import MatrixHandle
+from quire.kernels.expert_matrices import ExpertMatrices
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES, BlockRows, dequantize_blocks
 from quire.layers.parallel import Parallel, Stage
 
@@ -376,6 +377,8 @@ class MatrixLayer(WeightedLayer):
         self.experts: Axis = ()
         """Where the layer has a matrix for each expert; `by_expert` has those that it keeps."""
         self.by_expert: dict[int, list[Matrix]] = {}
+        self.stacked: ExpertMatrices | None = None
+        """All of these, where the kernels of a GPU take them together; then it alone has them."""
         self.why_slower: list[str] = []
         """Why the layer computes slower than others of its format."""
 

@@ -275,7 +275,8 @@ def held_weight_bytes(model: CausalLM) -> int:
     layers = [layer for layer in model.modules() if isinstance(layer, MatrixLayer)]
     # A tied head has the very matrices of the embedding.
     matrices = {id(matrix): matrix for layer in layers for matrix in layer.matrices}
-    return tensors + sum(matrix.nbytes for matrix in matrices.values())
+    stacked = sum(layer.stacked.nbytes for layer in layers if layer.stacked is not None)
+    return tensors + stacked + sum(matrix.nbytes for matrix in matrices.values())
 
 
 def weight_targets(model: CausalLM) -> dict[str, Target]:

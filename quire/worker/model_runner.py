@@ -18,6 +18,7 @@ from quire.decoding.speculative.drafter import Drafter
 from quire.layers.attention.backend import GroupedAttention
 from quire.layers.attention.layer import StepContext
 from quire.layers.attention.shared_prefix import HostPrefixTiles, prefix_tiles
+from quire.layers.experts import Experts
 from quire.layers.parallel import Parallel
 from quire.models.loader import ONE_RANK
 from quire.models.registry import CausalLM
@@ -298,11 +299,11 @@ class ModelRunner:
             self._stage,
         )
 
-    def compile_kernels(self, graphs: StepGraphs | None, num_threads: int) -> None:
+    def compile_kernels(self, graphs: StepGraphs | None, num_threads: int, max_tokens: int) -> None:
         """Compile most kernels side by side, which a cold start would otherwise do one by one.
 
         Forward passes of each kind are gone through and compute nothing. Nothing is sampled from
-        them: tokens that were not sampled must not be looked up.
+        them: tokens that were not sampled must not be looked up. Steps have at most `max_tokens`.
         """
         from quire.kernels.triton.compile import CompilingTogether
 
@@ -316,6 +317,9 @@ class ModelRunner:
                 self.update_rows(StepPlan(step=0, freed_rows=plan.rows))
             if graphs is not None:
                 graphs.compile()
+            experts = [one for one in self.model.modules() if isinstance(one, Experts)]
+            for layer in {one.kernels: one for one in experts}.values():
+                layer.warm_up(max_tokens)
 
     def warm_up(self) -> None:
         """Run steps of each kind. Their rows have no blocks of their own: all write to the first

@@ -24,6 +24,7 @@ from quire.layers.attention.backend import (
 )
 from quire.layers.attention.kv_scales import describe_kv_scales, given_kv_scales
 from quire.layers.attention.layer import bind_kv_groups
+from quire.layers.experts import Experts
 from quire.layers.parallel import Parallel
 from quire.models.loader import (
     ONE_RANK,
@@ -286,7 +287,9 @@ class Worker:
     def _has_graphs(self) -> bool:
         captured = all(backend.support.cuda_graphs for backend in self._backends)
         has_ranks = self._parallel.is_capturable
-        return captured and has_ranks and not self._options.device.enforce_eager
+        layers = self._model.modules()
+        waits = any(isinstance(one, Experts) and one.waits_for_device for one in layers)
+        return captured and has_ranks and not waits and not self._options.device.enforce_eager
 
     def _capture_graphs(self) -> None:
         graphs = self.runner.build_graphs(self._max_tokens)
@@ -316,7 +319,7 @@ class Worker:
             runner = self._build_runner(KVTensors(self.layout, 1, self.device), max_len)
             runner.kv.clear()
             graphs = runner.build_graphs(num_tokens) if self._has_graphs else None
-            runner.compile_kernels(graphs, self._num_threads)
+            runner.compile_kernels(graphs, self._num_threads, num_tokens)
             runner.execute(largest_step(num_rows, num_tokens, max_len, self._max_queries))
             runner.sample().result()
             torch.cuda.synchronize()

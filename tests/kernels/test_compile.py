@@ -152,6 +152,59 @@ assert max(kernel.metadata.shared for kernel in made) <= SHARED_BYTES, made
 print("done")
 """
 
+EXPERTS = """
+import sys, torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from quire.config.experts import ExpertsConfig
+from quire.kernels.torch.experts import Routing
+from quire.kernels.torch.quantized_weights import GroupedWeights
+from quire.kernels.triton import expert_tiles, experts, grouped_experts, grouped_matrix, routing
+from quire.kernels.triton.compile import CompilingTogether
+
+CAPABILITY, SHARED_BYTES = int(sys.argv[1]), int(sys.argv[2])
+for module in (experts, grouped_experts):
+    module.shared_bytes = lambda device: SHARED_BYTES
+grouped_matrix.multiplies_ahead = lambda device: CAPABILITY == 90
+
+class Driver:
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", CAPABILITY, 32))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+
+driver.set_active(Driver())
+E, H, I = 2, 512, 256
+float8 = torch.float8_e4m3fn if CAPABILITY >= 89 else torch.uint8
+
+def dense(outputs, inputs):
+    return experts.DenseExperts(torch.zeros(E, outputs, inputs).half())
+
+def blocks(outputs, inputs):
+    values, scales = torch.zeros(E, outputs, inputs, dtype=float8), torch.zeros(E, 4, 4)
+    return experts.DenseExperts(values, scales, (128, 128))
+
+def grouped(outputs, inputs):
+    codes = torch.zeros(outputs, inputs, dtype=torch.uint8)
+    weights = GroupedWeights(codes, 4, torch.ones(outputs, inputs // 32).half(), 32, is_e2m1=True)
+    return grouped_experts.stack_grouped([grouped_matrix.pack_grouped(weights, torch.half)] * E)
+
+with CompilingTogether(2) as together:
+    for scoring in ("softmax", "softmax_of_chosen", "sigmoid"):
+        config = ExpertsConfig(160, 6, 8, (True,), scoring, num_groups=8, top_groups=3)
+        routing.route(torch.zeros(2, 160).half(), config, torch.zeros(160))
+    for make in (dense, blocks, grouped):
+        layers = make(2 * I, H), make(H, I)
+        for tokens in experts.kernel_changes(E, 2):
+            chosen = Routing(torch.zeros(tokens, 2, dtype=torch.int32), torch.zeros(tokens, 2))
+            experts.expert_mlp(torch.zeros(tokens, H).half(), chosen, *layers)
+failed = [job.exception() for job in together._jobs.values() if job.exception()]
+assert not failed, failed
+made = [job.result() for job in together._jobs.values()]
+over = [(one.name, one.metadata.shared) for one in made if one.metadata.shared > SHARED_BYTES]
+assert not over, over
+print("done")
+"""
+
 
 def test_kernels_are_compiled_and_not_launched(tmp_path: Path) -> None:
     run(PROGRAM, tmp_path)
@@ -176,6 +229,13 @@ def test_products_of_few_bits_fit_into_shared_memory(
 ) -> None:
     """Of Turing, A100, Ada (and consumer Ampere), and Hopper."""
     run(GROUPED, tmp_path, capability, str(kib << 10))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("capability", "kib"), [("75", 64), ("90", 227)])
+def test_experts_fit_into_shared_memory(capability: str, kib: int, tmp_path: Path) -> None:
+    """Of Turing, which has the least, and Hopper, which holds inputs for longer."""
+    run(EXPERTS, tmp_path, capability, str(kib << 10))
 
 
 def run(text: str, tmp_path: Path, *arguments: str) -> None:

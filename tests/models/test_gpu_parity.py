@@ -49,6 +49,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("mistral", {**_LLAMA_LIKE, "sliding_window": 64}),
     "qwen2": ("qwen2", _LLAMA_LIKE),
     "qwen3": ("qwen3", {**_LLAMA_LIKE, "head_dim": 128, "tie_word_embeddings": True}),
+    # Every expert is chosen: rounding would choose others here and there.
+    "qwen3-moe": (
+        "qwen3_moe",
+        {
+            **_LLAMA_LIKE,
+            "head_dim": 128,
+            "num_experts": 8,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 704,
+            "norm_topk_prob": True,
+        },
+    ),
     "opt": (
         "opt",
         {

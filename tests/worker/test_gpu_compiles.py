@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,16 @@ CONFIG = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
+}
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
 }
 PROGRAM = """
 import sys, numpy, torch, triton
@@ -58,11 +69,12 @@ print("done")
 """
 
 
+@pytest.mark.parametrize("experts", [{}, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("mode", ["graphs", "eager"])
-def test_nothing_compiles_once_ready(tmp_path: Path, mode: str) -> None:
+def test_nothing_compiles_once_ready(tmp_path: Path, mode: str, experts: dict[str, Any]) -> None:
     """Kernels specialise on alignments and divisors of their arguments, which differ from step to
     step. In a process of its own, where nothing has run before."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | experts))
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), mode]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == ["done"], done.stdout + done.stderr[-2000:]

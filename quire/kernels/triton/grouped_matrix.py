@@ -202,7 +202,7 @@ class GroupedMatrix:
 
     def _runs_on_hopper(self, x: Tensor, out: Tensor) -> bool:
         return (
-            self._unpacks_natively(x.dtype)
+            self.unpacks_natively(x.dtype)
             and is_hopper(x.device)
             and self.run == 64
             and all(tensor.data_ptr() % 16 == 0 for tensor in (x, out))
@@ -247,16 +247,16 @@ class GroupedMatrix:
             return Tile(16, 16, 1, 3)
         tiles = (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2))
         available = shared_bytes(self.low.device)
-        return next((one for one in tiles if self._buffer_bytes(one) <= available), tiles[-1])
+        return next((one for one in tiles if self.buffer_bytes(one) <= available), tiles[-1])
 
-    def _buffer_bytes(self, tile: Tile) -> int:
+    def buffer_bytes(self, tile: Tile) -> int:
         """Of shared memory, for spans that are on their way and 16-bit inputs."""
         elements = self.low.element_size() + (0 if self.high is None else self.high.element_size())
         codes, inputs = tile.outputs * elements, FIELDS * tile.tokens * 2
         held = tile.num_stages if multiplies_ahead(self.low.device) else tile.num_stages - 1
         return self.run * ((tile.num_stages - 1) * codes + held * inputs)
 
-    def _layout(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         return {
             "LOW_BITS": self.low_bits,
             "HIGH_BITS": self.high_bits,
@@ -286,10 +286,10 @@ class GroupedMatrix:
             out.stride(0),
             OUTPUTS=tile.outputs,
             TOKENS=tile.tokens,
-            NATIVE=self._unpacks_natively(x.dtype),
+            NATIVE=self.unpacks_natively(x.dtype),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
-            **self._layout(),
+            **self.options(),
             **launch_options(out),
         )
 
@@ -366,7 +366,7 @@ class GroupedMatrix:
             **launch_options(out),
         )
 
-    def _unpacks_natively(self, dtype: torch.dtype) -> bool:
+    def unpacks_natively(self, dtype: torch.dtype) -> bool:
         is_plain = self.low_bits == 4 and self.high is None and not self.is_e2m1
         if not is_plain or not self.low.is_cuda or torch.version.hip is not None:
             return False
@@ -402,7 +402,7 @@ class GroupedMatrix:
             self.num_inputs,
             OUTPUTS=outputs,
             num_warps=4,
-            **self._layout(),
+            **self.options(),
             **launch_options(out),
         )
 

@@ -42,6 +42,77 @@ def _decode(
     return code.to(tl.float32)
 
 
+@triton.jit
+def multiply_rows(
+    x_rows,
+    in_tokens,
+    order_ptr,
+    low_ptr,
+    high_ptr,
+    scales_ptr,
+    zeros_ptr,
+    minima_ptr,
+    outputs,
+    in_outputs,
+    num_outputs,
+    num_inputs,
+    num_spans,
+    LOW_BITS: tl.constexpr,
+    HIGH_BITS: tl.constexpr,
+    IS_E2M1: tl.constexpr,
+    ZERO: tl.constexpr,
+    RUN: tl.constexpr,
+    GROUP_RUNS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """[OUTPUTS, TOKENS] of some rows of a matrix of `num_outputs`; x_rows [1, TOKENS] are where the
+    tokens' inputs begin, which lie in an order of their own if one is given."""
+    run = tl.arange(0, RUN)
+    dtype: tl.constexpr = x_rows.dtype.element_ty
+    acc = tl.zeros([OUTPUTS, TOKENS], tl.float32)
+    wide_outputs = num_outputs.to(tl.int64)
+    for span in range(num_spans):
+        elements = (span * wide_outputs + outputs)[:, None] * RUN + run[None, :]
+        low = tl.load(low_ptr + elements, in_outputs[:, None], 0)
+        high = low
+        if high_ptr is not None:
+            high = tl.load(high_ptr + elements, in_outputs[:, None], 0)
+        partial = acc
+        scale = tl.zeros([OUTPUTS], tl.float32)
+        zero = tl.full([OUTPUTS], ZERO, tl.float32)
+        minimum = tl.zeros([OUTPUTS], tl.float32)
+        for field in tl.static_range(FIELDS):
+            if field * RUN % (GROUP_RUNS * RUN) == 0:
+                group = (span * FIELDS + field) // GROUP_RUNS * wide_outputs
+                scale = tl.load(scales_ptr + group + outputs, in_outputs, 0.0).to(tl.float32)
+                if zeros_ptr is not None:
+                    zero = tl.load(zeros_ptr + group + outputs, in_outputs, 0).to(tl.float32)
+                if minima_ptr is not None:
+                    minimum = tl.load(minima_ptr + group + outputs, in_outputs, 0.0).to(tl.float32)
+                partial = tl.zeros([OUTPUTS, TOKENS], tl.float32)
+            if NATIVE:
+                value = unpack_codes(low, zero[:, None], field, dtype)
+            else:
+                value = _decode(low, high, field, LOW_BITS, HIGH_BITS, IS_E2M1) - zero[:, None]
+                if minima_ptr is None:
+                    value = value.to(dtype)
+            at = (span * FIELDS + field) * RUN + run
+            in_inputs = at < num_inputs
+            if order_ptr is not None:
+                at = tl.load(order_ptr + at, in_inputs, 0)
+            x = tl.load(x_rows + at[:, None], in_tokens[None, :] & in_inputs[:, None], 0.0)
+            if minima_ptr is None:
+                partial = tl.dot(value, x, partial, input_precision="ieee")
+                if (field + 1) % GROUP_RUNS == 0 or field == FIELDS - 1:
+                    acc += partial * scale[:, None]
+            else:
+                wide = value.to(tl.float32) * scale[:, None] + minimum[:, None]
+                acc = tl.dot(wide.to(dtype), x, acc, input_precision="ieee")
+    return acc
+
+
 # Numbers differ from step to step; a kernel for each of their divisors would be compiled while
 # requests wait.
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -77,50 +148,36 @@ def _product_kernel(
     outputs = tile // token_tiles * OUTPUTS + tl.arange(0, OUTPUTS)
     in_tokens = tokens < num_tokens
     in_outputs = outputs < num_outputs
-    run = tl.arange(0, RUN)
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
     x_rows = x_ptr + tokens.to(tl.int64)[None, :] * stride_x
     wait_for_inputs(OVERLAPS)
-    acc = tl.zeros([OUTPUTS, TOKENS], tl.float32)
-    wide_outputs = num_outputs.to(tl.int64)
-    for span in range(num_spans):
-        elements = (span * wide_outputs + outputs)[:, None] * RUN + run[None, :]
-        low = tl.load(low_ptr + elements, in_outputs[:, None], 0)
-        high = low
-        if high_ptr is not None:
-            high = tl.load(high_ptr + elements, in_outputs[:, None], 0)
-        partial = acc
-        scale = tl.zeros([OUTPUTS], tl.float32)
-        zero = tl.full([OUTPUTS], ZERO, tl.float32)
-        minimum = tl.zeros([OUTPUTS], tl.float32)
-        for field in tl.static_range(FIELDS):
-            if field * RUN % (GROUP_RUNS * RUN) == 0:
-                group = (span * FIELDS + field) // GROUP_RUNS * wide_outputs
-                scale = tl.load(scales_ptr + group + outputs, in_outputs, 0.0).to(tl.float32)
-                if zeros_ptr is not None:
-                    zero = tl.load(zeros_ptr + group + outputs, in_outputs, 0).to(tl.float32)
-                if minima_ptr is not None:
-                    minimum = tl.load(minima_ptr + group + outputs, in_outputs, 0.0).to(tl.float32)
-                partial = tl.zeros([OUTPUTS, TOKENS], tl.float32)
-            if NATIVE:
-                value = unpack_codes(low, zero[:, None], field, dtype)
-            else:
-                value = _decode(low, high, field, LOW_BITS, HIGH_BITS, IS_E2M1) - zero[:, None]
-                if minima_ptr is None:
-                    value = value.to(dtype)
-            at = (span * FIELDS + field) * RUN + run
-            x = tl.load(x_rows + at[:, None], in_tokens[None, :] & (at < num_inputs)[:, None], 0.0)
-            if minima_ptr is None:
-                partial = tl.dot(value, x, partial, input_precision="ieee")
-                if (field + 1) % GROUP_RUNS == 0 or field == FIELDS - 1:
-                    acc += partial * scale[:, None]
-            else:
-                wide = value.to(tl.float32) * scale[:, None] + minimum[:, None]
-                acc = tl.dot(wide.to(dtype), x, acc, input_precision="ieee")
+    acc = multiply_rows(
+        x_rows,
+        in_tokens,
+        None,
+        low_ptr,
+        high_ptr,
+        scales_ptr,
+        zeros_ptr,
+        minima_ptr,
+        outputs,
+        in_outputs,
+        num_outputs,
+        num_inputs,
+        num_spans,
+        LOW_BITS,
+        HIGH_BITS,
+        IS_E2M1,
+        ZERO,
+        RUN,
+        GROUP_RUNS,
+        OUTPUTS,
+        TOKENS,
+        NATIVE,
+    )
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + outputs, in_outputs, 0.0).to(tl.float32)[:, None]
     places = out_ptr + tokens.to(tl.int64)[None, :] * stride_out + outputs[:, None]
-    tl.store(places, acc.to(dtype), in_outputs[:, None] & in_tokens[None, :])
+    tl.store(places, acc.to(out_ptr.dtype.element_ty), in_outputs[:, None] & in_tokens[None, :])
 
 
 @triton.jit(do_not_specialize=["first_row", "num_rows"])

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from quire.kernels.torch.quantized_weights import InputRounding, ScaledWeights
 from quire.kernels.triton.activation import rounded_silu_and_mul, silu_and_mul
+from quire.kernels.triton.experts import DenseExperts
 from quire.kernels.triton.finish_product import finish_product
 from quire.kernels.triton.gemv import MAX_FUSED_INPUTS, NormInput, gemv
 from quire.kernels.triton.norm import rms_norm, rounded_rms_norm
@@ -192,6 +194,29 @@ class ScaledMatrix:
         )
         finish_product(out[None], token_scales, self._scales, bias, out, FACTOR)
         return out
+
+
+def stack_scaled(matrices: Sequence[Sequence[ScaledMatrix]]) -> DenseExperts | None:
+    """The matrices of a layer's experts, each in parts one below the other; None where they are not
+    alike. Their inputs are taken as they are."""
+    first = matrices[0][0]
+    parts = [part for expert in matrices for part in expert]
+    if any(
+        (part._values.dtype, part._block) != (first._values.dtype, first._block) for part in parts
+    ):
+        return None
+    if first._block is not None and any(
+        part.num_outputs % first._block[0] for expert in matrices for part in expert[:-1]
+    ):
+        return None
+    values = torch.stack([_cat_bytes([part._values for part in one]) for one in matrices])
+    scales = torch.stack([torch.cat([part._scales for part in one]) for one in matrices])
+    return DenseExperts(values.view(first._values.dtype), scales, first._block)
+
+
+def _cat_bytes(values: list[Tensor]) -> Tensor:
+    """Some operations do not exist for floats of 8 bits."""
+    return torch.cat([one.view(torch.uint8) for one in values])
 
 
 def _padded(scales: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -10,6 +11,7 @@ import torch
 
 from quire.kernels import cpu, dispatch
 from quire.kernels.cpu.quantized import pack_weights
+from quire.kernels.expert_matrices import ExpertMatrices
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES, BlockRows, dequantize_blocks
 from quire.kernels.torch.gguf_groups import GROUPED_KINDS, group_blocks
 from quire.kernels.torch.quantized_weights import (
@@ -51,6 +53,28 @@ def make_matrix(
             f"{weights.group_size} inputs are no multiples of 16."
         )
     return ReferenceMatrix(weights)
+
+
+def stack_experts(matrices: Sequence[Sequence[Matrix]]) -> ExpertMatrices | None:
+    """The matrices of a layer's experts, each in parts one below the other, for the kernels of a
+    GPU; None where these do not take them."""
+    from quire.kernels.triton.experts import DenseExperts
+    from quire.kernels.triton.grouped_experts import stack_grouped
+    from quire.kernels.triton.grouped_matrix import GroupedMatrix
+    from quire.kernels.triton.scaled_linear import ScaledMatrix, stack_scaled
+
+    if all(isinstance(part, ScaledMatrix) for expert in matrices for part in expert):
+        scaled = [[one for one in expert if isinstance(one, ScaledMatrix)] for expert in matrices]
+        return stack_scaled(scaled)
+    if all(isinstance(part, DenseMatrix) for expert in matrices for part in expert):
+        dense = [
+            [one.weight for one in expert if isinstance(one, DenseMatrix)] for expert in matrices
+        ]
+        return DenseExperts(torch.stack([torch.cat(parts) for parts in dense]))
+    grouped = [expert[0] for expert in matrices if isinstance(expert[0], GroupedMatrix)]
+    if len(grouped) == len(matrices) and all(len(expert) == 1 for expert in matrices):
+        return stack_grouped(grouped)
+    return None
 
 
 def _numbers(stored: BlockRows) -> torch.Tensor:

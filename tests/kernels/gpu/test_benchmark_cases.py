@@ -18,6 +18,13 @@ pytestmark = pytest.mark.skipif(
     reason="needs a GPU, or TRITON_INTERPRET=1 (see tests/kernels/test_triton_interpreter.py)",
 )
 
+
+def sparse(count: int, top_k: int, width: int) -> Any:
+    from harness import Sparse  # found once a test has the folder on its path
+
+    return Sparse(count, top_k, width, {})
+
+
 CASES: dict[str, Callable[[Any], Any]] = {
     "decode attention": lambda cases: cases.attention(2, 1, 40),
     "decode attention, 8-bit cache": lambda cases: cases.attention(2, 1, 40, float8=True),
@@ -34,6 +41,8 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "norm and linear of one token": lambda cases: cases.fused_linear(40, 100, gated=True),
     "linear of a batch": lambda cases: cases.linear(3, 40, 100),
     "embedding": lambda cases: cases.embedding(3, vocab=50),
+    "router": lambda cases: cases.routing(sparse(16, 3, 8), 3),
+    "experts": lambda cases: cases.experts(sparse(4, 2, 40), 64, 6),
     "sampling": lambda cases: cases.sampling(cases.FILTERED, 20, vocab=300),
     "greedy sampling": lambda cases: cases.sampling(cases.GREEDY, 20, vocab=300),
     "sampling with temperature": lambda cases: cases.sampling(cases.DRAWN, 20, vocab=300),
