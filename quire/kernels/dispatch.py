@@ -88,6 +88,10 @@ def _is_vector(x: Tensor) -> bool:
 def route(logits: Tensor, config: ExpertsConfig, bias: Tensor | None = None) -> Routing:
     """The experts of each token by its router logits [tokens, experts]; `bias` [experts] is that of
     the choice by sigmoid."""
+    if logits.is_cpu and logits.dtype == torch.float32 and cpu.available()[0]:
+        from quire.kernels.cpu.experts import route as native
+
+        return native(logits, config, bias)
     groups = config.num_groups, config.top_groups
     if config.scoring == "softmax" and config.num_groups > 1:
         routing = experts.softmax_in_groups(logits, config.top_k, *groups, config.normalizes)
@@ -101,6 +105,15 @@ def route(logits: Tensor, config: ExpertsConfig, bias: Tensor | None = None) -> 
     if config.factor != 1.0:
         routing = Routing(routing.experts, routing.weights * config.factor)
     return routing
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x))."""
+    if x.is_cpu and x.dtype == torch.float32 and cpu.available()[0]:
+        from quire.kernels.cpu.experts import sigmoid as native
+
+        return native(x)
+    return x.sigmoid()
 
 
 def expert_mlp(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import nn
 
 from quire.config.experts import ExpertsConfig
-from quire.kernels import dispatch
+from quire.kernels import cpu, dispatch
+from quire.kernels.cpu.experts import ExpertMatrices
+from quire.kernels.cpu.library import MatrixHandle
 from quire.kernels.torch.experts import Routing, weighted_sum
 from quire.layers.linear import Linear, width
 from quire.layers.weights import Axis, Build, MatrixLayer, Shard, stacked, whole
@@ -34,13 +38,33 @@ class ExpertLinear(MatrixLayer):
 
     def __init__(self, experts: Axis, inputs: Axis, outputs: Axis, build: Build) -> None:
         super().__init__(build)
-        self.experts = experts
+        self.experts, self.device = experts, build.device
         self.method.create_weights(self, outputs, inputs, build)
 
     @property
     def stack(self) -> torch.Tensor | None:
         """The weight [experts, outputs, inputs]; None where it is packed, expert by expert."""
         return None if "weight" in self.loaders else self.get_parameter("weight")
+
+    @cached_property
+    def handles(self) -> list[MatrixHandle] | None:
+        """The matrices of the kept experts as the native library knows them; None where it does not
+        have one for each."""
+        found = [
+            matrix.handle
+            for expert in self.kept_experts
+            for matrix in self.by_expert.get(expert, ())
+        ]
+        handles = [handle for handle in found if handle is not None]
+        return handles if len(handles) == len(found) == len(self.kept_experts) > 0 else None
+
+    def finish_loading(self) -> None:
+        super().finish_loading()
+        on_cpu = cpu.available()[0] and self.device.type == "cpu"
+        if on_cpu and self.by_expert and self.handles is None:
+            self.why_slower.append(
+                "called one by one, because the library does not have all experts"
+            )
 
     def apply(self, expert: int, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return self.method.apply_expert(self, expert, x)
@@ -69,11 +93,22 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         gate_up, down = self.gate_up_proj.stack, self.down_proj.stack
-        if gate_up is not None and down is not None:
+        if self.native is not None:
+            out = self.native.run(x, routing)
+        elif gate_up is not None and down is not None:
             out = dispatch.expert_mlp(x, routing, gate_up, down, self.kept.start)
         else:
             out = self._one_by_one(x, routing)
         return self.parallel.all_reduce(out)
+
+    @cached_property
+    def native(self) -> ExpertMatrices | None:
+        """The experts as the native library computes them, all in one call; None where it cannot.
+        Made at the first step, when weights are loaded."""
+        gate_up, down = self.gate_up_proj.handles, self.down_proj.handles
+        if gate_up is None or down is None:
+            return None
+        return ExpertMatrices(gate_up, down, self.kept.start)
 
     def _one_by_one(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         top_k = routing.experts.shape[1]

@@ -38,6 +38,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "head-norms": ("qwen3", LONG),
     "opt": ("opt", LONG),
     "gpt2": ("gpt2", {"n_positions": 700}),
+    "experts": ("qwen3_moe", LONG | {"moe_intermediate_size": 32}),
+    "experts-by-sigmoid": ("glm4_moe", LONG | {"moe_intermediate_size": 32}),
+    "gated-shared-expert": ("qwen2_moe", LONG),
 }
 LENGTHS = (600, 150, 40, 7)
 CHUNKS = (1, 1, 2, 3, 5, 17, 60, 300)
