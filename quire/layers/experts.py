@@ -28,9 +28,18 @@ class Router(Linear):
             self.add_weight("e_score_correction_bias", axes, build, torch.float32)
         else:
             self.register_parameter("e_score_correction_bias", None)
+        self._chosen: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> Routing:  # type: ignore[override]
-        return dispatch.route(super().forward(x), self.config, self.e_score_correction_bias)
+        routing = dispatch.route(super().forward(x), self.config, self.e_score_correction_bias)
+        self._chosen = routing.experts
+        return routing
+
+    def take_chosen(self) -> torch.Tensor:
+        """The experts that the last batch chose, which the router then forgets."""
+        chosen, self._chosen = self._chosen, None
+        assert chosen is not None, f"{self.path} has chosen nothing since the last time"
+        return chosen
 
 
 class ExpertLinear(MatrixLayer):

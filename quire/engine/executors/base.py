@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from quire.protocol.output import DeviceMemory
+from quire.protocol.output import DeviceMemory, ExpertCounts
 from quire.protocol.plan import Int32Array, StepPlan, StepResult, TokenMasks
 
 
@@ -47,5 +47,9 @@ class Executor(Protocol):
 
     def memory(self) -> DeviceMemory:
         """What the device's memory holds now."""
+
+    def expert_counts(self) -> ExpertCounts:
+        """What experts did in all layers of the model; may wait for the steps that were
+        launched."""
 
     def shutdown(self) -> None: ...
