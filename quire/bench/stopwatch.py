@@ -11,7 +11,8 @@ import numpy as np
 
 from quire.bench.runs import inputs
 from quire.bench.workload import BenchRequest
-from quire.protocol.output import DeviceMemory, ExpertCounts, StepOutput
+from quire.protocol.expert_counts import ExpertCounts
+from quire.protocol.output import DeviceMemory, StepOutput
 from quire.protocol.plan import Int32Array, StepPlan, StepResult
 
 if TYPE_CHECKING:

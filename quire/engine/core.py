@@ -24,12 +24,12 @@ from quire.engine.structured_output.grammars import POLL_S, Grammars
 from quire.metrics.engine import EngineMetrics, EngineStatistics
 from quire.metrics.instruments import Readings
 from quire.protocol.errors import EngineDeadError, RequestError, StepMemoryError
+from quire.protocol.expert_counts import ExpertCounts
 from quire.protocol.messages import ID_SEPARATOR
 from quire.protocol.output import (
     BlockState,
     DeviceMemory,
     EngineSnapshot,
-    ExpertCounts,
     MemorySplit,
     SequenceSnapshot,
     StepOutput,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.layers.experts import Router
-from quire.protocol.output import ExpertCounts
+from quire.protocol.expert_counts import ExpertCounts
 
 
 class ExpertCounter:

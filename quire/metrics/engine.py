@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.metrics.instruments import Counter, Gauge, Histogram, Metric, RecentRate
-from quire.protocol.output import ExpertCounts, FinishedSequence
+from quire.protocol.expert_counts import ExpertCounts
+from quire.protocol.output import FinishedSequence
 from quire.protocol.plan import Int32Array, StepPlan
 from quire.protocol.request import NewRequest
 

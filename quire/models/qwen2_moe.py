@@ -9,7 +9,7 @@ from torch import nn
 
 from quire.config.experts import ExpertsConfig
 from quire.config.model import ModelConfig
-from quire.kernels import dispatch
+from quire.layers.activation import sigmoid
 from quire.layers.experts import SparseMLP
 from quire.layers.linear import Linear
 from quire.layers.weights import Build, whole
@@ -26,7 +26,7 @@ class Qwen2SparseMLP(SparseMLP):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        shared = self.shared_expert(x) * dispatch.sigmoid(self.shared_expert_gate(x))
+        shared = self.shared_expert(x) * sigmoid(self.shared_expert_gate(x))
         return super().forward(x) + shared
 
 

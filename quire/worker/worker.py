@@ -30,8 +30,9 @@ from quire.models.loader import (
     load_model,
 )
 from quire.protocol.errors import ModelError, OptionError
+from quire.protocol.expert_counts import ExpertCounts
 from quire.protocol.kv_spec import KVGroup, KVLayout, KVSpec
-from quire.protocol.output import DeviceMemory, ExpertCounts
+from quire.protocol.output import DeviceMemory
 from quire.worker.kv_tensors import KVTensors
 from quire.worker.memory import (
     MIB,

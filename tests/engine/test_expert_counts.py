@@ -21,7 +21,7 @@ from quire.layers.quantization.unquantized import Unquantized
 from quire.layers.weights import Build
 from quire.models.loader import ONE_RANK
 from quire.protocol.codec import Decoder, encode
-from quire.protocol.output import ExpertCounts
+from quire.protocol.expert_counts import ExpertCounts
 from tests.tiny import save_tiny, tiny_llm
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13], [20, 21, 22, 23, 24]]

@@ -19,7 +19,8 @@ from hashlib import blake2b
 import numpy as np
 
 from quire.engine.executors.base import PendingResult
-from quire.protocol.output import DeviceMemory, ExpertCounts
+from quire.protocol.expert_counts import ExpertCounts
+from quire.protocol.output import DeviceMemory
 from quire.protocol.plan import (
     AddedRow,
     Int32Array,

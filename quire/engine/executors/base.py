@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from quire.protocol.output import DeviceMemory, ExpertCounts
+from quire.protocol.expert_counts import ExpertCounts
+from quire.protocol.output import DeviceMemory
 from quire.protocol.plan import Int32Array, StepPlan, StepResult, TokenMasks
 
 

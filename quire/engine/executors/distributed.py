@@ -20,7 +20,8 @@ from quire.engine.executors.nodes import NodeProcesses
 from quire.protocol import __version__
 from quire.protocol.codec import Decoder, convert, encode
 from quire.protocol.errors import EngineDeadError, QuireError, RankMissing
-from quire.protocol.output import DeviceMemory, ExpertCounts
+from quire.protocol.expert_counts import ExpertCounts
+from quire.protocol.output import DeviceMemory
 from quire.protocol.plan import Int32Array, StepPlan, StepResult, TokenMasks
 from quire.protocol.ranks import (
     Answer,

@@ -13,7 +13,8 @@ from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.engine.executors.base import PendingResult
 from quire.protocol.errors import StepMemoryError
-from quire.protocol.output import DeviceMemory, ExpertCounts
+from quire.protocol.expert_counts import ExpertCounts
+from quire.protocol.output import DeviceMemory
 from quire.protocol.plan import Int32Array, StepPlan, TokenMasks
 from quire.worker.device import detect_device
 from quire.worker.groups import own_place

@@ -14,8 +14,9 @@ from starlette.responses import Response
 
 from quire import __version__
 from quire.metrics.instruments import Metric, Readings
+from quire.protocol.expert_counts import ExpertCounts
 from quire.protocol.messages import ID_SEPARATOR
-from quire.protocol.output import BlockState, EngineSnapshot, ExpertCounts, SequenceSnapshot
+from quire.protocol.output import BlockState, EngineSnapshot, SequenceSnapshot
 from quire.server.http.auth import Tenant
 from quire.server.state import ServerState, state_of
 

@@ -121,10 +121,12 @@ setTheme(theme());
 
 // A hidden page asks for nothing, nor does one that waits for a key.
 async function run() {
-  for (let looks = 0; ; looks += 1) {
-    if (!document.hidden && !byId("key-dialog").open) {
-      await look(true);
+  const isShown = () => !document.hidden && !byId("key-dialog").open;
+  for (let looks = 0; ; ) {
+    if (isShown()) await look(true);
+    if (isShown()) {
       if (hasExperts && looks % LOOKS_PER_EXPERTS === 0) await lookAtExperts();
+      looks += 1;
     }
     await new Promise((resolve) => setTimeout(resolve, INTERVAL_MS));
   }
