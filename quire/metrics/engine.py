@@ -202,7 +202,7 @@ class EngineMetrics:
             block_size=block_size,
             waste=1.0 - self.held_tokens.value / slots if slots else 0.0,
             hit_rate=self.hits.value / queries if queries else 0.0,
-            experts_per_step=float(experts.used_per_step.mean()) if experts.layers else None,
+            experts_per_step=experts.mean_used,
         )
 
     def read(self) -> list[Metric]:

@@ -40,6 +40,20 @@ class ExpertCounts:
             min(part.num_steps for part in stages),
         )
 
+    def since(self, earlier: ExpertCounts) -> ExpertCounts:
+        """What came after other counts of the same model."""
+        return ExpertCounts(
+            self.layers,
+            self.tokens - earlier.tokens,
+            self.used - earlier.used,
+            self.num_steps - earlier.num_steps,
+        )
+
+    @property
+    def mean_used(self) -> float | None:
+        """Experts that a layer used per step, averaged over layers; None: no layer has any."""
+        return float(self.used_per_step.mean()) if self.layers else None
+
     @property
     def used_per_step(self) -> NDArray[np.float64]:
         """Of each layer, the mean over steps."""
@@ -48,5 +62,6 @@ class ExpertCounts:
     @property
     def busiest_share(self) -> NDArray[np.float64]:
         """Of each layer's choices of an expert, those that fell on the busiest one."""
-        totals = self.tokens.sum(1)
-        return self.tokens.max(1, initial=0) / np.maximum(totals, 1)
+        totals: NDArray[np.int64] = self.tokens.sum(1)
+        busiest: NDArray[np.int64] = self.tokens.max(1, initial=0)
+        return busiest / np.maximum(totals, 1)

@@ -117,6 +117,8 @@ def test_ranks_are_joined() -> None:
     assert joined.layers == [1, 2, 3] and joined.num_steps == 2
     assert joined.tokens.tolist() == [*first.tokens.tolist(), *last.tokens.tolist()]
     assert joined.used_per_step.tolist() == [3.0] * 3
+    later = ExpertCounts([3], last.tokens + 5, last.used + 9, 5).since(last)
+    assert later.tokens.tolist() == [[5] * 4] and later.mean_used == 3.0
     assert ExpertCounts.joined([ExpertCounts.none(), last]).layers == [3]
     assert ExpertCounts.joined([ExpertCounts.none()] * 2).layers == []
 

@@ -50,7 +50,7 @@ def _q4_1(weight: Tensor) -> Matrix:
 
 def _ordered_groups(weight: Tensor) -> Matrix:
     order = torch.randperm(weight.shape[1]).int()
-    return pack_weights(replace(to_groups(weight, 32), order=order))
+    return pack_weights(replace(to_groups(weight, group_size=32), order=order))
 
 
 def _fp8(weight: Tensor) -> Matrix:
@@ -66,7 +66,7 @@ FORMATS: dict[str, Callable[[Tensor], Matrix]] = {
     "float16": _halves(torch.float16),
     "bfloat16": _halves(torch.bfloat16),
     "int8": packed.quantize_int8,
-    "groups": lambda weight: pack_weights(to_groups(weight, 32)),
+    "groups": lambda weight: pack_weights(to_groups(weight, group_size=32)),
     "ordered groups": _ordered_groups,
     "fp8": _fp8,
     "mxfp4": _mxfp4,
