@@ -34,6 +34,8 @@ PORTABLE = {
     "logprobs.cpp": [],
     "sampling_generic.cpp": [],
     "decoder.cpp": [],
+    "experts.cpp": [],
+    "routing.cpp": [],
     "bitmask.cpp": [],
     "kernel_generic.cpp": [EXACT],
     "pointwise_generic.cpp": [EXACT],

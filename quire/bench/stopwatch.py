@@ -11,6 +11,7 @@ import numpy as np
 
 from quire.bench.runs import inputs
 from quire.bench.workload import BenchRequest
+from quire.protocol.expert_counts import ExpertCounts
 from quire.protocol.output import DeviceMemory, StepOutput
 from quire.protocol.plan import Int32Array, StepPlan, StepResult
 
@@ -83,6 +84,9 @@ class InstantExecutor:
     def memory(self) -> DeviceMemory:
         memory: DeviceMemory = self._local.memory()
         return memory
+
+    def expert_counts(self) -> ExpertCounts:
+        return ExpertCounts.none()
 
     def shutdown(self) -> None:
         self._local.shutdown()

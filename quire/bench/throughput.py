@@ -58,12 +58,15 @@ def run(arguments: Arguments) -> int:
     )
     runs = []
     with engines.start() as llm:
+        before = llm._core.expert_counts()
         for number in range(flags.rounds):
             say(f"round {number + 1} of {flags.rounds}: {len(requests)} requests")
             llm.reset_prefix_cache()
             runs.append(measure(llm, requests))
+        experts = llm._core.expert_counts().since(before)
     figures = _figures(runs, len(requests))
     figures["requests"] = described(requests)
+    figures["experts_per_step"] = experts.mean_used
     publish(_report(runs, figures), arguments, engines)
     return 0
 
@@ -101,6 +104,8 @@ def _report(runs: list[Run], figures: dict[str, Any]) -> Report:
         ("KV slots without a token", percent(figures["waste"])),
         ("preemptions", f"{figures['preemptions']}"),
     ]
+    if figures["experts_per_step"] is not None:
+        rows.append(("experts used per layer and step", f"{figures['experts_per_step']:.1f}"))
     notes = [
         f"{figures['input_tokens']:,} tokens in, {figures['output_tokens']:,} out; median of "
         f"{counted(len(runs), 'round')}, from {min(figures['rounds_s']):.2f} to "

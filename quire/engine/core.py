@@ -24,6 +24,7 @@ from quire.engine.structured_output.grammars import POLL_S, Grammars
 from quire.metrics.engine import EngineMetrics, EngineStatistics
 from quire.metrics.instruments import Readings
 from quire.protocol.errors import EngineDeadError, RequestError, StepMemoryError
+from quire.protocol.expert_counts import ExpertCounts
 from quire.protocol.messages import ID_SEPARATOR
 from quire.protocol.output import (
     BlockState,
@@ -57,6 +58,7 @@ LONGEST_SLEEP_S = 3600.0
 COMMANDS = (
     *("reset_prefix_cache", "read_metrics", "snapshot", "abort_named", "abort_client", "abort_all"),
     *("pause", "resume", "set_log_level", "set_vocabulary", "answer", "check_integrity"),
+    "expert_counts",
 )
 """Methods of `EngineCore` that a client may call by name, beside requests. Their arguments and
 values cross a socket as they are."""
@@ -355,7 +357,13 @@ class EngineCore:
 
     def statistics(self) -> EngineStatistics:
         limits = self.scheduler.limits
-        return self.metrics.statistics(limits.num_blocks, limits.block_size)
+        counts = self.expert_counts()
+        return self.metrics.statistics(limits.num_blocks, limits.block_size, counts)
+
+    def expert_counts(self) -> ExpertCounts:
+        """How tokens were shared out among experts since the start; none once the engine has
+        stopped."""
+        return self.executor.expert_counts() if self.death is None else ExpertCounts.none()
 
     def read_metrics(self) -> Readings:
         self.monitor.keep_host_time()
@@ -378,6 +386,7 @@ class EngineCore:
         split = MemorySplit.of(self._device_memory(), blocks)
         for kind, gauge in metrics.memory.items():
             gauge.set(getattr(split, kind))
+        metrics.experts.set(self.expert_counts())
 
     def snapshot(
         self, max_waiting: int = 256, tables_of: Collection[int] | None = None

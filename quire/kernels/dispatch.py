@@ -96,6 +96,10 @@ def route(logits: Tensor, config: ExpertsConfig, bias: Tensor | None = None) -> 
         from quire.kernels.triton import routing as triton_routing
 
         return triton_routing.route(logits, config, bias)
+    if logits.is_cpu and logits.dtype == torch.float32 and cpu.available()[0]:
+        from quire.kernels.cpu.experts import route as native
+
+        return native(logits, config, bias)
     groups = config.num_groups, config.top_groups
     if config.scoring == "softmax" and config.num_groups > 1:
         routing = experts.softmax_in_groups(logits, config.top_k, *groups, config.normalizes)
@@ -109,6 +113,15 @@ def route(logits: Tensor, config: ExpertsConfig, bias: Tensor | None = None) -> 
     if config.factor != 1.0:
         routing = Routing(routing.experts, routing.weights * config.factor)
     return routing
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x))."""
+    if x.is_cpu and x.dtype == torch.float32 and cpu.available()[0]:
+        from quire.kernels.cpu.experts import sigmoid as native
+
+        return native(x)
+    return x.sigmoid()
 
 
 def expert_mlp(
@@ -136,17 +149,6 @@ def gate_and_mul(gate_up: Tensor, gate: ClampedGate | None) -> Tensor:
     if gate is None:
         return silu_and_mul(gate_up)
     return experts.clamped_gate_and_mul(gate_up, gate)
-
-
-def count_experts(chosen: Tensor, counts: Tensor, first_expert: int = 0) -> None:
-    """Adds to int64 `counts` [experts] how often `chosen` [tokens, top_k] names each of them, the
-    first of which is number `first_expert`."""
-    if chosen.is_cuda:
-        from quire.kernels.triton import expert_tiles
-
-        expert_tiles.count_experts(chosen, counts, first_expert)
-    else:
-        experts.count_experts(chosen, counts, first_expert)
 
 
 def embedding(ids: Tensor, table: Tensor) -> Tensor:

@@ -27,6 +27,11 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """1 / (1 + exp(-x)) of gates that are numbers of a token."""
+    return dispatch.sigmoid(x)
+
+
 def activation(name: str) -> Activation:
     """The function called `name` in a model's configuration."""
     if name not in ACTIVATIONS:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 from torch import nn
 
 from quire.config.experts import ExpertsConfig
-from quire.kernels import dispatch
+from quire.kernels import cpu, dispatch
+from quire.kernels.cpu.experts import NativeExperts
+from quire.kernels.cpu.library import MatrixHandle
 from quire.kernels.expert_matrices import ExpertMatrices
 from quire.kernels.torch.experts import Routing, weighted_sum
 from quire.layers.linear import Linear, width
@@ -42,9 +45,18 @@ class Router(Linear):
             self.add_weight("e_score_correction_bias", axes, build, torch.float32)
         else:
             self.register_parameter("e_score_correction_bias", None)
+        self._chosen: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> Routing:  # type: ignore[override]
-        return dispatch.route(super().forward(x), self.config, self.e_score_correction_bias)
+        routing = dispatch.route(super().forward(x), self.config, self.e_score_correction_bias)
+        self._chosen = routing.experts
+        return routing
+
+    def take_chosen(self) -> torch.Tensor:
+        """The experts that the last batch chose, which the router then forgets."""
+        chosen, self._chosen = self._chosen, None
+        assert chosen is not None, f"{self.path} has chosen nothing since the last time"
+        return chosen
 
 
 class ExpertLinear(MatrixLayer):
@@ -57,7 +69,7 @@ class ExpertLinear(MatrixLayer):
         self, experts: Axis, inputs: Axis, outputs: Axis, has_bias: bool, build: Build
     ) -> None:
         super().__init__(build)
-        self.experts = experts
+        self.experts, self.device = experts, build.device
         self.when_loaded: Callable[[], None] | None = None
         """Called when the last of packed matrices has arrived."""
         self.method.create_weights(self, outputs, inputs, build)
@@ -82,12 +94,32 @@ class ExpertLinear(MatrixLayer):
         """Whether the matrices of all experts are there, of a layer that is packed."""
         return 0 < len(self.by_expert) == len(self.kept_experts)
 
+    @cached_property
+    def handles(self) -> list[MatrixHandle] | None:
+        """The matrices of the kept experts as the native library knows them; None where it does not
+        have one for each."""
+        found = [
+            matrix.handle
+            for expert in self.kept_experts
+            for matrix in self.by_expert.get(expert, ())
+        ]
+        handles = [handle for handle in found if handle is not None]
+        return handles if len(handles) == len(found) == len(self.kept_experts) > 0 else None
+
     def load(
         self, name: str, shard_key: ShardKey, tensor: Weight, bring: Bring | None = None
     ) -> None:
         super().load(name, shard_key, tensor, bring)
         if self.when_loaded is not None and name in self.loaders and self.is_loaded:
             self.when_loaded()
+
+    def finish_loading(self) -> None:
+        super().finish_loading()
+        on_cpu = cpu.available()[0] and self.device.type == "cpu"
+        if on_cpu and self.by_expert and self.handles is None:
+            self.why_slower.append(
+                "called one by one, because the library does not have all experts"
+            )
 
     def apply(  # type: ignore[override]
         self, expert: int, x: torch.Tensor, bias: torch.Tensor | None
@@ -133,16 +165,13 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         gate_up, down = self.gate_up_proj.stack, self.down_proj.stack
-        if gate_up is not None and down is not None:
+        if self.native is not None:
+            out = self.native.run(x, routing)
+        elif gate_up is not None and down is not None:
             out = self._all_at_once(x, routing, gate_up, down)
         else:
             out = self._one_by_one(x, routing)
         return self.parallel.all_reduce(out)
-
-    def count_chosen(self, routing: Routing, counts: torch.Tensor) -> None:
-        """Adds to int64 `counts` [experts of this rank] how many tokens chose each. Tokens that pad
-        a CUDA graph choose too, and what they choose is read."""
-        dispatch.count_experts(routing.experts, counts, self.kept.start)
 
     def warm_up(self, max_tokens: int) -> None:
         """Goes through all kernels that steps of so many tokens meet."""
@@ -191,6 +220,16 @@ class Experts(nn.Module):
     ) -> torch.Tensor:
         first, biases = self.kept.start, (self.gate_up_proj.bias, self._down_bias)
         return dispatch.expert_mlp(x, routing, gate_up, down, first, *biases, self.gate)
+
+    @cached_property
+    def native(self) -> NativeExperts | None:
+        """The experts as the native library computes them, all in one call; None where it cannot.
+        Made at the first step, when weights are loaded."""
+        gate_up, down = self.gate_up_proj.handles, self.down_proj.handles
+        if gate_up is None or down is None:
+            return None
+        biases = self.gate_up_proj.bias, self._down_bias
+        return NativeExperts(gate_up, down, self.kept.start, *biases, self.gate)
 
     def _one_by_one(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         top_k = routing.experts.shape[1]

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from quire.config.speculative import MAX_TOKENS
 from quire.metrics.instruments import Counter, Gauge, Histogram, Metric, RecentRate
+from quire.protocol.expert_counts import ExpertCounts
 from quire.protocol.output import FinishedSequence
 from quire.protocol.plan import BoolArray, Int32Array, StepPlan, StepResult
 from quire.protocol.request import NewRequest
@@ -63,6 +64,8 @@ class EngineStatistics:
     """Share of allocated token slots that held nothing, averaged over steps."""
     hit_rate: float
     """Share of prompt tokens found in the prefix cache."""
+    experts_per_step: float | None
+    """Experts of a layer that a step used, averaged over steps and layers; None: it has none."""
 
 
 T = TypeVar("T", Counter, Gauge)
@@ -98,6 +101,7 @@ class EngineMetrics:
         self.memory = labelled(
             Gauge, "quire:device_memory_bytes", "Memory of the device.", kind=MEMORY_KINDS
         )
+        self.experts = ExpertGauges()
         self.queries = Counter(
             "quire:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
         )
@@ -208,7 +212,9 @@ class EngineMetrics:
         self.success[ended.finish_reason].add(1)
         self.requests.ended(ended, new, is_last)
 
-    def statistics(self, num_blocks: int, block_size: int) -> EngineStatistics:
+    def statistics(
+        self, num_blocks: int, block_size: int, experts: ExpertCounts
+    ) -> EngineStatistics:
         slots = self.held_blocks.value * block_size
         queries = self.queries.value
         return EngineStatistics(
@@ -221,6 +227,7 @@ class EngineMetrics:
             block_size=block_size,
             waste=1.0 - self.held_tokens.value / slots if slots else 0.0,
             hit_rate=self.hits.value / queries if queries else 0.0,
+            experts_per_step=experts.mean_used,
         )
 
     def read(self) -> list[Metric]:
@@ -229,10 +236,45 @@ class EngineMetrics:
         self.by_source["local_cache_hit"].value = hits
         self.by_source["local_compute"].value = self.queries.value - hits
         found: list[Metric] = []
-        for value in (*vars(self).values(), *vars(self.requests).values()):
+        groups = (self, self.experts, self.requests)
+        for value in [value for group in groups for value in vars(group).values()]:
             several = value.values() if isinstance(value, dict) else (value,)
             found += [i.read() for i in several if isinstance(i, Counter | Gauge | Histogram)]
         return found
+
+
+class ExpertGauges:
+    """Layers with experts, since the start. Counts of single experts would be thousands of series:
+    the whole table is `/dashboard/experts`."""
+
+    def __init__(self) -> None:
+        self.used: dict[str, Gauge] = {}
+        self.used_per_step: dict[str, Gauge] = {}
+        self.busiest_share: dict[str, Gauge] = {}
+
+    def set(self, counts: ExpertCounts) -> None:
+        if len(self.used) != len(counts.layers):
+            self._make(tuple(map(str, counts.layers)))
+        for gauges, values in (
+            (self.used, (counts.tokens > 0).sum(1)),
+            (self.used_per_step, counts.used_per_step),
+            (self.busiest_share, counts.busiest_share),
+        ):
+            for gauge, value in zip(gauges.values(), values.tolist(), strict=True):
+                gauge.set(value)
+
+    def _make(self, layers: tuple[str, ...]) -> None:
+        def gauges(name: str, help: str) -> dict[str, Gauge]:
+            return labelled(Gauge, f"quire:{name}", help, layer=layers)
+
+        self.used = gauges("experts_used", "Experts of a layer that got a token.")
+        self.used_per_step = gauges(
+            "experts_used_per_step", "Experts of a layer that a step used, averaged over steps."
+        )
+        self.busiest_share = gauges(
+            "expert_busiest_share",
+            "Share of a layer's choices of an expert that fell on the busiest one, 0 to 1.",
+        )
 
 
 class RequestHistograms:

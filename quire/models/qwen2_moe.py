@@ -9,6 +9,7 @@ from torch import nn
 
 from quire.config.experts import ExpertsConfig
 from quire.config.model import ModelConfig
+from quire.layers.activation import sigmoid
 from quire.layers.experts import SparseMLP
 from quire.layers.linear import Linear
 from quire.layers.weights import Build, whole
@@ -25,7 +26,7 @@ class Qwen2SparseMLP(SparseMLP):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        shared = self.shared_expert(x) * self.shared_expert_gate(x).sigmoid()
+        shared = self.shared_expert(x) * sigmoid(self.shared_expert_gate(x))
         return super().forward(x) + shared
 
 

@@ -67,6 +67,11 @@ class Decoder(Generic[T]):
         return message
 
 
+def convert(value: Any, kind: type[T]) -> T:
+    """A value that was decoded as one of any type."""
+    return msgspec.convert(value, kind, dec_hook=_array)
+
+
 def line(message: Any) -> bytes:
     return msgspec.json.encode(message) + b"\n"
 

@@ -18,6 +18,7 @@ from quire.layers.attention.backend import AttentionInputs, DividedRows, Grouped
 from quire.layers.attention.layer import AttentionStep, StepContext
 from quire.layers.attention.shared_prefix import HostPrefixTiles, PrefixTiles, max_tiles
 from quire.layers.attention.triton import query_tiles
+from quire.layers.expert_counts import ExpertCounter
 from quire.layers.parallel import ONE_STAGE, Stage
 from quire.models.registry import CausalLM
 from quire.protocol.plan import Int32Array, StepPlan
@@ -125,12 +126,13 @@ class StepGraphs:
         shares_prefixes: bool = False,
         max_queries: int = 1,
         stage: Stage = ONE_STAGE,
+        expert_counter: ExpertCounter | None = None,
     ) -> None:
         """`max_queries` is one more than the most drafts of a row."""
         from quire.kernels.triton.rows import RowTensors, TokenTensors
 
         self._model, self._attention, self._table = model, attention, table
-        self._stage = stage
+        self._stage, self._expert_counter = stage, expert_counter
         decode = decode_keys(max_rows, shares_prefixes)
         most = attention.max_decode_queries
         mixed = mixed_keys(max_rows, max_tokens, min(max_queries, most), most)
@@ -345,6 +347,8 @@ class StepGraphs:
         given = None if self._received is None else self._received[:num_tokens]
         step = StepContext(tokens.positions, attention, tokens.ids, hidden=given)
         hidden: Tensor = self._model(step)
+        if self._expert_counter is not None:
+            self._expert_counter.take(tokens.slots >= 0)
         if self._sent is not None:
             self._sent[:num_tokens] = hidden
         return hidden

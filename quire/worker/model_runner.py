@@ -18,6 +18,7 @@ from quire.decoding.speculative.drafter import Drafter
 from quire.layers.attention.backend import GroupedAttention
 from quire.layers.attention.layer import StepContext
 from quire.layers.attention.shared_prefix import HostPrefixTiles, prefix_tiles
+from quire.layers.expert_counts import ExpertCounter
 from quire.layers.experts import Experts
 from quire.layers.parallel import Parallel
 from quire.models.loader import ONE_RANK
@@ -80,6 +81,8 @@ class ModelRunner:
         self.sampler = sampler
         self._shares_prefixes, self._max_queries = shares_prefixes, max_queries
         self._parallel, self._stage = parallel, parallel.stage
+        self.expert_counter = ExpertCounter.of(model, table.device)
+        """None for models without experts."""
         self.graphs: StepGraphs | None = None
         self.drafter: Drafter | None = None
         self.on_prompt_logits: Callable[[Int32Array, Tensor], None] | None = None
@@ -112,6 +115,8 @@ class ModelRunner:
             given = self.model.new_hidden(plan.num_tokens)
             self._stage.receive(given)
         hidden = self.model(StepContext(batch.positions, attention, batch.token_ids, hidden=given))
+        if self.expert_counter is not None and plan.num_tokens:
+            self.expert_counter.take()
         if self._stage.is_last:
             logits = self.model.logits(hidden[batch.sample_indices])
             self._executed = _Executed(plan, staged, logits, hidden)
@@ -297,6 +302,7 @@ class ModelRunner:
             self._shares_prefixes,
             self._max_queries,
             self._stage,
+            self.expert_counter,
         )
 
     def compile_kernels(self, graphs: StepGraphs | None, num_threads: int, max_tokens: int) -> None:

@@ -33,6 +33,7 @@ from quire.models.loader import (
     load_model,
 )
 from quire.protocol.errors import ModelError, OptionError
+from quire.protocol.expert_counts import ExpertCounts
 from quire.protocol.kv_spec import KVGroup, KVLayout, KVSpec
 from quire.protocol.output import DeviceMemory
 from quire.worker.draft_model import DraftSource
@@ -222,6 +223,8 @@ class Worker:
             remedy = f"Lower {LOWER_CACHE} or max_num_seqs."
             with explaining("warming up", remedy, self._device_info):
                 self.runner.warm_up()
+        if self.runner.expert_counter is not None:
+            self.runner.expert_counter.reset()
 
     # ----------------------------------------------------------------------------------------------
 
@@ -249,6 +252,11 @@ class Worker:
             kv_block=self.layout.bytes_per_block,
             is_host=kind == "cpu",
         )
+
+    def expert_counts(self) -> ExpertCounts:
+        """Of this rank's layers, all that was launched included."""
+        counter = self.runner.expert_counter
+        return ExpertCounts.none() if counter is None else counter.read()
 
     def _obstacle_to_sharing(self) -> str | None:
         """Why a prefix that running requests share cannot be read once for all of them."""

@@ -19,6 +19,7 @@ from hashlib import blake2b
 import numpy as np
 
 from quire.engine.executors.base import PendingResult
+from quire.protocol.expert_counts import ExpertCounts
 from quire.protocol.output import DeviceMemory
 from quire.protocol.plan import (
     AddedRow,
@@ -357,6 +358,9 @@ class ToyExecutor:
         """A device of 1000 bytes per block, a quarter of it taken by this and that."""
         kv = 1000 * self.num_blocks
         return DeviceMemory(total=4 * kv, used=3 * kv, weights=kv, kv_block=1000)
+
+    def expert_counts(self) -> ExpertCounts:
+        return ExpertCounts.none()
 
     def shutdown(self) -> None:
         for stage in self.stages:

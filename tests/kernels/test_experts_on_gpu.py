@@ -103,11 +103,9 @@ def test_a_graph_chooses_anew_at_each_replay(num_tokens: int) -> None:
     down = random(count, hidden, width) / width**0.5
     x = random(num_tokens, hidden)
     logits = torch.randn(num_tokens, count, device="cuda")
-    counts = torch.zeros(count, dtype=torch.int64, device="cuda")
 
     def layer() -> Tensor:
         chosen = dispatch.route(logits, config)
-        dispatch.count_experts(chosen.experts, counts)
         return dispatch.expert_mlp(x, chosen, gate_up, down)
 
     layer()
@@ -115,13 +113,9 @@ def test_a_graph_chooses_anew_at_each_replay(num_tokens: int) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = layer()
-    counts.zero_()
-    expected_counts = counts.cpu()
     for _ in range(3):
         x.copy_(random(num_tokens, hidden))
         logits.copy_(torch.randn(num_tokens, count, device="cuda"))
         graph.replay()
         chosen = references.softmax_then_top_k(logits, top_k, True)
         check(out, references.expert_mlp(x, chosen, gate_up, down))
-        expected_counts += chosen.experts.flatten().cpu().bincount(minlength=count)
-    assert torch.equal(counts.cpu(), expected_counts)

@@ -39,6 +39,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sinks": ("gpt_oss", LONG | {"sliding_window": 300}),
     "opt": ("opt", LONG),
     "gpt2": ("gpt2", {"n_positions": 700}),
+    "experts": ("qwen3_moe", LONG | {"moe_intermediate_size": 32}),
+    "experts-by-sigmoid": ("glm4_moe", LONG | {"moe_intermediate_size": 32}),
+    "gated-shared-expert": ("qwen2_moe", LONG),
 }
 LENGTHS = (600, 150, 40, 7)
 CHUNKS = (1, 1, 2, 3, 5, 17, 60, 300)

@@ -121,7 +121,7 @@ def test_no_progress_where_it_would_tell(sharing: RunningServer) -> None:
     assert reply.status == 200 and b"cached_tokens" not in reply.body
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/dashboard/state"])
+@pytest.mark.parametrize("path", ["/metrics", "/dashboard/state", "/dashboard/experts"])
 def test_the_engines_counts_are_for_the_admin(sharing: RunningServer, path: str) -> None:
     assert sharing.request("GET", path, headers=ADMIN).status == 200
     refused = sharing.request("GET", path, headers=B)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from quire.protocol.expert_counts import ExpertCounts
 from quire.protocol.output import DeviceMemory
 from quire.protocol.plan import Int32Array, StepPlan, StepResult, TokenMasks
 
@@ -47,5 +48,9 @@ class Executor(Protocol):
 
     def memory(self) -> DeviceMemory:
         """What the device's memory holds now."""
+
+    def expert_counts(self) -> ExpertCounts:
+        """What experts did in all layers of the model; may wait for the steps that were
+        launched."""
 
     def shutdown(self) -> None: ...

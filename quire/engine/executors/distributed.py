@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-import msgspec
 import numpy as np
 
 from quire.config.options import EngineOptions
@@ -19,8 +18,9 @@ from quire.engine.executors.channel import Channel
 from quire.engine.executors.launch import Launcher, LocalProcesses
 from quire.engine.executors.nodes import NodeProcesses
 from quire.protocol import __version__
-from quire.protocol.codec import Decoder, encode
+from quire.protocol.codec import Decoder, convert, encode
 from quire.protocol.errors import EngineDeadError, QuireError, RankMissing
+from quire.protocol.expert_counts import ExpertCounts
 from quire.protocol.output import DeviceMemory
 from quire.protocol.plan import Int32Array, StepPlan, StepResult, TokenMasks
 from quire.protocol.ranks import (
@@ -188,7 +188,11 @@ class DistributedExecutor:
         return bool(self._results)
 
     def memory(self) -> DeviceMemory:
-        return msgspec.convert(self._call("memory")[0], DeviceMemory)
+        return convert(self._call("memory")[0], DeviceMemory)
+
+    def expert_counts(self) -> ExpertCounts:
+        values = self._call("expert_counts")
+        return ExpertCounts.joined([convert(value, ExpertCounts) for value in values])
 
     def shutdown(self) -> None:
         self._stopping.set()

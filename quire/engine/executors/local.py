@@ -13,6 +13,7 @@ from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.engine.executors.base import PendingResult
 from quire.protocol.errors import StepMemoryError
+from quire.protocol.expert_counts import ExpertCounts
 from quire.protocol.output import DeviceMemory
 from quire.protocol.plan import Int32Array, StepPlan, TokenMasks
 from quire.worker.device import detect_device
@@ -90,6 +91,9 @@ class LocalExecutor:
 
     def memory(self) -> DeviceMemory:
         return self.worker.memory()
+
+    def expert_counts(self) -> ExpertCounts:
+        return self.worker.expert_counts()
 
     def shutdown(self) -> None:
         """Free weights and KV cache."""

@@ -162,6 +162,8 @@ class RankLoop:
             gc.freeze()
             windows = worker.layout.windows
             return windows, worker.groups_prefixes, worker.graph_tokens
+        if order.name == "expert_counts":
+            return worker.expert_counts()
         assert order.name == "memory", order.name
         return worker.memory()
 

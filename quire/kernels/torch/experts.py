@@ -117,12 +117,5 @@ def expert_mlp(
 
 def weighted_sum(results: Tensor, weights: Tensor) -> Tensor:
     """[tokens * top_k, hidden] and weights [tokens, top_k] -> [tokens, hidden]."""
-    by_token = results.view(*weights.shape, -1)
+    by_token = results.view(*weights.shape, results.shape[1])
     return (by_token.float() * weights.unsqueeze(-1)).sum(1).to(results.dtype)
-
-
-def count_experts(chosen: Tensor, counts: Tensor, first_expert: int = 0) -> None:
-    """Adds to int64 `counts` [experts] how often `chosen` [tokens, top_k] names each of them, the
-    first of which is number `first_expert`."""
-    places = torch.arange(first_expert, first_expert + len(counts), device=chosen.device)
-    counts += (chosen.reshape(-1, 1) == places).sum(0)

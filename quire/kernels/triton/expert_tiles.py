@@ -28,7 +28,6 @@ def _count_kernel(
     counts_ptr,
     num_pairs,
     first_expert,
-    ADDS: tl.constexpr,
     PAIRS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -40,8 +39,6 @@ def _count_kernel(
         chosen = tl.load(experts_ptr + at, at < num_pairs, -1)
         found += (chosen == expert + first_expert).to(tl.int32)
     count = tl.sum(found, 0)
-    if ADDS:
-        count += tl.load(counts_ptr + expert)
     tl.store(counts_ptr + expert, count)
 
 
@@ -145,7 +142,7 @@ def tiles_by_expert(experts: Tensor, num_experts: int, first_expert: int, size: 
     counts = None
     if num_pairs > PAIRS_AT_ONCE[-1]:
         counts = torch.empty(num_experts, dtype=torch.int32, device=experts.device)
-        _count(experts, counts, first_expert, adds=False)
+        _count(experts, counts, first_expert)
     _sort_kernel[(num_experts,)](
         experts,
         counts,
@@ -164,19 +161,12 @@ def tiles_by_expert(experts: Tensor, num_experts: int, first_expert: int, size: 
     return ExpertTiles(tiles, pairs, num_pairs, first_expert, size)
 
 
-def count_experts(experts: Tensor, counts: Tensor, first_expert: int = 0) -> None:
-    """Adds to int64 `counts` [experts] how many of the pairs chose each of these, the first of
-    which is number `first_expert`."""
-    _count(experts, counts, first_expert, adds=True)
-
-
-def _count(experts: Tensor, counts: Tensor, first_expert: int, adds: bool) -> None:
+def _count(experts: Tensor, counts: Tensor, first_expert: int) -> None:
     _count_kernel[(len(counts),)](
         experts,
         counts,
         experts.numel(),
         first_expert,
-        ADDS=adds,
         PAIRS=pairs_at_once(experts.numel()),
         num_warps=4,
         **launch_options(experts),

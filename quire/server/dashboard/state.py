@@ -1,4 +1,4 @@
-"""`/dashboard/state`: the engine at this moment, as the page draws it."""
+"""`/dashboard/state` and `/dashboard/experts`: the engine at this moment, as the page draws it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from quire import __version__
 from quire.metrics.instruments import Metric, Readings
+from quire.protocol.expert_counts import ExpertCounts
 from quire.protocol.messages import ID_SEPARATOR
 from quire.protocol.output import BlockState, EngineSnapshot, SequenceSnapshot
 from quire.server.http.auth import Tenant
@@ -45,6 +46,24 @@ async def dashboard_state(request: Request, sequence: int | None = None) -> Resp
         **_about_metrics(readings.all),
         "table": _table(snapshot, sequence),
     }
+    return _reply(record)
+
+
+@router.get("/dashboard/experts")
+async def dashboard_experts(request: Request) -> Response:
+    """How many tokens each expert of each layer got since the start. Reading it waits for the steps
+    that are under way, so the page asks for it less often than for its state."""
+    counts = await state_of(request).llm.client.command("expert_counts", ExpertCounts)
+    record = {
+        "layers": counts.layers,
+        "tokens": counts.tokens.tolist(),
+        "used_per_step": [round(mean, 3) for mean in counts.used_per_step.tolist()],
+        "num_steps": counts.num_steps,
+    }
+    return _reply(record)
+
+
+def _reply(record: dict[str, Any]) -> Response:
     headers = {"Cache-Control": "no-store"}
     return Response(msgspec.json.encode(record), headers=headers, media_type="application/json")
 

@@ -21,7 +21,7 @@ OPEN_PATHS = frozenset({"/", "/docs", "/health", "/ping"})
 """Routes that need no key: they tell nothing that is worth one."""
 STATIC_PREFIX = "/static/"
 """So do the files of the pages."""
-ENGINE_PATHS = frozenset({"/metrics", "/dashboard/state"})
+ENGINE_PATHS = frozenset({"/metrics", "/dashboard/state", "/dashboard/experts"})
 """Routes that count what the prefix cache did for all tenants."""
 MAX_TENANT_CHARACTERS = 128
 MISDIRECTED = 421

@@ -193,18 +193,6 @@ def test_each_pair_lies_in_one_tile_of_its_expert(
     assert found == sorted((e, pair) for pair, e in pairs if first <= e < first + kept)
 
 
-def test_experts_are_counted() -> None:
-    chosen = chosen_experts(90, 8, 3)
-    counts = torch.arange(5, device=DEVICE)
-    expected = counts.clone()
-    for _ in range(2):
-        expert_tiles.count_experts(chosen, counts, 2)
-        references.count_experts(chosen.cpu(), expected, 2)
-    numbers = chosen.flatten().tolist()
-    assert expected.tolist() == [i + 2 * numbers.count(i + 2) for i in range(5)]
-    assert torch.equal(counts, expected)
-
-
 # --- networks -------------------------------------------------------------------------------------
 
 HIDDEN, WIDTH, COUNT, TOP_K = 96, 40, 6, 3

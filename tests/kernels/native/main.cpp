@@ -49,6 +49,8 @@ constexpr Test kTests[] = {
     {"norm linear", test_norm_linear},     {"largest", test_largest},
     {"sampling", test_sampling},               {"logprobs", test_logprobs},
     {"decode", test_decode},               {"bitmask", test_bitmask},
+    {"experts", test_experts},             {"route", test_route},
+    {"sigmoid", test_sigmoid},
     {"penalize", test_penalize},           {"dequantize", test_dequantize},
     {"thread pool", test_thread_pool},                   {"contention", test_contention},
     {"collectives", test_collectives},     {"missing rank", test_missing_rank},

@@ -73,6 +73,12 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
     assert size < 100_000
 
 
+def test_experts_of_a_model_without_any(server: RunningServer) -> None:
+    reply = server.request("GET", "/dashboard/experts")
+    assert reply.status == 200
+    assert reply.json == {"layers": [], "tokens": [], "used_per_step": [], "num_steps": 0}
+
+
 def test_state_while_requests_run(server: RunningServer, model: str) -> None:
     client = server.client()
     streams = [

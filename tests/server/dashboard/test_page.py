@@ -118,6 +118,36 @@ def ask(page: Page, text: str) -> None:
     page.get_by_role("button", name="Send").click()
 
 
+def test_experts_are_drawn_where_there_are_some(browser: Browser, server: RunningServer) -> None:
+    """A line for each layer; the strongest is the one with most tokens since the last look."""
+    page, looks = browser.new_page(), 0
+
+    def fulfil(route: Route) -> None:
+        nonlocal looks
+        looks += 1
+        counts = {
+            "layers": [3, 4],
+            "tokens": [[30 * looks, 10 * looks, 0, 0], [900, 0, 0, 100 * looks]],
+            "used_per_step": [2.0, 1.5],
+            "num_steps": looks,
+        }
+        route.fulfill(status=200, content_type="application/json", body=json.dumps(counts))
+
+    page.route("**/dashboard/experts", fulfil)
+    page.goto(server.url)
+    expect(page.locator("#experts-card")).to_be_hidden()
+    page.get_by_label("API key").fill(KEY)
+    page.get_by_role("button", name="Continue").click()
+    expect(page.locator("#experts-card")).to_be_visible()
+    expect(page.locator("#experts-size")).to_have_text("2 layers of 4")
+    expect(page.locator("#experts-used")).to_have_text("1.8")
+    expect(page.locator("#experts-busiest")).to_have_text("90 %")
+    expect(page.locator("#experts-busiest")).to_have_text("100 %", timeout=15_000)  # 2nd look
+    page.locator("#experts").hover(position={"x": 50, "y": 20})
+    expect(page.locator("#experts-note")).to_contain_text("Layer 4, expert 3: 100 tokens of late")
+    page.close()
+
+
 def test_asks_for_the_key_until_it_is_right(browser: Browser, server: RunningServer) -> None:
     page = browser.new_page()
     page.goto(server.url)

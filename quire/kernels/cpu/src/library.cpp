@@ -4,6 +4,7 @@
 #include "sampling.h"
 #include "dispatch.h"
 #include "pointwise.h"
+#include "quantized.h"
 
 namespace quire {
 namespace {
@@ -35,6 +36,16 @@ int chosen_isa() { return isa_in_use < 0 ? best_isa() : isa_in_use; }
 
 const Kernel& chosen_kernel() { return *kernel_of(chosen_isa()); }
 
+const LinearKernel& chosen_blocks() {
+#if defined(__x86_64__)
+  static const bool has_vnni =
+      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni");
+  if (chosen_isa() == 2 && has_vnni) return linear_vnni;
+  if (chosen_isa() >= 1) return linear_avx2;
+#endif
+  return linear_generic;
+}
+
 const Pointwise& chosen_pointwise() {
 #if defined(__x86_64__)
   if (chosen_isa() == 2) return pointwise_avx512;
@@ -57,7 +68,7 @@ const SamplingKernel& chosen_sampling() {
 extern "C" {
 
 // Changes whenever a struct or the meaning of an entry point does.
-int quire_abi() { return 19; }
+int quire_abi() { return 20; }
 
 // The widest instruction set of this processor: 0 generic, 1 AVX2, 2 AVX-512.
 int quire_best_isa() { return quire::best_isa(); }

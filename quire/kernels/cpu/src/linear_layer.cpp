@@ -10,39 +10,10 @@
 namespace quire {
 namespace {
 
-// Below this many multiply-adds waking other threads costs more than it gains.
-constexpr int64_t kSerialProducts = 100000;
 // Inputs that are prepared by one thread without asking others to help.
 constexpr int64_t kInputsAtOnce = 4096;
-// Pieces per thread: enough for threads that are held up to fall behind without being waited for.
-constexpr int64_t kPieces = 8;
 // Tokens whose gates and values are kept apart until they meet.
 constexpr int64_t kGatedTokens = 48;
-
-size_t padded(size_t bytes) { return (bytes + 63) / 64 * 64; }
-
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-// How the outputs are cut into pieces: rectangles of groups and tokens.
-struct Pieces {
-  int64_t num_groups, groups, num_tokens, tokens;
-
-  // Groups are worked on `together`. Where there are few of them, pieces have a part of the tokens.
-  Pieces(int64_t num_groups, int64_t num_tokens, int64_t together, int64_t tile, int64_t threads)
-      : num_groups(num_groups), num_tokens(num_tokens) {
-    const int64_t wanted = threads * kPieces, steps = divide_up(num_groups, together);
-    // Tokens of one tile only wait for memory, and small pieces come out even. With more, a piece has
-    // groups to ask for while it works on others.
-    if (num_tokens <= tile)
-      groups = (steps < wanted ? 1 : steps / wanted) * together;
-    else
-      groups = divide_up(divide_up(num_groups, wanted), 2) * 2;
-    tokens = divide_up(divide_up(num_tokens, tile), divide_up(wanted, divide_up(num_groups, groups))) *
-             tile;
-  }
-  int64_t across() const { return divide_up(num_tokens, tokens); }
-  int64_t count() const { return divide_up(num_groups, groups) * across(); }
-};
 
 template <typename Product>
 struct Job {
@@ -128,16 +99,6 @@ void work(void* data) {
   });
 }
 
-// Working space, cut from one piece of memory.
-struct Space {
-  size_t bytes = 0;
-  size_t add(size_t count) {
-    const size_t at = bytes;
-    bytes += padded(count);
-    return at;
-  }
-};
-
 // Returns 0, or -1 if there is no memory.
 template <typename Product>
 int compute(const Layer& layer, Product product) {
@@ -151,7 +112,7 @@ int compute(const Layer& layer, Product product) {
   const int64_t tile = product.tile_tokens();
   const int64_t rows = fills_groups ? num_outputs / 2 : num_outputs;
   const Pieces pieces(divide_up(rows, Product::kGroupRows), num_tokens, Product::kTogether, tile,
-                      threads);
+                      threads * kPieces);
 
   const size_t scratch_floats = static_cast<size_t>(
       fills_groups ? Job<Product>::gated_tokens(product) * 2 * pieces.groups * Product::kGroupRows : 0);
@@ -183,24 +144,6 @@ int compute(const Layer& layer, Product product) {
   return 0;
 }
 
-const LinearKernel& chosen_blocks() {
-#if defined(__x86_64__)
-  static const bool has_vnni =
-      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni");
-  if (chosen_isa() == 2 && has_vnni) return linear_vnni;
-  if (chosen_isa() >= 1) return linear_avx2;
-#endif
-  return linear_generic;
-}
-
-int compute_blocks(const PackedMatrix& matrix, const Layer& layer) {
-  return compute(layer, BlockProduct(matrix, layer.bias, layer.num_tokens, chosen_blocks()));
-}
-
-int compute_floats(const FloatLinearCall& call, const Layer& layer) {
-  return compute(layer, FloatProduct(call, chosen_kernel()));
-}
-
 }  // namespace
 }  // namespace quire
 
@@ -213,7 +156,7 @@ int quire_packed_linear(const quire::PackedMatrix* matrix, const float* x, int64
                         int32_t num_threads) {
   const quire::Layer layer = {x,    x_stride, num_tokens, nullptr,    0.0f,       nullptr,
                               bias, false,    out,        out_stride, num_threads};
-  return quire::compute_blocks(*matrix, layer);
+  return quire::compute(layer, quire::BlockProduct(*matrix, bias, num_tokens, quire::chosen_blocks()));
 }
 
 // The same for a weight in floats.
@@ -221,26 +164,14 @@ int quire_float_linear(const quire::FloatLinearCall* call) {
   const quire::Layer layer = {call->x, call->x_stride, call->num_tokens, nullptr,
                               0.0f,    nullptr,        call->bias,       false,
                               call->out, call->out_stride, call->num_threads};
-  return quire::compute_floats(*call, layer);
+  return quire::compute(layer, quire::FloatProduct(*call, quire::chosen_kernel()));
 }
 
 // A linear layer after a norm, and with gates if `layer` says so. The matrix is of quantised blocks,
 // or of packed floats if its kind is a FloatKind.
 int quire_norm_linear(const quire::PackedMatrix* matrix, const quire::Layer* layer) {
-  using namespace quire;
-  if (static_cast<int32_t>(matrix->kind) >= 0) return compute_blocks(*matrix, *layer);
-  const FloatLinearCall call = {layer->x,
-                                matrix->data,
-                                layer->bias,
-                                layer->out,
-                                layer->x_stride,
-                                layer->out_stride,
-                                static_cast<int32_t>(layer->num_tokens),
-                                matrix->num_outputs,
-                                matrix->num_inputs,
-                                layer->num_threads,
-                                static_cast<FloatKind>(matrix->kind)};
-  return compute_floats(call, *layer);
+  return quire::with_product(*matrix, layer->bias, layer->num_tokens,
+                             [&](const auto& product) { return quire::compute(*layer, product); });
 }
 
 }  // extern "C"

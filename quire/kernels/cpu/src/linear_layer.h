@@ -99,4 +99,63 @@ class BlockProduct {
   const LinearKernel& kernel_;
 };
 
+// Calls `work` with the product of a matrix of quantised blocks, or of packed floats if its kind is a
+// FloatKind.
+template <typename Work>
+auto with_product(const PackedMatrix& matrix, const float* bias, int64_t num_tokens, Work work) {
+  if (static_cast<int32_t>(matrix.kind) >= 0)
+    return work(BlockProduct(matrix, bias, num_tokens, chosen_blocks()));
+  const FloatLinearCall call = {nullptr,
+                                matrix.data,
+                                bias,
+                                nullptr,
+                                0,
+                                0,
+                                static_cast<int32_t>(num_tokens),
+                                matrix.num_outputs,
+                                matrix.num_inputs,
+                                0,
+                                static_cast<FloatKind>(matrix.kind)};
+  return work(FloatProduct(call, chosen_kernel()));
+}
+
+// Below this many multiply-adds waking other threads costs more than it gains.
+constexpr int64_t kSerialProducts = 100000;
+// Pieces per thread: enough for threads that are held up to fall behind without being waited for.
+constexpr int64_t kPieces = 8;
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// How the outputs are cut into pieces: rectangles of groups and tokens.
+struct Pieces {
+  int64_t num_groups, groups, num_tokens, tokens;
+
+  // Groups are worked on `together`. Where there are few of them, pieces have a part of the tokens.
+  // About as many as are `wanted` come of it.
+  Pieces(int64_t num_groups, int64_t num_tokens, int64_t together, int64_t tile, int64_t wanted)
+      : num_groups(num_groups), num_tokens(num_tokens) {
+    const int64_t steps = divide_up(num_groups, together);
+    // Tokens of one tile only wait for memory, and small pieces come out even. With more, a piece has
+    // groups to ask for while it works on others.
+    if (num_tokens <= tile)
+      groups = (steps < wanted ? 1 : steps / wanted) * together;
+    else
+      groups = divide_up(divide_up(num_groups, wanted), 2) * 2;
+    tokens = divide_up(divide_up(num_tokens, tile), divide_up(wanted, divide_up(num_groups, groups))) *
+             tile;
+  }
+  int64_t across() const { return divide_up(num_tokens, tokens); }
+  int64_t count() const { return divide_up(num_groups, groups) * across(); }
+};
+
+// Working space, cut from one piece of memory.
+struct Space {
+  size_t bytes = 0;
+  size_t add(size_t count) {
+    const size_t at = bytes;
+    bytes += (count + 63) / 64 * 64;
+    return at;
+  }
+};
+
 }  // namespace quire

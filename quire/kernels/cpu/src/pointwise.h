@@ -12,8 +12,18 @@ struct Pointwise {
   // may be x.
   void (*normalize)(const float* x, const float* residual, const float* weight, float eps, int32_t n,
                     float* total, float* out);
-  // out = gate / (1 + exp(-gate)) * up.
+  // out = gate / (1 + exp(-gate)) * up; out may be gate.
   void (*silu_and_mul)(const float* gate, const float* up, int32_t n, float* out);
+  // out = g / (1 + exp(-slope g)) * (u + 1), for g the gate, at most `limit`, and u up, in [-limit,
+  // limit]; out may be gate.
+  void (*limited_gate)(const float* gate, const float* up, float limit, float slope, int32_t n,
+                       float* out);
+  // out = 1 / (1 + exp(-x)).
+  void (*sigmoid)(const float* x, int32_t n, float* out);
+  // out = exp(x - most), for x at most `most`; out may be x.
+  void (*exponentials)(const float* x, float most, int32_t n, float* out);
+  // out += factor * x.
+  void (*add_scaled)(const float* x, float factor, int32_t n, float* out);
   // Turns element i of the first half of x with element i of the second; out may be x.
   void (*rotate)(const float* x, const float* cos, const float* sin, int32_t half, float* out);
   // out = x as float16: the nearest, and beyond its range the largest.

@@ -52,15 +52,48 @@ void normalize(const float* x, const float* residual, const float* weight, float
   });
 }
 
-QUIRE_INLINE Floats silu(Floats x) {
+QUIRE_INLINE Floats sigmoid(Floats x) {
   const Floats minus = x < 0.0f ? x : -x;
   const Floats e = exp2(minus * kLog2OfE);  // at most 1
-  return x * ((x < 0.0f ? e : splat(1.0f)) / (e + 1.0f));
+  return (x < 0.0f ? e : splat(1.0f)) / (e + 1.0f);
 }
+
+QUIRE_INLINE Floats silu(Floats x) { return x * sigmoid(x); }
 
 void silu_and_mul(const float* gate, const float* up, int32_t n, float* out) {
   for_each_vector(n, [&](int32_t i, auto get, auto put) __attribute__((always_inline)) {
     put(out + i, silu(get(gate + i)) * get(up + i));
+  });
+}
+
+void limited_gate(const float* gate, const float* up, float limit, float slope, int32_t n,
+                  float* out) {
+  const Floats most = splat(limit), steep = splat(slope);
+  for_each_vector(n, [&](int32_t i, auto get, auto put) __attribute__((always_inline)) {
+    Floats g = get(gate + i), u = get(up + i);
+    g = g > most ? most : g;  // NaN stays
+    u = u > most ? most : u;
+    u = u < -most ? -most : u;
+    put(out + i, g * sigmoid(g * steep) * (u + 1.0f));
+  });
+}
+
+void sigmoid(const float* x, int32_t n, float* out) {
+  for_each_vector(n, [&](int32_t i, auto get, auto put) __attribute__((always_inline)) {
+    put(out + i, sigmoid(get(x + i)));
+  });
+}
+
+void exponentials(const float* x, float most, int32_t n, float* out) {
+  for_each_vector(n, [&](int32_t i, auto get, auto put) __attribute__((always_inline)) {
+    put(out + i, exp2((get(x + i) - most) * kLog2OfE));
+  });
+}
+
+void add_scaled(const float* x, float factor, int32_t n, float* out) {
+  const Floats by = splat(factor);
+  for_each_vector(n, [&](int32_t i, auto get, auto put) __attribute__((always_inline)) {
+    put(out + i, fma(get(x + i), by, get(out + i)));
   });
 }
 
@@ -119,7 +152,8 @@ int32_t largest(const float* x, int32_t n) {
   return i;
 }
 
-constexpr Pointwise kPointwise = {normalize, silu_and_mul, rotate, to_halves, largest};
+constexpr Pointwise kPointwise = {normalize,  silu_and_mul, limited_gate, sigmoid, exponentials,
+                                  add_scaled, rotate,       to_halves,    largest};
 
 }  // namespace
 }  // namespace quire

@@ -145,4 +145,7 @@ extern const LinearKernel linear_avx2;
 extern const LinearKernel linear_vnni;
 #endif
 
+// That of the instruction set in use.
+const LinearKernel& chosen_blocks();
+
 }  // namespace quire

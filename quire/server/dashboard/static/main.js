@@ -4,11 +4,14 @@ import { keys, request, ServerError } from "./api.js";
 import { Chat } from "./chat.js";
 import { byId, setText } from "./dom.js";
 import { EngineView } from "./engine.js";
+import { ExpertMap } from "./experts.js";
 
 const INTERVAL_MS = 1000;
+const LOOKS_PER_EXPERTS = 5; // counts of experts are asked for less often
 const THEMES = ["system", "dark", "light"];
 
 const view = new EngineView(() => look(false));
+const experts = new ExpertMap(byId("experts"));
 new Chat(
   (id) => {
     view.ownRequest = id;
@@ -27,6 +30,18 @@ async function look(isTick) {
     const query = chosen === null ? "" : `?sequence=${chosen}`;
     const state = await (await request(`dashboard/state${query}`)).json();
     if (own === newest || isTick) show(state, isTick);
+  } catch (error) {
+    report(error);
+  }
+}
+
+let hasExperts = true; // until the server says otherwise
+
+async function lookAtExperts() {
+  try {
+    const counts = await (await request("dashboard/experts")).json();
+    hasExperts = counts.layers.length > 0;
+    if (hasExperts) experts.show(counts);
   } catch (error) {
     report(error);
   }
@@ -88,6 +103,7 @@ function setTheme(name) {
   document.documentElement.dataset.theme = dark ? "dark" : "light";
   setText("theme", `Theme: ${name}`);
   view.redraw();
+  experts.draw();
 }
 
 const theme = () => {
@@ -105,8 +121,13 @@ setTheme(theme());
 
 // A hidden page asks for nothing, nor does one that waits for a key.
 async function run() {
-  for (;;) {
-    if (!document.hidden && !byId("key-dialog").open) await look(true);
+  const isShown = () => !document.hidden && !byId("key-dialog").open;
+  for (let looks = 0; ; ) {
+    if (isShown()) await look(true);
+    if (isShown()) {
+      if (hasExperts && looks % LOOKS_PER_EXPERTS === 0) await lookAtExperts();
+      looks += 1;
+    }
     await new Promise((resolve) => setTimeout(resolve, INTERVAL_MS));
   }
 }
