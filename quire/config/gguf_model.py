@@ -27,20 +27,27 @@ _GPT2_KEYS = {
     "attention.head_count": "n_head",
     "attention.layer_norm_epsilon": "layer_norm_epsilon",
 }
-GGUF_ARCHITECTURES: dict[str, tuple[str, ...]] = {
-    "llama": ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"),
-    "qwen2": ("Qwen2ForCausalLM",),
-    "qwen2moe": ("Qwen2MoeForCausalLM",),
-    "qwen3": ("Qwen3ForCausalLM",),
-    "qwen3moe": ("Qwen3MoeForCausalLM",),
-    "gemma2": ("Gemma2ForCausalLM",),
-    "gemma3": ("Gemma3ForCausalLM",),
-    "phi3": ("Phi3ForCausalLM",),
-    "deepseek2": ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
-    "gpt2": ("GPT2LMHeadModel",),
+GGUF_ARCHITECTURES: dict[str, dict[str, str]] = {
+    "llama": {
+        "LlamaForCausalLM": "llama",
+        "MistralForCausalLM": "mistral",
+        "MixtralForCausalLM": "mixtral",
+    },
+    "qwen2": {"Qwen2ForCausalLM": "qwen2"},
+    "qwen2moe": {"Qwen2MoeForCausalLM": "qwen2_moe"},
+    "qwen3": {"Qwen3ForCausalLM": "qwen3"},
+    "qwen3moe": {"Qwen3MoeForCausalLM": "qwen3_moe"},
+    "gemma2": {"Gemma2ForCausalLM": "gemma2"},
+    "gemma3": {"Gemma3ForCausalLM": "gemma3_text"},
+    "phi3": {"Phi3ForCausalLM": "phi3"},
+    "deepseek2": {
+        "DeepseekV2ForCausalLM": "deepseek_v2",
+        "DeepseekV3ForCausalLM": "deepseek_v3",
+    },
+    "gpt2": {"GPT2LMHeadModel": "gpt2"},
 }
-"""GGUF's name of an architecture -> those of transformers that are stored under it. The first is
-meant where the metadata says nothing else."""
+"""GGUF's name of an architecture -> those of transformers that are stored under it, each with its
+`model_type`. The first is meant where the metadata says nothing else."""
 MAX_LAYERS = 4096
 FLOAT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 END_OF_TEXT_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -154,7 +161,7 @@ def translate_gguf(file: GGUFFile) -> dict[str, Any]:
     values = _Metadata(file, name)
     keys = _GPT2_KEYS if name == "gpt2" else _ROTARY_KEYS
     raw: dict[str, Any] = {translated: values.number(key) for key, translated in keys.items()}
-    raw["architectures"] = [GGUF_ARCHITECTURES[name][0]]
+    raw["architectures"] = list(GGUF_ARCHITECTURES[name])[:1]
     raw["vocab_size"] = _embedding_rows(file)
     raw["tie_word_embeddings"] = "output.weight" not in file.tensors
     raw["dtype"] = _stored_dtype(file)
@@ -166,6 +173,7 @@ def translate_gguf(file: GGUFFile) -> dict[str, Any]:
     if name in _OWN_KEYS:
         raw.update(_OWN_KEYS[name](values, raw))
     values.check_all_used()
+    raw["model_type"] = GGUF_ARCHITECTURES[name][raw["architectures"][0]]
     return raw
 
 
@@ -281,22 +289,20 @@ def _llama(values: _Metadata, raw: dict[str, Any]) -> dict[str, Any]:
     if window:
         found.update(architectures=["MistralForCausalLM"], sliding_window=window)
     if values.optional("expert_count", 0):
-        found.update(_experts(values), architectures=["MixtralForCausalLM"])
+        found.update(
+            architectures=["MixtralForCausalLM"],
+            num_local_experts=values.number("expert_count"),
+            num_experts_per_tok=values.number("expert_used_count"),
+        )
     return found
-
-
-def _experts(values: _Metadata) -> dict[str, Any]:
-    return {
-        "num_experts": values.number("expert_count"),
-        "num_experts_per_tok": values.number("expert_used_count"),
-    }
 
 
 def _qwen_moe(values: _Metadata, raw: dict[str, Any]) -> dict[str, Any]:
     """All layers are sparse. The first files do not say how wide an expert is."""
     width = values.optional("expert_feed_forward_length")
     return {
-        **_experts(values),
+        "num_experts": values.number("expert_count"),
+        "num_experts_per_tok": values.number("expert_used_count"),
         "moe_intermediate_size": width or values.rows("blk.0.ffn_gate_exps.weight"),
         "norm_topk_prob": values.flag("expert_weights_norm", values.name == "qwen3moe"),
     }
@@ -352,7 +358,9 @@ def _gemma3(values: _Metadata, raw: dict[str, Any]) -> dict[str, Any]:
 
 def _phi3(values: _Metadata, raw: dict[str, Any]) -> dict[str, Any]:
     """0 says that there is no window; where nothing says so, the model is too old to know."""
-    return {"sliding_window": values.number("attention.sliding_window") or None}
+    original = values.optional("rope.scaling.original_context_length")
+    found = {"sliding_window": values.number("attention.sliding_window") or None}
+    return found if original is None else {**found, "original_max_position_embeddings": original}
 
 
 def _deepseek2(values: _Metadata, raw: dict[str, Any]) -> dict[str, Any]:
