@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -53,8 +54,10 @@ def locate_model(
     token: str | None = None,
     load_format: str = "auto",
     download_dir: str | None = None,
+    before_weights: Callable[[ModelSource], None] | None = None,
 ) -> ModelSource:
-    """Resolve a model's name to files on this machine, fetching them from the hub if need be."""
+    """Resolve a model's name to files on this machine, fetching them from the hub if need be.
+    `before_weights` is called when a model is fetched and all but its weights is there."""
     if load_format not in LOAD_FORMATS:
         raise OptionError(
             f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {load_format!r}."
@@ -80,12 +83,18 @@ def locate_model(
             f"model {name!r} looks like a path, but {path.absolute()} does not exist; "
             "check its spelling."
         )
+
+    def check(folder: Path) -> None:
+        if before_weights is not None:
+            before_weights(ModelSource(name, "folder", folder))
+
     folder = fetch_from_hub(
         name,
         revision=revision,
         token=token,
         load_format=load_format,
         download_dir=download_dir,
+        before_weights=check,
     )
     return _in_folder(name, folder, load_format)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -318,20 +318,46 @@ def load_model_config(
     hf_overrides: dict[str, Any] | None = None,
     load_format: str = "auto",
     download_dir: str | None = None,
+    before_weights: Callable[[ModelConfig], None] | None = None,
 ) -> ModelConfig:
-    """Find a model (None: the embedded one) and read its configuration; weights stay untouched."""
+    """Find a model (None: the embedded one) and read its configuration; weights stay untouched.
+
+    Where they have to be fetched, `before_weights` is called before that, and may refuse the
+    model."""
     if hf_overrides is not None and not isinstance(hf_overrides, dict):
         raise OptionError(f"hf_overrides must be a dictionary, got {hf_overrides!r}.")
+
+    def check(source: ModelSource) -> None:
+        if before_weights is not None:
+            before_weights(_read(source, hf_overrides))
+
     source = locate_model(
-        name, revision=revision, token=token, load_format=load_format, download_dir=download_dir
+        name,
+        revision=revision,
+        token=token,
+        load_format=load_format,
+        download_dir=download_dir,
+        before_weights=check,
     )
+    config = _read(source, hf_overrides)
+    if load_format != "dummy":
+        check_size(config, _description(source))
+    return config
+
+
+def _description(source: ModelSource) -> Path:
+    """The file that describes a model."""
+    return source.path if source.kind == "gguf" else source.path / "config.json"
+
+
+def _read(source: ModelSource, hf_overrides: dict[str, Any] | None) -> ModelConfig:
     generation: dict[str, Any] = {}
     if source.is_embedded:
         generation = dict(embedded.GENERATION)
+    file = _description(source)
     if source.kind == "gguf":
-        file, raw = source.path, translate_gguf(GGUFFile(source.path))
+        raw = translate_gguf(GGUFFile(file))
     else:
-        file = source.path / "config.json"
         raw = read_json_object(file)
         if (source.path / "generation_config.json").is_file():
             generation = read_json_object(source.path / "generation_config.json")
@@ -339,10 +365,7 @@ def load_model_config(
         **_normalise_rope(file, _text_part(file, raw)),
         **_normalise_rope(file, hf_overrides or {}),
     }
-    config = _build(source, CheckedValues(file, raw), generation)
-    if load_format != "dummy":
-        check_size(config, file)
-    return config
+    return _build(source, CheckedValues(file, raw), generation)
 
 
 def check_size(config: ModelConfig, file: Path) -> None:

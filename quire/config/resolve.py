@@ -193,6 +193,16 @@ def _sizes(options: EngineOptions) -> str:
     )
 
 
+def even_sizes(model: ModelConfig) -> list[int]:
+    """Numbers of ranks that divide the heads of a model, so that none computes padding."""
+    heads, kv_heads = model.num_heads, model.num_kv_heads
+    return [
+        count
+        for count in range(1, heads + 1)
+        if heads % count == 0 and (kv_heads % count == 0 or count % kv_heads == 0)
+    ]
+
+
 def _check_sizes(
     options: EngineOptions, model: ModelConfig, notes: list[str], warnings: list[str]
 ) -> None:
@@ -207,11 +217,7 @@ def _check_sizes(
             f"{model.source.name!r}, and a stage has at least one. Use at most {model.num_layers}."
         )
     heads, kv_heads = model.num_heads, model.num_kv_heads
-    even = [
-        count
-        for count in range(1, heads + 1)
-        if heads % count == 0 and (kv_heads % count == 0 or count % kv_heads == 0)
-    ]
+    even = even_sizes(model)
     listed = ", ".join(map(str, even))
     if size > heads:
         raise OptionError(

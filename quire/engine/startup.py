@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.config.device import DeviceInfo
@@ -29,12 +30,22 @@ class Engine:
 
 
 def find_model(options: EngineOptions) -> ModelConfig:
-    """The model that is asked for; its weights stay untouched."""
+    """The model that is asked for; its weights stay untouched. Where they have to be fetched, a
+    model that devices have no room for is refused before."""
     check_options(options)
-    return read_model(options)
+
+    def check(model: ModelConfig) -> None:
+        from quire.engine.executors.local import LocalExecutor
+
+        device = LocalExecutor.device(options)
+        LocalExecutor.check_before_fetch(resolve(options, model, device).options, model, device)
+
+    return read_model(options, check)
 
 
-def read_model(options: EngineOptions) -> ModelConfig:
+def read_model(
+    options: EngineOptions, before_weights: Callable[[ModelConfig], None] | None = None
+) -> ModelConfig:
     return load_model_config(
         options.model.model,
         revision=options.model.revision,
@@ -42,6 +53,7 @@ def read_model(options: EngineOptions) -> ModelConfig:
         hf_overrides=options.model.hf_overrides,
         load_format=options.model.load_format,
         download_dir=options.model.download_dir,
+        before_weights=before_weights,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from quire.files.shards import FOREIGN_WEIGHTS
@@ -43,8 +43,12 @@ def fetch_from_hub(
     token: str | None = None,
     load_format: str = "auto",
     download_dir: str | None = None,
+    before_weights: Callable[[Path], None] | None = None,
 ) -> Path:
-    """The folder that holds the model, downloaded where needed, or cached where the hub is away."""
+    """The folder that holds the model, downloaded where needed, or cached where the hub is away.
+
+    `before_weights` is called with the folder when all but weights is there, and may refuse the
+    model."""
     try:
         from huggingface_hub import HfApi, snapshot_download
     except ImportError:
@@ -62,19 +66,25 @@ def fetch_from_hub(
         return cached
     listing = [sibling.rfilename for sibling in siblings]
     _check_listing(name, listing, load_format)
-    patterns = [glob.escape(file) for file in files_to_fetch(listing, load_format)]
-    try:
-        return Path(
-            snapshot_download(
-                name,
-                revision=revision,
-                token=token,
-                allow_patterns=patterns,
-                cache_dir=download_dir,
+
+    def fetch(files: list[str]) -> Path:
+        try:
+            return Path(
+                snapshot_download(
+                    name,
+                    revision=revision,
+                    token=token,
+                    allow_patterns=[glob.escape(file) for file in files],
+                    cache_dir=download_dir,
+                )
             )
-        )
-    except Exception as error:
-        raise _not_fetched(name, revision, error) from None
+        except Exception as error:
+            raise _not_fetched(name, revision, error) from None
+
+    files = files_to_fetch(listing, load_format)
+    if before_weights is not None and "config.json" in files:
+        before_weights(fetch(files_to_fetch(listing, "dummy")))
+    return fetch(files)
 
 
 def _cached_folder(name: str, revision: str | None, download_dir: str | None) -> Path | None:

@@ -128,10 +128,28 @@ def divided(size: int, parallel: Parallel, name: str | None = None, block: int =
     return (Shard(size, parallel.rank * share, share, name),)
 
 
-def stacked(count: int, kept: range | None = None) -> Axis:
+class StackedAxis(tuple[Shard, ...]):
+    """A dimension of which each checkpoint tensor is one entry, which has its number for a name.
+    There may be hundreds, so none is looked for."""
+
+    kept: range
+    """The entries that this rank keeps."""
+
+    def entry(self, shard_key: ShardKey) -> int | None:
+        """The one that a key names, if any."""
+        for name in shard_key:
+            if isinstance(name, int) and 0 <= name < len(self):
+                return name
+        return None
+
+
+def stacked(count: int, kept: range | None = None) -> StackedAxis:
     """A dimension with one entry for each of `count` checkpoint tensors, such as experts; a rank
     may keep some of them only."""
-    return tuple(Shard(1, 0, int(kept is None or i in kept), i) for i in range(count))
+    kept = range(count) if kept is None else kept
+    axis = StackedAxis(Shard(1, 0, int(i in kept), i) for i in range(count))
+    axis.kept = kept
+    return axis
 
 
 def alternating(axis: Axis) -> Axis:
@@ -160,6 +178,9 @@ class _Selected:
 
 def _selected(axis: Axis, shard_key: ShardKey) -> Iterator[_Selected]:
     """All shards where the key names none of them."""
+    if isinstance(axis, StackedAxis) and (entry := axis.entry(shard_key)) is not None:
+        yield _Selected(axis[entry], 0, max(0, entry - axis.kept.start))
+        return
     named = any(shard.name in shard_key for shard in axis)
     there = here = 0
     for shard in axis:
@@ -171,7 +192,16 @@ def _selected(axis: Axis, shard_key: ShardKey) -> Iterator[_Selected]:
 
 def _is_indexed(axis: Axis, shard_key: ShardKey) -> bool:
     """Whether the key is that of one entry of a stacked dimension."""
-    return any(isinstance(shard.name, int) and shard.name in shard_key for shard in axis)
+    return isinstance(axis, StackedAxis) and axis.entry(shard_key) is not None
+
+
+def _is_known(name: ShardId, axes: tuple[Axis, ...]) -> bool:
+    return any(
+        axis.entry((name,)) is not None
+        if isinstance(axis, StackedAxis)
+        else any(shard.name == name for shard in axis)
+        for axis in axes
+    )
 
 
 class WeightedLayer(nn.Module):
@@ -201,8 +231,9 @@ class WeightedLayer(nn.Module):
     def checkpoint_shape(self, name: str, shard_key: ShardKey = ()) -> tuple[int, ...]:
         """Shape of the whole checkpoint tensor that belongs in parameter `name`."""
         axes = self.axes[name]
-        known = {shard.name for axis in axes for shard in axis}
-        assert known.issuperset(shard_key), f"{self.path}.{name} has no shard {shard_key}"
+        assert all(_is_known(name, axes) for name in shard_key), (
+            f"{self.path}.{name} has no shard {shard_key}"
+        )
         return tuple(
             sum(selected.shard.full for selected in _selected(axis, shard_key))
             for axis in axes
@@ -211,8 +242,9 @@ class WeightedLayer(nn.Module):
 
     def keeps(self, name: str, shard_key: ShardKey) -> bool:
         """Whether this rank keeps the entry of a stacked dimension that the key names, if any."""
-        indexed = (axis for axis in self.axes[name] if _is_indexed(axis, shard_key))
-        return all(one.shard.size for axis in indexed for one in _selected(axis, shard_key))
+        stacks = (axis for axis in self.axes[name] if isinstance(axis, StackedAxis))
+        entries = ((axis.kept, axis.entry(shard_key)) for axis in stacks)
+        return all(entry is None or entry in kept for kept, entry in entries)
 
     def rank_shape(self, name: str, shard_key: ShardKey) -> tuple[int, ...]:
         """Shape of what this rank keeps of such a tensor, with padding."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,65 @@ _GPT2_LAYER = {
     "ffn_up": "mlp.c_fc",
     "ffn_down": "mlp.c_proj",
 }
+_GEMMA_LAYER = {
+    **_ROTARY_LAYER,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_MIXTRAL_EXPERTS = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+_LAYERS: dict[str, dict[str, str]] = {
+    "llama": {**_ROTARY_LAYER, **_MIXTRAL_EXPERTS},
+    "qwen2": _ROTARY_LAYER,
+    "qwen2moe": {
+        **_ROTARY_LAYER,
+        **_EXPERTS,
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+        "ffn_up_shexp": "mlp.shared_expert.up_proj",
+        "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    },
+    "qwen3": _ROTARY_LAYER,
+    "qwen3moe": {**_ROTARY_LAYER, **_EXPERTS},
+    "gemma2": _GEMMA_LAYER,
+    "gemma3": _GEMMA_LAYER,
+    "phi3": {
+        "attn_norm": "input_layernorm",
+        "attn_qkv": "self_attn.qkv_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_up": "mlp.gate_up_proj",
+        "ffn_down": "mlp.down_proj",
+    },
+    "deepseek2": {
+        **_ROTARY_LAYER,
+        **_EXPERTS,
+        "attn_q_a": "self_attn.q_a_proj",
+        "attn_q_a_norm": "self_attn.q_a_layernorm",
+        "attn_q_b": "self_attn.q_b_proj",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        "attn_kv_b": "self_attn.kv_b_proj",
+        "exp_probs_b": "mlp.gate",
+        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+        "ffn_up_shexp": "mlp.shared_experts.up_proj",
+        "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    },
+    "gpt2": _GPT2_LAYER,
+}
+"""Module in a layer of a GGUF file -> module in transformers. "{}" is the number of an expert: GGUF
+stacks the matrices of all of them, and only the first files kept them apart."""
 _ROTARY_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _GPT2_TOP = {
     "token_embd": "transformer.wte",
@@ -51,7 +111,12 @@ _GPT2_TOP = {
     "output": "lm_head",
 }
 # Rotary frequencies are part of the configuration, not of the weights.
-_NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
+_NOT_WEIGHTS = re.compile(
+    r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight"
+)
+_EXPERT_TENSOR = re.compile(r"blk\.(\d+)\.(ffn_(?:gate|up|down))\.(\d+)\.weight")
+_HALF_OF_LATENT = re.compile(r"blk\.(\d+)\.attn_(k|v)_b\.weight")
+_GEMMA_NORM = re.compile(r".*norm\.weight")
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _TOP_TENSOR = re.compile(r"(\w+)\.(weight|bias)")
 # transformers keeps these GPT-2 matrices as [in, out], GGUF as [out, in].
@@ -94,11 +159,49 @@ class GGUFMatrix:
         return dequantize(some.rows.contiguous().view(-1).numpy(), self.kind, some.shape)
 
 
+@dataclass(frozen=True)
+class GGUFLatent:
+    """DeepSeek's matrix that makes keys and values of latents. llama.cpp stores it in halves: that
+    of keys transposed, [heads, rank, key_dim], that of values as [heads, value_dim, rank]."""
+
+    keys: GGUFMatrix
+    values: GGUFMatrix
+    num_heads: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rank = self.values.shape[1]
+        return self.num_heads * self.keys.shape[1] + self.values.shape[0], rank
+
+    def __getitem__(self, part: tuple[slice, ...]) -> Tensor:
+        outputs, inputs = part
+        keys, values = self.keys[:, :], self.values[:, :]
+        assert isinstance(keys, Tensor) and isinstance(values, Tensor), "no blocks are kept"
+        rank = self.values.shape[1]
+        by_head = (
+            keys.view(self.num_heads, rank, -1).transpose(1, 2),
+            values.view(self.num_heads, -1, rank),
+        )
+        return torch.cat(by_head, dim=1).view(-1, rank)[outputs, inputs]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What one tensor of transformers is in a file."""
+
+    name: str
+    """In transformers."""
+    info: GGUFTensor
+    """A tensor of the file, or an expert's part of one."""
+    second: GGUFTensor | None = None
+    """The other half of a matrix that is stored in two."""
+
+
 def iter_gguf_weights(
     path: Path,
     keeps_blocks: Callable[[str], bool] = none_of_them,
     skips: Callable[[str], bool] = none_of_them,
-) -> Iterator[tuple[str, Tensor | GGUFMatrix]]:
+) -> Iterator[tuple[str, Tensor | GGUFMatrix | GGUFLatent]]:
     """Names and values of all weights that it does not skip, one tensor at a time, in the order of
     the file.
 
@@ -106,55 +209,107 @@ def iter_gguf_weights(
     is true of the name.
     """
     file = GGUFFile(path)
-    names = _translated_names(file)
+    pieces = _pieces(file)
     config = translate_gguf(file)
     mapped = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     return (
-        (translated, _read(file, mapped, config, file.tensors[name], keeps_blocks(translated)))
-        for name, translated in names.items()
-        if not skips(translated)
+        (piece.name, _read(file, mapped, config, piece, keeps_blocks(piece.name)))
+        for piece in pieces
+        if not skips(piece.name)
     )
 
 
 def stored_blocks(path: Path) -> dict[str, GGUFTensor]:
     """The tensors that can stay as they are stored, by their names in transformers."""
     file = GGUFFile(path)
-    return {
-        translated: file.tensors[name]
-        for name, translated in _translated_names(file).items()
-        if _has_blocks(file, file.tensors[name])
-    }
+    return {piece.name: piece.info for piece in _pieces(file) if _has_blocks(file, piece)}
 
 
-def _translated_names(file: GGUFFile) -> dict[str, str]:
+def _pieces(file: GGUFFile) -> list[_Piece]:
+    """All weights of a file, in its order."""
+    pieces: list[_Piece] = []
+    unknown: list[str] = []
     architecture = gguf_architecture(file)
-    names = {
-        name: transformers_name(architecture, name)
-        for name in file.tensors
-        if not _NOT_WEIGHTS.fullmatch(name)
-    }
-    unknown = [name for name, translated in names.items() if translated is None]
+    for name, info in file.tensors.items():
+        if _NOT_WEIGHTS.fullmatch(name):
+            continue
+        if architecture == "deepseek2" and (half := _HALF_OF_LATENT.fullmatch(name)):
+            pieces += _latent_piece(file, info, half)
+            continue
+        translated = transformers_name(architecture, name)
+        if translated is None:
+            unknown.append(name)
+        elif "{}" in translated:
+            pieces += _experts(file, translated, info)
+        else:
+            pieces.append(_Piece(translated, info))
     if unknown:
         raise ModelError(
             f"{file.path}: tensor {unknown[0]} has no place in a {architecture} model"
             + (f" (nor have {len(unknown) - 1} others)" if len(unknown) > 1 else "")
             + "; use a file converted by llama.cpp for this architecture."
         )
-    return {name: translated for name, translated in names.items() if translated is not None}
+    return pieces
 
 
-def _has_blocks(file: GGUFFile, info: GGUFTensor) -> bool:
+def _experts(file: GGUFFile, translated: str, info: GGUFTensor) -> Iterator[_Piece]:
+    """The matrices of a stack."""
+    if len(info.shape) != 3:
+        raise ModelError(
+            f"{file.path}: tensor {info.name} has shape {list(info.shape)}, but experts are "
+            "stacked in three dimensions; download or convert the file again."
+        )
+    count = info.shape[0]
+    nbytes = info.nbytes // count
+    for expert in range(count):
+        place = info.offset + expert * nbytes
+        own = replace(info, shape=info.shape[1:], offset=place, nbytes=nbytes)
+        yield _Piece(translated.format(expert), own)
+
+
+def _latent_piece(file: GGUFFile, info: GGUFTensor, match: re.Match[str]) -> Iterator[_Piece]:
+    """Made when the half of keys comes. Some files have the whole matrix as well."""
+    layer, half = match.groups()
+    if f"blk.{layer}.attn_kv_b.weight" in file.tensors or half == "v":
+        return
+    values = file.tensors.get(f"blk.{layer}.attn_v_b.weight")
+    halves = (info, values)
+    if values is None or not all(half is not None and len(half.shape) == 3 for half in halves):
+        raise ModelError(
+            f"{file.path}: tensors blk.{layer}.attn_k_b.weight and attn_v_b.weight must both be "
+            "there, with three dimensions; download or convert the file again."
+        )
+    (heads, rank, _), (value_heads, _, value_rank) = info.shape, values.shape
+    if (heads, rank) != (value_heads, value_rank):
+        raise ModelError(
+            f"{file.path}: tensors blk.{layer}.attn_k_b.weight {list(info.shape)} and "
+            f"attn_v_b.weight {list(values.shape)} differ in heads or rank; convert the file again."
+        )
+    yield _Piece(f"model.layers.{layer}.self_attn.kv_b_proj.weight", info, values)
+
+
+def _has_blocks(file: GGUFFile, piece: _Piece) -> bool:
     """Whether kernels compute with a tensor as it is stored. GPT-2's matrices are transposed, which
     blocks cannot be."""
-    return info.type in KINDS and len(info.shape) == 2 and gguf_architecture(file) != "gpt2"
+    info = piece.info
+    is_matrix = len(info.shape) == 2 and piece.second is None
+    return info.type in KINDS and is_matrix and gguf_architecture(file) != "gpt2"
 
 
 def transformers_name(architecture: str, name: str) -> str | None:
-    """The transformers name of a GGUF tensor; None if the architecture has no such tensor."""
+    """The transformers name of a GGUF tensor, with "{}" for the number of an expert in a stack;
+    None if the architecture has no such tensor."""
     is_gpt2 = architecture == "gpt2"
+    parts = _LAYERS[architecture]
+    if match := _EXPERT_TENSOR.fullmatch(name):
+        layer, part, expert = match.groups()
+        translated = parts.get(f"{part}_exps")
+        return translated and f"model.layers.{layer}.{translated.format(expert)}.weight"
     if match := _LAYER_TENSOR.fullmatch(name):
         layer, part, kind = match.groups()
-        translated = (_GPT2_LAYER if is_gpt2 else _ROTARY_LAYER).get(part)
+        translated = parts.get(part)
+        if part == "exp_probs_b":
+            kind = "e_score_correction_bias"
         prefix = "transformer.h" if is_gpt2 else "model.layers"
         return translated and f"{prefix}.{layer}.{translated}.{kind}"
     if match := _TOP_TENSOR.fullmatch(name):
@@ -174,23 +329,38 @@ def unpermute(tensor: Tensor, num_heads: int) -> Tensor:
 
 
 def _read(
-    file: GGUFFile, mapped: Tensor, config: dict[str, Any], info: GGUFTensor, keeps_blocks: bool
-) -> Tensor | GGUFMatrix:
-    is_gpt2, head_rows = gguf_architecture(file) == "gpt2", _head_rows(file, config, info)
+    file: GGUFFile, mapped: Tensor, config: dict[str, Any], piece: _Piece, keeps_blocks: bool
+) -> Tensor | GGUFMatrix | GGUFLatent:
+    info, architecture = piece.info, gguf_architecture(file)
+    is_gpt2, head_rows = architecture == "gpt2", _head_rows(file, config, info)
+    if piece.second is not None:
+        keys, values = (_matrix(mapped, half) for half in (info, piece.second))
+        return GGUFLatent(keys, values, info.shape[0])
     if len(info.shape) == 2 and info.type in LOADABLE_TYPES and not is_gpt2:
-        stored = mapped[info.offset : info.offset + info.nbytes].view(info.shape[0], -1)
-        if info.offset % MIN_ALIGNMENT:
-            stored = stored.clone()
-        shape = (info.shape[0], info.shape[1])
-        kept = keeps_blocks and _has_blocks(file, info)
-        return GGUFMatrix(stored, info.type, shape, kept, head_rows)
+        kept = keeps_blocks and _has_blocks(file, piece)
+        return _matrix(mapped, info, kept, head_rows)
     try:
         tensor = dequantize(file.data(info.name), info.type, info.shape)
     except ModelError as error:
         raise ModelError(f"{file.path}: tensor {info.name}: {error}") from error
     if is_gpt2 and _GPT2_TRANSPOSED.fullmatch(info.name):
         return tensor.t()
+    if architecture in ("gemma2", "gemma3") and _GEMMA_NORM.fullmatch(info.name):
+        return tensor.float() - 1  # llama.cpp stores what they multiply with
+    if piece.name.endswith(".shared_expert_gate.weight"):
+        return tensor.view(1, -1)
     return tensor if head_rows is None else unpermute(tensor, info.shape[0] // head_rows)
+
+
+def _matrix(
+    mapped: Tensor, info: GGUFTensor, keeps_blocks: bool = False, head_rows: int | None = None
+) -> GGUFMatrix:
+    """The rows of a matrix, or of those of a stack one below the other."""
+    num_rows = prod(info.shape[:-1])
+    stored = mapped[info.offset : info.offset + info.nbytes].view(num_rows, -1)
+    if info.offset % MIN_ALIGNMENT:
+        stored = stored.clone()
+    return GGUFMatrix(stored, info.type, (num_rows, info.shape[-1]), keeps_blocks, head_rows)
 
 
 def _head_rows(file: GGUFFile, config: dict[str, Any], info: GGUFTensor) -> int | None:

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from quire.config.gguf_model import GGUF_ARCHITECTURES, WINDOWED_GGUF
+from quire.config.gguf_model import GGUF_ARCHITECTURES
 from quire.config.model import SUPPORTED_ARCHITECTURES, ModelConfig, load_model_config
 from quire.config.quantization import METHODS
 from quire.layers.attention.layer import Attention
@@ -75,8 +75,7 @@ def models_page() -> str:
 def _row(family: str) -> tuple[str, ...]:
     names = [name for name, module in SUPPORTED_ARCHITECTURES.items() if module == family]
     title = (import_module(f"quire.models.{family}").__doc__ or "").partition(":")[0]
-    stored = [*((gguf, name) for gguf, (name, _) in GGUF_ARCHITECTURES.items())]
-    stored += WINDOWED_GGUF.items()
+    stored = [gguf for gguf, models in GGUF_ARCHITECTURES.items() if {*models} & {*names}]
     with TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps({"architectures": names[:1], **TINY}))
         config = load_model_config(folder, load_format="dummy")
@@ -87,7 +86,7 @@ def _row(family: str) -> tuple[str, ...]:
         ", ".join(f"`{name}`" for name in names),
         "; ".join(_traits(model)) or "-",
         "yes" if config.experts is not None else "-",
-        ", ".join(f"`{gguf}`" for gguf, name in stored if name in names) or "-",
+        ", ".join(f"`{gguf}`" for gguf in stored) or "-",
         ", ".join(_parallelism(config, model)),
         "yes" if all(layer_parts(layer) is not None for layer in layers) else "no",
     )

@@ -259,7 +259,9 @@ def count_weight_bytes(
     model = model_class(config.architecture)(config, build)
     blocks: dict[str, GGUFTensor] = {}
     if config.source.kind == "gguf" and load_format != "dummy":
-        blocks = stored_blocks(config.source.path)
+        rename = model.weight_map.rename
+        found_blocks = stored_blocks(config.source.path)
+        blocks = {rename(name): tensor for name, tensor in found_blocks.items()}
     count = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     for name, target in weight_targets(model).items():
         found = blocks.get(name) if target.reads_blocks else None

@@ -18,7 +18,8 @@ from quire.files.gguf import GGUFFile
 from quire.files.json_file import read_json_object
 from quire.kernels.torch.quantize import ELEMENTS_AT_ONCE
 from quire.kernels.torch.quantized_weights import GroupedWeights, QuantizedWeights
-from quire.layers.linear import Linear
+from quire.layers.experts import ExpertLinear
+from quire.layers.linear import LatentLinear, Linear
 from quire.layers.quantization.unquantized import Unquantized
 from quire.layers.weights import Build
 from quire.loading.weights import iter_weights
@@ -135,8 +136,15 @@ class _Plan:
         self._model: CausalLM = model_class(config.architecture)(config, build)
         self._targets = weight_targets(self._model)
         for name, target in self._targets.items():
-            if _is_quantized(target):
+            if len(target.shape) == 3:
+                raise ModelError(
+                    f"model {source.name!r} has all experts in one tensor ({name}); "
+                    "compressed-tensors has names for single matrices only."
+                )
+            if self._is_quantized(target):
                 method.check_inputs(name, target.shape[1])
+        self._exact: list[str] = []
+        """Matrices of layers that are written as they are, by the names of their modules."""
 
     def check_space(self, folder: Path) -> None:
         needed = sum(map(self._num_bytes, self._targets.values()))
@@ -151,7 +159,7 @@ class _Plan:
             )
 
     def _num_bytes(self, target: Target) -> int:
-        if _is_quantized(target):
+        if self._is_quantized(target):
             return self._method.num_bytes(*target.shape)
         return torch.empty(target.shape, device="meta").numel() * self.dtype.itemsize
 
@@ -178,9 +186,13 @@ class _Plan:
                 assert isinstance(weight, Tensor), "no blocks are kept"
                 num_before += weight.nbytes
                 adjustment = adjustments.get(name, Adjustment())
-                if not _is_quantized(target):
+                if not self._is_quantized(target):
+                    if isinstance(target.layer, (Linear, LatentLinear)) and weight.dim() == 2:
+                        self._exact.append(original.removesuffix(".weight"))
                     adjusted = adjustment.apply(weight.to(device))
-                    writer.add(original, adjusted.to(self.dtype))
+                    # What decides on experts is computed in float32, and stays as it is.
+                    is_wide = target.parameter == "e_score_correction_bias"
+                    writer.add(original, adjusted if is_wide else adjusted.to(self.dtype))
                     continue
                 errors[name] = self._add(writer, original, weight.to(device), adjustment)
             if missing:
@@ -216,11 +228,13 @@ class _Plan:
             raw = read_json_object(source.path / "config.json")
         raw.pop("torch_dtype", None)
         raw["dtype"] = str(self.dtype).removeprefix("torch.")
-        return {**raw, "quantization_config": self._method.config()}
+        return {**raw, "quantization_config": self._method.config(self._exact)}
 
-
-def _is_quantized(target: Target) -> bool:
-    return isinstance(target.layer, Linear) and target.parameter == "weight"
+    def _is_quantized(self, target: Target) -> bool:
+        """Routers are never rounded, nor what kernels take apart."""
+        is_matrix = isinstance(target.layer, (Linear, ExpertLinear))
+        is_router = target.layer.path.endswith(self._model.weight_map.routers)
+        return is_matrix and not is_router and target.parameter == "weight"
 
 
 def relative_error(weight: Tensor, made: QuantizedWeights, importance: Tensor | None) -> float:

@@ -4,7 +4,7 @@ names, and described."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,8 +44,9 @@ class Method(ABC):
     def arguments(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """How weights, and inputs if they are, are quantised, for `config_groups`."""
 
-    def config(self) -> dict[str, Any]:
-        """`quantization_config` of config.json."""
+    def config(self, exact: Sequence[str] = ()) -> dict[str, Any]:
+        """`quantization_config` of config.json. Modules that are `exact` are not quantised, nor is
+        the output head."""
         weights, inputs = self.arguments()
         group = {
             "targets": ["Linear"],
@@ -59,7 +60,7 @@ class Method(ABC):
             "format": self.format,
             "quantization_status": "compressed",
             "config_groups": {"group_0": group},
-            "ignore": ["lm_head"],
+            "ignore": ["lm_head", *exact],
             "kv_cache_scheme": None,
             "global_compression_ratio": None,
         }

@@ -142,14 +142,11 @@ def _from_vocab_and_merges(folder: Path, settings: TokenizerSettings) -> Tokeniz
     return backend
 
 
-def split_then_bytes(pattern: str) -> pre_tokenizers.PreTokenizer:
-    """Cut text by a pattern, then spell each part in the byte alphabet."""
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+def split_then_bytes(*patterns: str) -> pre_tokenizers.PreTokenizer:
+    """Cut text by one pattern after the other, then spell each part in the byte alphabet."""
+    splits = (pre_tokenizers.Split(Regex(one), behavior="isolated") for one in patterns)
+    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([*splits, in_bytes])
 
 
 def _set_bos_and_eos(backend: Tokenizer, settings: TokenizerSettings) -> None:

@@ -33,10 +33,36 @@ TEKKEN_SPLIT = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+O200K_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    + CONTRACTIONS
+    + r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    + CONTRACTIONS
+    + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+IDEOGRAPHS = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+DEEPSEEK3_WORDS = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SEVERAL_SPLITS = {
+    "deepseek-v3": (r"\p{N}{1,3}", IDEOGRAPHS, DEEPSEEK3_WORDS),
+    "deepseek-llm": (
+        r"[\r\n]",
+        r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+        "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$",
+        "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+        r"\p{N}+",
+    ),
+}
+"""Values of `tokenizer.ggml.pre` that cut text by one pattern after the other."""
 SPLITS = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), LLAMA3_SPLIT),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN2_SPLIT),
     "tekken": TEKKEN_SPLIT,
+    "gpt-4o": O200K_SPLIT,
 }
 """Values of `tokenizer.ggml.pre` that cut text by one pattern."""
 DIGITS_APART = ("smollm", "starcoder", "refact", "command-r")
@@ -115,6 +141,8 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str], name: str) -> To
         backend.pre_tokenizer = split_then_bytes(SPLITS[pre])
         if SPLITS[pre] == QWEN2_SPLIT:
             backend.normalizer = normalizers.NFC()
+    elif pre in SEVERAL_SPLITS:
+        backend.pre_tokenizer = split_then_bytes(*SEVERAL_SPLITS[pre])
     elif pre in DIGITS_APART:
         digits = pre_tokenizers.Digits(individual_digits=True)
         backend.pre_tokenizer = pre_tokenizers.Sequence([digits, gpt2])
@@ -126,7 +154,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str], name: str) -> To
                 "'gpt-2', so that its tokens may differ from the model's own. Known: %s.",
                 name,
                 pre,
-                ", ".join([*SPLITS, *DIGITS_APART, *AS_GPT2]),
+                ", ".join([*SPLITS, *SEVERAL_SPLITS, *DIGITS_APART, *AS_GPT2]),
             )
     return backend
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -93,31 +93,80 @@ def device_memory(device: DeviceInfo) -> tuple[int, int]:
     return total, free
 
 
+@dataclass(frozen=True)
+class Remedies:
+    """What is said of a model that does not fit."""
+
+    kv_token_bytes: int
+    enough_ranks: Callable[[int], tuple[int, int] | None]
+    """How many ranks have room, each on a device with so much memory for weights, and the weights
+    of one; None if no number of them that divides heads."""
+
+
 def check_weights_fit(
-    weight_bytes: int, options: EngineOptions, config: ModelConfig, device: DeviceInfo
+    weight_bytes: int,
+    options: EngineOptions,
+    config: ModelConfig,
+    device: DeviceInfo,
+    remedies: Remedies | None = None,
+    memory: tuple[int, int] | None = None,
 ) -> None:
-    """Refuse, before anything is read, a model whose weights alone are too large."""
-    total, free = device_memory(device)
+    """Refuse, before anything is read, a model whose weights alone are too large. `memory` is all
+    of the device and what is free, if known."""
+    total, free = device_memory(device) if memory is None else memory
     share, allowed = options.cache.gpu_memory_utilization, free
     if share is not None:
         allowed = min(free, int(share * total) - (total - free))
     if weight_bytes <= allowed:
         return
-    remedies = ["use a smaller model"]
-    if options.model.dtype == "float32" and options.model.quantization is None:
-        remedies.append("set dtype='bfloat16' or 'float16', which halves them")
+    ways = []
+    if remedies is not None and device.type != "cpu":
+        ways.append(_more_devices(weight_bytes, int((share or 1) * total), device, remedies))
+    ways += _smaller_weights(options, config, device)
     if weight_bytes < free:
-        remedies.append("raise gpu_memory_utilization")
+        ways.append("raise gpu_memory_utilization")
     elif weight_bytes < total:
-        remedies.append("free the memory that other programs hold")
+        ways.append("free the memory that other programs hold")
+    ways.append("use a smaller model")
     limit = "" if share is None else f", of which gpu_memory_utilization={share:g} allows "
     limit += "" if share is None else f"{max(allowed, 0) / GIB:.2f} GiB"
     dtype = options.model.quantization or options.model.dtype
+    ranks = options.parallel.num_ranks
+    where = f" on each of {ranks} ranks" if ranks > 1 and device.num_sharing == 1 else ""
+    cache = ""
+    if remedies is not None:
+        cache = f" A token of the KV cache takes {remedies.kv_token_bytes:,} bytes{where}."
     raise OptionError(
-        f"the weights of {config.source.name} take {weight_bytes / GIB:.2f} GiB in {dtype}, but "
-        f"{device.name} has {free / GIB:.2f} of {total / GIB:.2f} GiB free{limit}. "
-        f"To run it, {', or '.join(remedies)}."
+        f"the weights of {config.source.name} take {weight_bytes / GIB:.2f} GiB{where} in {dtype}, "
+        f"but {device.name} has {free / GIB:.2f} of {total / GIB:.2f} GiB free{limit}.{cache} "
+        f"To run it, {', or '.join(ways)}."
     )
+
+
+def _more_devices(weight_bytes: int, allowed: int, device: DeviceInfo, remedies: Remedies) -> str:
+    found = remedies.enough_ranks(allowed)
+    if found is None:
+        count = -(-weight_bytes // max(allowed, 1)) + 1
+        return f"spread its layers over {count} or more such devices (pipeline_parallel_size)"
+    size, each = found
+    here = f", of which this host has {device.count}" if size > device.count else ""
+    return (
+        f"use {size} such devices{here} (tensor_parallel_size={size}: {each / GIB:.2f} GiB of "
+        "weights on each)"
+    )
+
+
+def _smaller_weights(
+    options: EngineOptions, config: ModelConfig, device: DeviceInfo
+) -> Iterator[str]:
+    if options.model.quantization is not None or config.source.kind == "gguf":
+        return
+    if options.model.dtype == "float32":
+        yield "set dtype='bfloat16' or 'float16', which halves them"
+        if device.type == "cpu":
+            yield "round them with quantization='int8', which leaves about a quarter"
+        return
+    yield "round them with quantization='fp8' or 'int4', which leaves about a half or a quarter"
 
 
 def available_cache_bytes(

@@ -26,23 +26,18 @@ from quire.layers.attention.kv_scales import describe_kv_scales, given_kv_scales
 from quire.layers.attention.layer import bind_kv_groups
 from quire.layers.experts import Experts
 from quire.layers.parallel import Parallel
-from quire.models.loader import (
-    ONE_RANK,
-    count_weight_bytes,
-    held_weight_bytes,
-    load_model,
-)
+from quire.models.loader import ONE_RANK, held_weight_bytes, load_model
 from quire.protocol.errors import ModelError, OptionError
 from quire.protocol.expert_counts import ExpertCounts
-from quire.protocol.kv_spec import KVGroup, KVLayout, KVSpec
+from quire.protocol.kv_spec import KVGroup, KVLayout
 from quire.protocol.output import DeviceMemory
 from quire.worker.draft_model import DraftSource
+from quire.worker.fitting import check_model_fits, kv_specs
 from quire.worker.kv_tensors import KVTensors
 from quire.worker.memory import (
     MIB,
     MemoryProfile,
     available_cache_bytes,
-    check_weights_fit,
     count_blocks,
     describe_cache,
     device_memory,
@@ -154,17 +149,10 @@ class Worker:
         """Read the weights, or this rank's share of them."""
         options, config, device = self._options, self._config, self._device_info
         dtype = getattr(torch, options.model.dtype)
-        weight_bytes = count_weight_bytes(
-            config,
-            dtype=dtype,
-            device=self.device,
-            load_format=options.model.load_format,
-            quantization=options.model.quantization,
-            parallel=self._parallel,
+        draft_bytes = (
+            0 if self._draft is None else self._draft.count_weight_bytes(dtype, self.device)
         )
-        if self._draft is not None:
-            weight_bytes += self._draft.count_weight_bytes(dtype, self.device)
-        check_weights_fit(weight_bytes * device.num_sharing, options, config, device)
+        check_model_fits(options, config, device, self._parallel, draft_bytes=draft_bytes)
         remedy = "Use a smaller model, or free the memory that other programs hold."
         with explaining("loading the weights", remedy, device):
             self._model = load_model(
@@ -391,23 +379,6 @@ def torch_device(device: DeviceInfo) -> torch.device:
         return torch.device(device.type)
     torch.cuda.set_device(device.index)
     return torch.device("cuda", device.index)
-
-
-def kv_specs(
-    options: EngineOptions, config: ModelConfig, parallel: Parallel = ONE_RANK
-) -> list[KVSpec]:
-    """What each layer keeps on one rank. A window that reaches over the longest request is none."""
-    num_kv_heads = parallel.heads(config.num_heads, config.num_kv_heads).kv_count
-    dtype = options.cache.kv_cache_dtype
-    assert options.model.max_model_len is not None
-    specs = []
-    for layer in range(config.num_layers):
-        window = config.layer_window(layer)
-        if window is not None and window >= options.model.max_model_len:
-            window = None
-        is_latent = config.latent is not None
-        specs.append(KVSpec(num_kv_heads, config.head_dim, dtype, window, is_latent))
-    return specs
 
 
 @contextmanager

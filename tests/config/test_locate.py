@@ -353,3 +353,35 @@ def test_download_from_a_hub(tmp_path: Path, hub: str) -> None:
     assert "HF_TOKEN" in message
     message = locate_elsewhere("me/tiny", tmp_path, revision="none", **settings)
     assert "revision 'none'" in message
+
+
+LARGE = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 131072,
+    "intermediate_size": 524288,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+}
+
+
+def test_weights_that_would_not_fit_are_not_fetched(tmp_path: Path, hub: str) -> None:
+    """From the configuration alone, with what the model would need."""
+    HubHandler.files["config.json"] = json.dumps(LARGE).encode()
+    HubHandler.files["generation_config.json"] = b"{}"
+    code = (
+        "from quire import LLM\n"
+        "from quire.protocol.errors import OptionError\n"
+        "try: LLM('me/tiny', quantization='int8')\n"
+        "except OptionError as error: print('OptionError:', error)\n"
+    )
+    settings = {"HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    env = {**os.environ, "PYTHONPATH": REPOSITORY, "HF_HOME": str(tmp_path), **settings}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
+    assert "OptionError: the weights of me/tiny take" in done.stdout, done.stdout
+    assert "A token of the KV cache takes 5,242,880 bytes" in done.stdout
+    fetched = {file.name for file in tmp_path.rglob("snapshots/*/*")}
+    assert "config.json" in fetched
+    assert not any(name.endswith(".safetensors") for name in fetched)

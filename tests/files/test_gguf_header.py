@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from quire.config.embedded import embedded_model_path
+from quire.config.latent import LatentConfig
 from quire.config.model import load_model_config
 from quire.files.gguf import LOADABLE_TYPES, TENSOR_TYPES, GGUFFile
 from quire.protocol.errors import ModelError
@@ -290,15 +291,108 @@ def test_llama3_rope_scaling_is_recovered_from_its_tensor(tmp_path: Path, factor
         load_model_config(str(path))
 
 
+EXPERTS: dict[str, Any] = {"expert_count": 4, "expert_used_count": 2}
+LATENT: dict[str, Any] = {
+    **EXPERTS,
+    "attention.key_length": 24,
+    "attention.value_length": 16,
+    "attention.kv_lora_rank": 32,
+    "rope.dimension_count": 8,
+    "expert_feed_forward_length": 16,
+    "expert_shared_count": 1,
+}
+
+
+def test_latents_and_experts_of_old_and_new_files(tmp_path: Path) -> None:
+    """Old files give a head's keys and values under the names that now are those of latents."""
+    old = load_model_config(str(write_gguf(tmp_path / "old.gguf", "deepseek2", **LATENT)))
+    newer = {
+        **LATENT,
+        "attention.key_length": 40,
+        "attention.value_length": 32,
+        "attention.key_length_mla": 24,
+        "attention.value_length_mla": 16,
+        "expert_gating_func": 2,
+        "expert_group_count": 2,
+        "expert_group_used_count": 1,
+        "expert_weights_scale": 2.5,
+        "leading_dense_block_count": 1,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 16,
+        "rope.scaling.yarn_log_multiplier": 0.0707,
+    }
+    new = load_model_config(str(write_gguf(tmp_path / "new.gguf", "deepseek2", **newer)))
+    assert old.latent == new.latent == LatentConfig(None, 32, 16, 8, 16)
+    assert (old.model_type, new.model_type) == ("deepseek_v2", "deepseek_v3")
+    assert old.experts is not None and new.experts is not None
+    assert old.experts.is_sparse == (True, True) and new.experts.is_sparse == (False, True)
+    assert (old.experts.num_groups, old.experts.factor, old.experts.normalizes) == (1, 1.0, False)
+    assert (new.experts.num_groups, new.experts.top_groups, new.experts.factor) == (2, 1, 2.5)
+    assert new.rope_scaling is not None
+    assert new.rope_scaling["mscale"] == new.rope_scaling["mscale_all_dim"] == 0.707
+
+
+@pytest.mark.parametrize(
+    ("pattern", "full"), [(None, [5]), (3, [2, 5]), ([True, False] * 3, [1, 3, 5])]
+)
+def test_windows_of_gemma3(tmp_path: Path, pattern: Any, full: list[int]) -> None:
+    """One base of RoPE is not stored; old files have no pattern; without a window all are full."""
+    numbers = {"block_count": 6, "attention.key_length": 8}
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        "gemma3",
+        attention__sliding_window=16,
+        attention__sliding_window_pattern=pattern,
+        **numbers,
+    )
+    config = load_model_config(str(path))
+    assert [layer for layer in range(6) if config.layer_window(layer) is None] == full
+    assert config.sliding_window == 16 and config.raw["rope_local_base_freq"] == 10000.0
+    path = write_gguf(tmp_path / "full.gguf", "gemma3", **numbers)
+    assert load_model_config(str(path)).sliding_window is None
+
+
+@pytest.mark.parametrize(("arch", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_the_largest_gemma_scales_scores_by_width(tmp_path: Path, arch: str, layers: int) -> None:
+    for count, scalar in ((layers, 8), (layers + 1, 12)):
+        path = write_gguf(
+            tmp_path / f"{count}.gguf",
+            arch,
+            block_count=count,
+            attention__key_length=12,
+            attention__sliding_window=4,
+        )
+        assert load_model_config(str(path)).raw["query_pre_attn_scalar"] == scalar
+
+
 @pytest.mark.parametrize(
     ("arch", "metadata", "problem"),
     [
-        ("mamba", {}, "mamba.*llama, qwen2, qwen3, gpt2"),
+        ("mamba", {}, "mamba.*llama, qwen2, .*gemma3, phi3, deepseek2, gpt2"),
         ("llama", {"block_count": None}, r"llama\.block_count is missing"),
         ("llama", {"attention.head_count": [4, 2]}, "head_count"),
         ("llama", {"attention.head_count": 0}, "num_attention_heads"),
         ("llama", {"attention.head_count_kv": 3}, "num_key_value_heads"),
-        ("llama", {"expert_count": 8}, "experts"),
+        ("llama", {"expert_count": 8}, r"llama\.expert_used_count is missing"),
+        ("llama", {"attention.value_length": 16}, "value_length must be 8"),
+        ("llama", {"rope.dimension_count": 4}, "partial_rotary_factor"),
+        ("llama", {"rope.scaling.type": "longrope"}, "none, linear or yarn"),
+        ("llama", {"attention.clamp_kqv": 8.0}, r"llama\.attention\.clamp_kqv must be 0"),
+        ("qwen2", {"expert_count": 4}, "expert_count must be 0 .*qwen2 has no use for it"),
+        ("qwen3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping must be 0"),
+        (
+            "qwen3moe",
+            {**EXPERTS, "expert_feed_forward_length": 8, "expert_gating_func": 2},
+            "expert_gating_func must be 0 or 1",
+        ),
+        ("qwen3moe", EXPERTS, r"blk\.0\.ffn_gate_exps\.weight is missing"),
+        ("gemma2", {}, r"gemma2\.attention\.sliding_window is missing"),
+        ("phi3", {}, r"phi3\.attention\.sliding_window is missing"),
+        ("gemma3", {"attention.sliding_window_pattern": "swa"}, "a number of layers, got 'swa'"),
+        ("deepseek2", {}, r"deepseek2\.attention\.key_length is missing"),
+        ("deepseek2", {**LATENT, "expert_gating_func": 3}, "softmax.*sigmoid.*got 3"),
+        ("deepseek2", {**LATENT, "nextn_predict_layers": 1}, "nextn_predict_layers must be 0"),
     ],
 )
 def test_metadata_that_cannot_be_used(

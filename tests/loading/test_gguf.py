@@ -164,6 +164,40 @@ def test_converted_models_come_back(
     assert config.attention_bias == has_bias
 
 
+def test_names_of_experts() -> None:
+    """In a stack, and one by one as in the first files."""
+    stack = transformers_name("llama", "blk.2.ffn_up_exps.weight")
+    assert stack == "model.layers.2.block_sparse_moe.experts.{}.w3.weight"
+    assert transformers_name("llama", "blk.2.ffn_up.7.weight") == stack.format(7)
+    assert transformers_name("qwen2", "blk.2.ffn_up.7.weight") is None
+    bias = transformers_name("deepseek2", "blk.3.exp_probs_b.bias")
+    assert bias == "model.layers.3.mlp.gate.e_score_correction_bias"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "problem"),
+    [
+        ({"ffn_gate_exps": (4, 8)}, r"ffn_gate_exps.weight has shape \[4, 8\]"),
+        ({"attn_k_b": (2, 4, 8)}, "must both be there"),
+        ({"attn_k_b": (2, 4, 8), "attn_v_b": (8, 4)}, "three dimensions"),
+        ({"attn_k_b": (2, 4, 8), "attn_v_b": (2, 8, 6)}, "differ in heads or rank"),
+    ],
+)
+def test_stacks_that_do_not_fit(
+    tmp_path: Path, shapes: dict[str, tuple[int, ...]], problem: str
+) -> None:
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "deepseek2")
+    for name, shape in shapes.items():
+        writer.add_tensor(f"blk.0.{name}.weight", np.ones(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=problem):
+        iter_weights(ModelSource("m", "gguf", path))
+
+
 def test_names_outside_the_architecture() -> None:
     assert transformers_name("llama", "blk.0.attn_qkv.weight") is None
     assert transformers_name("gpt2", "blk.0.attn_q.weight") is None

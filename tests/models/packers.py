@@ -413,3 +413,44 @@ def save_quantized(model: PreTrainedModel, folder: Path, one: Case) -> dict[str,
         file, described = folder / one.file, one.config
     file.write_text(json.dumps(described))
     return stored
+
+
+MIXTRAL_NAMES = ("block_sparse_moe", "w1", "w3", "w2")
+"""The block of experts, and an expert's matrices of gate, up and down."""
+ROUTERS = (".gate", ".shared_expert_gate")
+
+
+def expert_tensors(
+    model: PreTrainedModel,
+    packer: Packer | None = None,
+    dtype: torch.dtype = torch.float32,
+    names: tuple[str, str, str, str] = ("mlp", "gate_proj", "up_proj", "down_proj"),
+) -> dict[str, Tensor]:
+    """What a checkpoint of a mixture holds, each expert under a name of its own, matrices of layers
+    quantised but for routers. The model gets the numbers of it."""
+    block, gate, up, down = names
+    found: dict[str, Tensor] = {}
+
+    def add(name: str, weight: Tensor) -> None:
+        is_matrix = ".layers." in name and weight.dim() == 2
+        module = name.removesuffix(".weight")
+        if packer is not None and is_matrix and not module.endswith(ROUTERS):
+            parts, exact = packer(weight)
+            found.update({f"{module}.{key}": part for key, part in parts.items()})
+            weight.copy_(exact)
+            return
+        is_exact = name.endswith("e_score_correction_bias")
+        found[name] = weight.to(torch.float32 if is_exact else dtype).clone()
+        weight.copy_(found[name])
+
+    for name, tensor in model.state_dict().items():
+        name = name.replace(".mlp.", f".{block}.")
+        prefix, _, last = name.rpartition(".")
+        if not prefix.endswith("experts"):
+            add(name, tensor)
+            continue
+        for number, one in enumerate(tensor):
+            parts = zip((gate, up), one.chunk(2), strict=True)
+            for part, weight in [(down, one)] if last == "down_proj" else parts:
+                add(f"{prefix}.{number}.{part}.weight", weight)
+    return found

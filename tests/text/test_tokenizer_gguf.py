@@ -127,7 +127,13 @@ def test_embedded_model_is_tokenised_as_llama_cpp_does(
         assert ours.decode(ours.encode(text)) == text
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken"])
+@pytest.mark.parametrize(
+    "pre",
+    [
+        *("gpt-2", "smollm", "llama-bpe", "qwen2", "tekken", "gpt-4o"),
+        *("deepseek-v3", "deepseek-llm"),
+    ],
+)
 def test_each_known_split_is_that_of_llama_cpp(
     pre: str, tmp_path: Path, llama_cpp: Callable[[Path], LlamaCpp]
 ) -> None:

@@ -17,6 +17,7 @@ from quire.protocol.expert_counts import ExpertCounts
 from quire.protocol.output import DeviceMemory
 from quire.protocol.plan import Int32Array, StepPlan, TokenMasks
 from quire.worker.device import detect_device
+from quire.worker.fitting import check_before_fetch
 from quire.worker.groups import own_place
 from quire.worker.memory import is_exhausted, is_out_of_memory, return_free_memory
 from quire.worker.model_runner import ModelRunner
@@ -59,6 +60,8 @@ class LocalExecutor:
         if options.parallel.distributed_executor_backend == "external_launcher":
             place = launched_as("LOCAL_RANK")
         return detect_device(options.device.device, place)
+
+    check_before_fetch = staticmethod(check_before_fetch)
 
     @property
     def worker(self) -> Worker:
