@@ -34,7 +34,10 @@ class LatentTiles:
     """Most query rows: heads times tokens."""
     keys: int
     num_warps: int
+    """Of a program with that many rows; smaller ones have fewer."""
     num_stages: int
+    """The loop looks tables up, loads keys, and computes: 3 of them for a tile at a time, 5 to have
+    another one on its way."""
 
     def padded_rows(self, count: int) -> int:
         """Rows of a program where there are `count` in all."""
@@ -201,7 +204,7 @@ def _launch(
     tiles: LatentTiles,
 ) -> None:
     _, num_heads, rank = q.shape
-    rope_dim = q_rope.shape[2]
+    rope_dim, rows = q_rope.shape[2], tiles.padded_rows(num_heads * queries)
     assert kv_layer.is_contiguous() and kv_layer.shape[-1] == rank + rope_dim
     assert q_rope.is_contiguous() and out.is_contiguous()
     _latent_kernel[grid](
@@ -224,7 +227,7 @@ def _launch(
         grid[0],
         NUM_HEADS=num_heads,
         QUERIES=queries,
-        ROWS=tiles.padded_rows(num_heads * queries),
+        ROWS=rows,
         RANK=rank,
         PADDED_RANK=max(16, triton.next_power_of_2(rank)),
         ROPE=rope_dim,
@@ -233,7 +236,7 @@ def _launch(
         KEYS=tiles.keys,
         IS_TILED=tile_list is not None,
         IS_SPLIT=grid[0] > 1,
-        num_warps=tiles.num_warps,
+        num_warps=min(tiles.num_warps, max(4 if scales is None else 8, rows // 4)),
         num_stages=tiles.num_stages,
         **float8_options(kv_layer),
         **launch_options(out),

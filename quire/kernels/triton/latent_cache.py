@@ -66,9 +66,9 @@ def _latent_cache_kernel(
 
     heads = tl.arange(0, PADDED_HEADS)[:, None]
     mask = (heads < NUM_HEADS) & in_half[None, :]
-    source = q_ptr + token * stride_q + heads * stride_q_head
-    q_first = tl.load(source + first_at[None, :], mask, 0.0)
-    q_second = tl.load(source + second_at[None, :], mask, 0.0)
+    queries = q_ptr + token * stride_q + heads * stride_q_head
+    q_first = tl.load(queries + first_at[None, :], mask, 0.0)
+    q_second = tl.load(queries + second_at[None, :], mask, 0.0)
     a, b = q_first.to(tl.float32), q_second.to(tl.float32)
     target = out_ptr + (token * NUM_HEADS + heads) * ROPE
     rotated = (a * cos[None, :] - b * sin[None, :]).to(q_first.dtype)
@@ -78,30 +78,29 @@ def _latent_cache_kernel(
 
     if slot >= 0:
         source = latent_ptr + token * stride_latent
-        c = tl.load(source + dims, in_rank, 0.0)
-        wide = c.to(tl.float32)
+        latent = tl.load(source + dims, in_rank, 0.0)
+        wide = latent.to(tl.float32)
         inverse = tl.rsqrt(tl.sum(wide * wide, 0) / RANK + eps)
         # Rounds as the reference does.
         if weight.dtype == tl.float32:
-            c = (wide * inverse * weight).to(c.dtype)
+            c = (wide * inverse * weight).to(latent.dtype)
         else:
-            c = ((wide * inverse).to(c.dtype) * weight).to(c.dtype)
-        k_first = tl.load(source + RANK + first_at, in_half, 0.0)
-        k_second = tl.load(source + RANK + second_at, in_half, 0.0)
-        d, e = k_first.to(tl.float32), k_second.to(tl.float32)
-        k_first = (d * cos - e * sin).to(k_first.dtype)
-        k_second = (e * cos + d * sin).to(k_second.dtype)
+            c = ((wide * inverse).to(latent.dtype) * weight).to(latent.dtype)
+        d = tl.load(source + RANK + first_at, in_half, 0.0).to(tl.float32)
+        e = tl.load(source + RANK + second_at, in_half, 0.0).to(tl.float32)
+        k_first = (d * cos - e * sin).to(latent.dtype)
+        k_second = (e * cos + d * sin).to(latent.dtype)
         place = cache_ptr + slot * (RANK + ROPE)
         if FLOAT8:
-            c = c.to(tl.float32)
-            d, e = k_first.to(tl.float32), k_second.to(tl.float32)
-            largest = tl.max(tl.maximum(tl.abs(d), tl.abs(e)), 0)
-            largest = tl.maximum(largest, tl.max(tl.abs(c), 0))
+            wide_c = c.to(tl.float32)
+            wide_first, wide_second = k_first.to(tl.float32), k_second.to(tl.float32)
+            largest = tl.max(tl.maximum(tl.abs(wide_first), tl.abs(wide_second)), 0)
+            largest = tl.maximum(largest, tl.max(tl.abs(wide_c), 0))
             scale = choose_scale(largest, tl.load(given_ptr), E4M3, False)
             tl.store(scales_ptr + slot, scale.to(tl.bfloat16))
-            tl.store(place + dims, narrow(c / scale, E4M3), in_rank)
-            tl.store(place + RANK + first_at, narrow(d / scale, E4M3), in_half)
-            tl.store(place + RANK + second_at, narrow(e / scale, E4M3), in_half)
+            tl.store(place + dims, narrow(wide_c / scale, E4M3), in_rank)
+            tl.store(place + RANK + first_at, narrow(wide_first / scale, E4M3), in_half)
+            tl.store(place + RANK + second_at, narrow(wide_second / scale, E4M3), in_half)
         else:
             tl.store(place + dims, c, in_rank)
             tl.store(place + RANK + first_at, k_first, in_half)

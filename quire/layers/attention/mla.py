@@ -99,6 +99,8 @@ class LatentBackend(AttentionBackend):
 
     @classmethod
     def missing(cls) -> str | None:
+        if torch.cuda.is_available() and is_turing(torch.device("cuda")):
+            return "tiles of latents do not fit into this GPU's shared memory"
         return TritonBackend.missing()
 
     @classmethod
@@ -136,14 +138,19 @@ def profitable_queries(latent: LatentConfig) -> int:
     return expanding // max(1, absorbed - expanded) + 1
 
 
+def has_little_memory() -> bool:
+    """Whether a program has 64 KiB of shared memory, as on GPUs of AMD, and not 96 or more."""
+    return torch.version.hip is not None
+
+
 def choose_tiles(kv: Tensor, latent: LatentConfig) -> LatentTiles:
     """Programs over latents: queries, and some tiles of keys on their way, in shared memory."""
     from quire.kernels.triton.latent_attention import LatentTiles
 
     row_bytes = latent.cached_dim * max(kv.element_size(), 2)
     if is_hopper(kv.device) and row_bytes <= 1280:
-        return LatentTiles(rows=64, keys=32, num_warps=8, num_stages=3)
-    if is_turing(kv.device) or row_bytes > 1280:
+        return LatentTiles(rows=64, keys=32, num_warps=8, num_stages=5)
+    if has_little_memory() or row_bytes > 1280:
         return LatentTiles(rows=16, keys=16, num_warps=4, num_stages=1)
     return LatentTiles(rows=32, keys=16, num_warps=4, num_stages=2)
 
@@ -154,7 +161,7 @@ def choose_expanded_tiles(kv: Tensor, latent: LatentConfig) -> PrefillTiles:
     row_bytes = latent.query_dim * max(kv.element_size(), 2)
     if is_hopper(kv.device) and row_bytes <= 512:
         return PrefillTiles(128, 64, num_warps=8, num_stages=2)
-    if row_bytes > 512 or is_turing(kv.device):
+    if row_bytes > 512 or has_little_memory():
         return PrefillTiles(32, 16, num_warps=4, num_stages=1)
     return PrefillTiles(64, 32, num_warps=4, num_stages=2)
 
