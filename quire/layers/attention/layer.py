@@ -6,16 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from quire.kernels.torch.qkv import rms_norm, rotate
+from quire.layers.linear import LatentLinear
 from quire.protocol.kv_spec import KVGroup
-
-if TYPE_CHECKING:
-    from quire.layers.linear import LatentLinear
 
 
 @dataclass(frozen=True)
