@@ -335,7 +335,7 @@ def test_steps_equal_those_in_plain_torch(case: tuple, monkeypatch: pytest.Monke
     them in several chunks."""
     news, max_queries, dtype, kept, size, expands = case
     monkeypatch.setattr(mla, "PROGRAMS_WANTED", 8)  # each program takes the interpreter a while
-    heads, layers, num_requests = 3, 2, 3
+    heads, layers, num_requests = 2, 2, 3
     expansion: Any = Expansion(heads, dtype)
     generator = torch.Generator().manual_seed(1)
     blocks = -(-160 // size)
