@@ -25,7 +25,7 @@ from quire.kernels.triton.latent_attention import (  # noqa: E402
     latent_attention,
     latent_prefill,
 )
-from quire.kernels.triton.latent_cache import write_latents  # noqa: E402
+from quire.kernels.triton.latent_cache import GATHERED_KEYS, gather_latents, write_latents  # noqa: E402
 from quire.layers.attention import mla  # noqa: E402
 from quire.layers.attention.backend import AttentionInputs, KVScales  # noqa: E402
 from quire.layers.attention.layer import LatentQKV, Rotation  # noqa: E402
@@ -268,6 +268,28 @@ def test_written_latents(
         assert (found == expected).float().mean() > 0.99
         torch.testing.assert_close(scales, expected_scales, rtol=1e-2, atol=0, equal_nan=True)
         assert torch.equal(scales.isnan(), expected_scales.isnan())
+
+
+@pytest.mark.parametrize("kept", [torch.float32, E4M3, E5M2], ids=str)
+def test_gathered_latents(kept: torch.dtype) -> None:
+    """Wherever pieces begin; rows behind a context are 0, and its table is not followed there."""
+    rank, rope, cache = 36, 12, Cache([21, 50], 8, 48, kept)
+    pieces = ((1, 32, 16), (0, 16, 0), (1, 3, 32))  # request, position, row
+    latents, k_rope = (torch.full((48, n), float("nan"), device=DEVICE) for n in (rank, rope))
+    listed = torch.tensor(pieces, dtype=torch.int32, device=DEVICE).T.contiguous()
+    where = cache.tables, cache.lens
+    gather_latents(cache.kv, latents, k_rope, *where, *listed, scales=cache.scales)
+    found = torch.cat((latents, k_rope), -1)
+    for request, position, row in pieces:
+        for offset in range(GATHERED_KEYS):
+            place = position + offset
+            expected = torch.zeros(48, device=DEVICE)
+            if place < int(cache.lens[request]):
+                block = cache.tables[request, place // 8]
+                expected = cache.kv[0, block, 0, place % 8].float()
+                if cache.scales is not None:
+                    expected = expected * cache.scales[block, 0, place % 8].float()
+            assert torch.equal(found[row + offset], expected)
 
 
 def test_chunks() -> None:
