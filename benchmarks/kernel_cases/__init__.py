@@ -6,6 +6,7 @@ from harness import SHAPES, SPARSE_SHAPES
 from kernel_cases.attention import attention
 from kernel_cases.case import Case
 from kernel_cases.experts import experts, routing, sparse_layer
+from kernel_cases.latent import latent_attention
 from kernel_cases.layers import (
     embedding,
     fused_linear,
@@ -50,6 +51,9 @@ DRAFTED = (
     (256, 4, 2048),
     (16, 4, 32768),
 )
+LATENT_DECODES = ((1, 1024), (1, 8192), (16, 4096), (64, 1024), (256, 1024), (1024, 256))
+"""Requests and their contexts."""
+LATENT_PREFILLS = ((1, 512, 512), (8, 2048, 2048), (64, 256, 256), (1, 2048, 32768))
 ROWS = (1, 16, 256, 1024, 8192)
 LINEAR_BATCHES = (16, 64, 256, 1024)
 
@@ -89,6 +93,18 @@ KERNELS: dict[str, list[Case]] = {
     "attention with drafts, in prefill tiles": [attention(*one) for one in DRAFTED],
     "prefill attention": [attention(*prefill) for prefill in PREFILLS],
     "prefill attention, 8-bit cache": [attention(*prefill, float8=True) for prefill in PREFILLS],
+    "latent attention": [
+        latent_attention(batch, 1, context, heads)
+        for heads in (16, 128)
+        for batch, context in LATENT_DECODES
+    ],
+    "latent attention with drafts": [
+        latent_attention(*one, decode_queries=one[1]) for one in DRAFTED
+    ],
+    "latent attention of prompts, absorbed": [latent_attention(*one) for one in LATENT_PREFILLS],
+    "latent attention of prompts": [
+        latent_attention(*one, expands=True) for one in LATENT_PREFILLS
+    ],
     "rotation and cache write": [rotation_and_write(count) for count in ROWS],
     "norm with residual": [norm_with_residual(count) for count in ROWS],
     "gated activation": [gated_activation(count) for count in ROWS],

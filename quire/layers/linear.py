@@ -165,8 +165,9 @@ class OutputLinear(RowLinear):
 
 
 class LatentLinear(MatrixLayer):
-    """Keys and values of all heads from a latent, divided by heads. It is multiplied on the other
-    side instead, so that attention is over latents: with queries, and with what comes of it."""
+    """Keys and values of all heads from a latent, divided by heads. It may be multiplied on the
+    other side instead, so that attention is over latents: with queries, and with what comes of
+    it."""
 
     def __init__(
         self, rank: int, key_dim: int, value_dim: int, num_heads: int, build: Build
@@ -178,20 +179,30 @@ class LatentLinear(MatrixLayer):
         self.method.create_weights(self, outputs, whole(rank), build)
 
     @cached_property
+    def dense_weight(self) -> torch.Tensor:
+        """[heads * (key_dim + value_dim), rank], in each head the rows of keys first."""
+        if self.matrices:
+            return cast(DenseMatrix, self.matrices[0]).weight
+        return self.get_parameter("weight")
+
+    @cached_property
     def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Of keys [heads, key_dim, rank] and of values [heads, value_dim, rank]."""
-        if self.matrices:
-            weight = cast(DenseMatrix, self.matrices[0]).weight
-        else:
-            weight = self.get_parameter("weight")
-        by_head = weight.view(self.num_heads, sum(self.sizes), -1)
+        by_head = self.dense_weight.view(self.num_heads, sum(self.sizes), -1)
         keys, values = by_head.split_with_sizes(self.sizes, dim=1)
         return keys, values
 
     def to_latent(self, q: torch.Tensor) -> torch.Tensor:
         """Queries [T, heads, key_dim] as they meet latents, [T, heads, rank]."""
-        return torch.matmul(q.transpose(0, 1), self.halves[0]).transpose(0, 1)
+        return _by_head(q, self.halves[0])
 
     def from_latent(self, x: torch.Tensor) -> torch.Tensor:
         """Sums of latents [T, heads, rank] as sums of values, [T, heads, value_dim]."""
-        return torch.matmul(x.transpose(0, 1), self.halves[1].transpose(1, 2)).transpose(0, 1)
+        return _by_head(x, self.halves[1].transpose(1, 2))
+
+
+def _by_head(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, inputs] times a matrix [inputs, outputs] of each head."""
+    out = x.new_empty(len(x), len(matrices), matrices.shape[2])
+    torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
+    return out

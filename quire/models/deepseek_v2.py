@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from quire.config.model import ModelConfig
-from quire.layers.attention.layer import QKV, Attention, Rotation, StepContext
+from quire.layers.attention.layer import Attention, LatentQKV, Rotation, StepContext
 from quire.layers.experts import SparseMLP
 from quire.layers.linear import LatentLinear, Linear, RowLinear
 from quire.layers.norm import RMSNorm
@@ -22,8 +22,8 @@ LATENT_EPS = 1e-6
 
 
 class LatentAttention(nn.Module):
-    """One latent for each token stands for the keys and values of all heads. Attention is over
-    latents: the matrices that would expand them are multiplied with queries and results."""
+    """One latent for each token stands for the keys and values of all heads: it is what the cache
+    keeps, with the rotated part of the keys."""
 
     def __init__(
         self, config: ModelConfig, layer_index: int, traits: AttentionTraits, build: Build
@@ -56,17 +56,11 @@ class LatentAttention(nn.Module):
         self.attend = Attention(layer_index, traits.scale)
 
     def forward(self, x: torch.Tensor, rotation: Rotation, step: StepContext) -> torch.Tensor:
-        latent = self.latent
-        q = self._queries(x).view(len(x), self.num_heads, latent.query_dim)
-        q_nope, q_rope = q.split_with_sizes((latent.nope_dim, latent.rope_dim), dim=-1)
+        q = self._queries(x).view(len(x), self.num_heads, self.latent.query_dim)
+        norm = self.kv_a_layernorm
         compressed = self.kv_a_proj_with_mqa(x)
-        c, k_rope = compressed.split_with_sizes((latent.kv_rank, latent.rope_dim), dim=-1)
-        keys = (self.kv_a_layernorm(c), rotation.rotate(k_rope.unsqueeze(1))[:, 0])
-        queries = (self.kv_b_proj.to_latent(q_nope), rotation.rotate(q_rope))
-        k = torch.cat(keys, dim=-1).unsqueeze(1)
-        mixed = self.attend(QKV(torch.cat(queries, dim=-1), k, k), step)
-        mixed = mixed.view(len(x), self.num_heads, latent.cached_dim)[..., : latent.kv_rank]
-        return self.o_proj(self.kv_b_proj.from_latent(mixed).flatten(1))
+        latent = LatentQKV(q, compressed, norm.weight, norm.eps, rotation, self.kv_b_proj)
+        return self.o_proj(self.attend(latent, step))
 
     def _queries(self, x: torch.Tensor) -> torch.Tensor:
         if self.q_proj is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.config.model import ModelConfig
 from quire.kernels.torch.attention import attend
-from quire.layers.attention.layer import QKV, StepContext
+from quire.layers.attention.layer import QKV, AttentionStep, LatentQKV, StepContext
 from quire.layers.decoder import LayerParts
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
@@ -95,18 +95,21 @@ class InputStatistics:
         return torch.cat(self._sampled)
 
 
-class WholePrompt:
+class WholePrompt(AttentionStep):
     """Attention within one prompt, all of whose tokens are there."""
 
     def attend(
         self,
         layer_index: int,
-        qkv: QKV,
+        qkv: QKV | LatentQKV,
         scale: float,
         window: int | None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
+        if isinstance(qkv, LatentQKV):
+            mixed = self.attend(layer_index, qkv.absorbed(), scale, window, softcap)
+            return qkv.expansion.from_latent(mixed)
         q, k, v = (x.transpose(0, 1) for x in qkv.prepared())
         if softcap is not None or sinks is not None:
             return attend(q.transpose(0, 1), k, v, scale, window, softcap, sinks)

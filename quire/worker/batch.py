@@ -59,6 +59,7 @@ def gather_batch(
                 block_tables=blocks[rows],
                 slots=slots_of(blocks, row_of, positions, table.block_size),
                 query_lens=plan.num_new_tokens,
+                max_context_lens=table.max_computed[plan.rows],
                 send=table.staging.send,
                 prefixes=_send_tiles(table, prefixes) if prefixes is not None else None,
                 decode_queries=int(plan.num_samples.max(initial=1)),

@@ -227,8 +227,10 @@ class StepGraphs:
         """Of what a graph is told; see `_pad`."""
         if isinstance(key, DecodeKey):
             size, width = key.num_tokens, self._attention.prefix_members
+            if not key.shares_prefixes:
+                return (size,)
             tiles = max_tiles(size, width)
-            return (size, size, tiles, tiles * width) if key.shares_prefixes else (size,)
+            return size, size, tiles, tiles * width
         rows, tiles = key.num_rows, 0
         if key.num_prompts:
             tiles = -(-key.num_tokens // self._attention.tile_queries) + key.num_prompts

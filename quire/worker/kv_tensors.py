@@ -17,9 +17,9 @@ class KVTensors:
     slot share its memory, in blocks of their own.
 
     Those in 8 bits have scales: [slot, block, kv head, place in the block, key or value]. The two
-    of a token and head are one word, which a kernel reads at once. They are bfloat16,
-    whose range is that of any activation; its few digits cost nothing, because what is stored was
-    divided by the very number that it is multiplied by.
+    of a token and head are one word, which a kernel reads at once; a latent has one. They are
+    bfloat16, whose range is that of any activation; its few digits cost nothing, because what is
+    stored was divided by the very number that it is multiplied by.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class KVTensors:
         if layout.specs[0].has_scales:
             self._blocks = self.data.view(torch.uint8)
             self.scales = torch.empty(
-                (layout.num_slots, num_blocks, num_heads, layout.block_size, 2),
+                (layout.num_slots, num_blocks, num_heads, layout.block_size, num_parts),
                 dtype=torch.bfloat16,
                 device=device,
             )

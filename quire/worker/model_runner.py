@@ -340,7 +340,14 @@ class ModelRunner:
 
     def _warm_up_plans(self, sizes: list[int]) -> Iterator[StepPlan]:
         block_size, max_len = self.table.block_size, self.table.token_ids.shape[1]
-        return warm_up_plans(block_size, max_len, sizes, self._shares_prefixes, self._max_queries)
+        return warm_up_plans(
+            block_size,
+            max_len,
+            sizes,
+            self._shares_prefixes,
+            self._max_queries,
+            self.attention.expanded_queries,
+        )
 
 
 @dataclass(slots=True)

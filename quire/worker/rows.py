@@ -109,9 +109,12 @@ class RowTable:
         self.num_tokens, self.num_computed, self.num_drafts, self.appends_sampled = self._numbers
         self.block_tables = ints(num_groups, max_rows, max_blocks)
         self._had_drafts = False
+        self.max_computed = np.zeros(max_rows, np.int32)
+        """Bounds of `num_computed` on the host, behind the last plan."""
 
     def update(self, plan: StepPlan) -> StagedRows:
         """Carry out the changes of a plan. All that the host sends travels in one copy."""
+        self._bound_lengths(plan)
         samples = np.flatnonzero(plan.samples).astype(np.int32)
         added_fields, places, tokens = self._added(plan.added_rows)
         forks = [added for added in plan.added_rows if added.fork_of >= 0]
@@ -151,6 +154,15 @@ class RowTable:
             rows, groups, indices, ids = sent[4:8]
             self.block_tables[groups, rows, indices] = ids
         return StagedRows(StagedLines(*sent[17:22]) if lines else None, *sent[9:17])
+
+    def _bound_lengths(self, plan: StepPlan) -> None:
+        bounds = self.max_computed
+        for added in plan.added_rows:
+            bounds[added.row] = added.num_computed_tokens
+        if len(plan.cut_rows):
+            bounds[plan.cut_rows] = np.minimum(bounds[plan.cut_rows], plan.cut_lengths - 1)
+        grown = bounds[plan.rows] + plan.num_new_tokens  # as if all drafts were accepted
+        bounds[plan.rows] = np.minimum(grown, self.token_ids.shape[1])
 
     def _fork(self, pairs: Tensor, num_tokens: int) -> None:
         """Copy the beginning of rows `pairs[1]` to rows `pairs[0]`, for all as much as for the one

@@ -39,8 +39,10 @@ def warm_up_plans(
     sizes: list[int],
     shares_prefixes: bool,
     max_queries: int = 1,
+    expanded_queries: int | None = None,
 ) -> Iterator[StepPlan]:
-    """Single tokens alone and next to prompts, and with drafts, for each number of rows."""
+    """Single tokens alone and next to prompts, and with drafts, for each number of rows; and a
+    prompt of `expanded_queries` tokens."""
     length = min(block_size + 4, max_len - 1)
     if length < 2:
         return
@@ -58,6 +60,8 @@ def warm_up_plans(
         for tokens in drafted_counts(max_queries):
             if length + tokens <= max_len:
                 yield _plan(np.full(count, length - 1, np.int32), length, tokens - 1)
+    if expanded_queries is not None and expanded_queries < max_len:
+        yield _plan(np.zeros(1, np.int32), expanded_queries)
 
 
 def _plan(computed: Int32Array, length: int, num_drafts: int = 0) -> StepPlan:

@@ -370,7 +370,15 @@ class Worker:
             heads = self._parallel.heads(self._config.num_heads, self._config.num_kv_heads)
             given = given_kv_scales(self._model, kv_group, num_slots, heads, self.device)
             scales = KVScales(kv.scales, given)
-        return backend(kv.data, self._num_heads, num_kv_heads, head_dim, block_size, scales)
+        return backend(
+            kv.data,
+            self._num_heads,
+            num_kv_heads,
+            head_dim,
+            block_size,
+            scales,
+            self._config.latent,
+        )
 
 
 def torch_device(device: DeviceInfo) -> torch.device:

@@ -122,6 +122,74 @@ assert max(job.result().metadata.shared for job in together._jobs.values()) <= 2
 print("done")
 """
 
+LATENT = """
+import sys, numpy as np, torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from quire.config.latent import LatentConfig
+from quire.kernels.triton.compile import CompilingTogether
+from quire.layers.attention import mla
+from quire.layers.attention.backend import AttentionInputs, KVScales
+from quire.layers.attention.layer import LatentQKV, Rotation
+
+TARGETS = {
+    "amd": (GPUTarget("hip", "gfx90a", 64), 64),
+    "ampere": (GPUTarget("cuda", 86, 32), 99),
+    "hopper": (GPUTarget("cuda", 90, 32), 227),
+}
+TARGET, KIBIBYTES = TARGETS[sys.argv[1]]
+HEADS, KIND = int(sys.argv[2]), getattr(torch, sys.argv[3])
+mla.has_little_memory = lambda: sys.argv[1] == "amd"
+mla.is_hopper = lambda device: sys.argv[1] == "hopper"
+mla.MAX_CHUNK = 64
+
+class Driver:
+    get_current_target = staticmethod(lambda: TARGET)
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+
+driver.set_active(Driver())
+
+def ints(*shape):
+    return torch.zeros(shape, dtype=torch.int32)
+
+def halves(*shape):
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+def send(*arrays):
+    return [torch.from_numpy(array) for array in arrays]
+
+class Expansion:
+    dense_weight = halves(HEADS * 256, 512)
+    to_latent = staticmethod(lambda q: halves(len(q), HEADS, 512))
+    from_latent = staticmethod(lambda x: halves(len(x), HEADS, 128))
+
+scales = KVScales(halves(1, 4, 1, 16, 1), torch.zeros(1, 2, 1)) if KIND.itemsize == 1 else None
+cache, config = halves(1, 1, 4, 1, 16, 576).to(KIND), LatentConfig(None, 512, 128, 64, 128)
+backend = mla.LatentBackend(cache, HEADS, 1, 576, 16, scales, config)
+lens = np.array([1, 1, 2, 20, 200], np.int32)
+starts, count = torch.tensor([0, *lens.cumsum()]).int(), int(lens.sum())
+angles = torch.zeros(10, 32)
+rotation = Rotation(angles, angles, torch.zeros(count).long(), True)
+projected = halves(count, HEADS, 192), halves(count, 576), halves(512)
+qkv = LatentQKV(*projected, 1e-6, rotation, Expansion())
+with CompilingTogether(2) as together:
+    for queries in (1, 8):
+        inputs = AttentionInputs(
+            starts, ints(5), ints(5, 100), ints(count).long(), lens, send,
+            decode_queries=queries, max_context_lens=lens,
+        )
+        backend.plan(inputs).attend(0, qkv, 0.1, None)
+failed = [job.exception() for job in together._jobs.values() if job.exception()]
+assert not failed, failed
+made = [job.result() for job in together._jobs.values()]
+# Write, gather, attend to what was expanded, merge for each number of queries; decode with each and
+# tiles.
+assert len(made) == 8, made
+assert max(kernel.metadata.shared for kernel in made) <= KIBIBYTES << 10, made
+print("done")
+"""
+
 GROUPED = """
 import sys, torch
 from triton.backends.compiler import GPUTarget
@@ -208,6 +276,18 @@ print("done")
 
 def test_kernels_are_compiled_and_not_launched(tmp_path: Path) -> None:
     run(PROGRAM, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    ("target", "heads"), [("hopper", 16), ("hopper", 128), ("ampere", 16), ("amd", 16)]
+)
+def test_latent_attention_fits_into_shared_memory(
+    target: str, heads: int, kind: str, tmp_path: Path
+) -> None:
+    """Of each GPU, with the sizes of all released models."""
+    run(LATENT, tmp_path, target, str(heads), kind)
 
 
 @pytest.mark.slow

@@ -24,7 +24,9 @@ from quire.layers.attention.backend import (
 )
 from quire.layers.attention.cpu import CpuBackend
 from quire.layers.attention.layer import QKV
+from quire.layers.attention.mla import LatentBackend
 from quire.layers.attention.torch import TorchBackend
+from quire.layers.attention.triton import TritonBackend
 from quire.protocol.errors import OptionError
 from quire.protocol.kv_spec import BLOCK_SIZES
 from quire.worker.rows import Staging
@@ -213,9 +215,9 @@ def test_wanted_backend_is_taken_or_refused() -> None:
 
 def test_everything_declared_is_checked() -> None:
     support = BackendSupport(
-        "x", ("cpu",), (torch.float32,), (), (16,), (64,), False, False, True, False
+        "x", ("cpu",), (torch.float32,), (), (16,), (64,), False, True, False, True, False
     )
-    asked = ("cpu", torch.float32, 64, 16, None, torch.float32, False)
+    asked = ("cpu", torch.float32, 64, 16, None, torch.float32)
     assert backend.unsupported(support, *asked) is None
     for index, value, said in (
         (0, "cuda", "cuda"),
@@ -224,9 +226,24 @@ def test_everything_declared_is_checked() -> None:
         (3, 8, "block_size"),
         (4, 512, "window"),
         (5, torch.float16, "float16"),
-        (6, True, "latent"),
     ):
         changed = [*asked]
         changed[index] = value
         reason = backend.unsupported(support, *changed)
         assert reason is not None and said in reason
+
+
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_groups_of_latents_have_a_backend_of_their_own(cache: torch.dtype) -> None:
+    """By the same name; that the other one is for other layers is no reason to mention it."""
+    if LatentBackend.missing() is not None:
+        pytest.skip("needs triton")
+    asked = ("cuda", torch.bfloat16, 576, 16)
+    for wanted in (None, "triton"):
+        chosen = select_backend(*asked, wanted=wanted, cache_dtype=cache, is_latent=True)
+        assert chosen == (LatentBackend, [])
+        chosen = select_backend(*asked, wanted=wanted, cache_dtype=cache)
+        assert chosen == (TritonBackend, [])
+    with pytest.raises(OptionError) as error:
+        select_backend("cuda", torch.float64, 576, 16, wanted="triton", is_latent=True)
+    assert str(error.value).count("triton: computes in") == 1

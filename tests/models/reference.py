@@ -313,7 +313,9 @@ class PagedRun:
         )
         # Stale content must never be read.
         kv = torch.full(shape, float("nan"), dtype=dtype, device=self.device)
-        self.backend = backend(kv, num_heads, num_kv_heads, config.head_dim, block_size)
+        self.backend = backend(
+            kv, num_heads, num_kv_heads, config.head_dim, block_size, None, config.latent
+        )
 
     def step(self, work: dict[int, int]) -> None:
         """Computes the next `work[i]` tokens of each sequence i, all in one batch."""
@@ -338,6 +340,7 @@ class PagedRun:
             slots=torch.tensor(slots, device=device),
             query_lens=np.array(list(work.values()), np.int32),
             send=Staging(device).send,
+            max_context_lens=np.array(context_lens, np.int32),
         )
         with torch.inference_mode():
             hidden = self.model(

@@ -43,6 +43,13 @@ _LLAMA_LIKE = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 2048,
 }
+_LATENT = {
+    "num_key_value_heads": 16,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": LAYERS,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _LLAMA_LIKE),
     "llama-heads-of-128": ("llama", {**_LLAMA_LIKE, "head_dim": 128}),
@@ -60,6 +67,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 704,
             "norm_topk_prob": True,
         },
+    ),
+    "deepseek-v2-without-experts": (
+        "deepseek_v2",
+        {**_LLAMA_LIKE, **_LATENT, "kv_lora_rank": 512, "q_lora_rank": None},
+    ),
+    "deepseek-v3-without-experts": (
+        "deepseek_v3",
+        {**_LLAMA_LIKE, **_LATENT, "kv_lora_rank": 384, "q_lora_rank": 256, "attention_bias": True},
     ),
     "opt": (
         "opt",
@@ -119,7 +134,15 @@ def compared(
 
 def run_paged(model: Any, config: Any, sequences: list[list[int]]) -> list[Tensor]:
     """Prompts in two chunks, the second beside decoding rows; then all decode, then one alone."""
-    backend, _ = select_backend("cuda", torch.bfloat16, config.head_dim, 16, config.sliding_window)
+    backend, _ = select_backend(
+        "cuda",
+        torch.bfloat16,
+        config.head_dim,
+        16,
+        config.sliding_window,
+        is_latent=config.latent is not None,
+    )
+    assert backend.support.name == "triton"
     run = PagedRun(model, config, sequences, backend, block_size=16, dtype=torch.bfloat16)
     prompts = [len(tokens) - NUM_DECODED for tokens in sequences]
     run.step({0: prompts[0], 1: prompts[1], 2: prompts[2] // 2, 3: prompts[3] // 3})

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, DeepseekV2Config, LlamaConfig, Qwen3Config
 
 from quire import LLM, SamplingParams
 from quire.protocol.plan import AddedRow, StepPlan
@@ -30,14 +30,29 @@ SIZES = {
     "eos_token_id": None,
     "bos_token_id": None,
 }
-CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+LATENT = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 96,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "head_dim": 16,
+    "v_head_dim": 32,
+    "q_lora_rank": None,
+    "first_k_dense_replace": 3,  # no experts
+}
+CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "qwen3": (Qwen3Config, {}),
+    "deepseek-v2": (DeepseekV2Config, LATENT),
+}
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random model. Large weights spread the logits, so that rounding rarely decides."""
     torch.manual_seed(0)
-    config = CONFIGS[request.param](**SIZES, initializer_range=0.2)
+    kind, changes = CONFIGS[request.param]
+    config = kind(**{**SIZES, **changes}, initializer_range=0.2)
     path = tmp_path_factory.mktemp(request.param)
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return path

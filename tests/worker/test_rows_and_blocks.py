@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -73,6 +75,23 @@ def test_no_draft_waits_after_a_row_is_added_cut_or_appended_to() -> None:
     table.write_drafts(rows, torch.full((3, 2), 8, dtype=torch.int32))
     table.update(StepPlan(3, added_rows=[added(2, [1])]))
     assert table.num_drafts.tolist() == [0, 2, 0, 2]
+
+
+def test_bounds_of_computed_tokens() -> None:
+    """As if all drafts were accepted, up to the length of a row."""
+    table = RowTable(4, 10, 3, 4, CPU)
+    rows, three = np.array([1, 2], np.int32), np.array([3, 3], np.int32)
+    first = [added(1, [5, 6, 7]), replace(added(2, [5] * 6), num_computed_tokens=3)]
+    table.update(StepPlan(0, added_rows=first, rows=rows, num_new_tokens=three))
+    assert table.max_computed.tolist() == [0, 3, 6, 0]
+    table.update(StepPlan(1, rows=rows, num_new_tokens=three))
+    assert table.max_computed.tolist() == [0, 6, 9, 0]
+    cut = StepPlan(2, rows=rows, num_new_tokens=three)
+    cut.cut_rows, cut.cut_lengths = rows[:1], three[:1]
+    table.update(cut)
+    assert table.max_computed.tolist() == [0, 5, 10, 0]
+    table.update(StepPlan(3, added_rows=[added(2, [5])]))
+    assert table.max_computed.tolist() == [0, 5, 0, 0]
 
 
 def test_a_row_that_is_cut_and_appended_to_in_one_plan() -> None:

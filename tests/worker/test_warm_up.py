@@ -59,7 +59,10 @@ def test_steps_with_drafts_run(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     with tiny_llm(tmp_path, max_model_len=64, max_num_seqs=9) as llm:
         runner = llm._core.executor.runner
-        plans = [*warm_up_plans(16, 64, [1, 9], False, 5), largest_step(9, 40, 64, 8)]
+        assert len([*warm_up_plans(16, 64, [1], False, 1, 64)]) == 2, "a row has no such room"
+        *others, prompt = warm_up_plans(16, 64, [1, 9], False, 5, 37)
+        assert prompt.num_new_tokens.tolist() == [37]
+        plans = [prompt, *others, largest_step(9, 40, 64, 8)]
         for plan in plans:
             runner.execute(plan)
             assert runner.sample().result().counts.tolist() == [1] * len(plan.rows)

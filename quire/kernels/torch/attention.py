@@ -2,11 +2,11 @@
 where activations are in float32, or in float8.
 
 A layer's cache is `kv_layer [2, num_blocks, num_kv_heads, block_size, head_dim]`: keys and values,
-or [1, ...] in latent layers, whose keys are their values.
+or [1, ...] in latent layers, where values are the first numbers of keys.
 The token at position p of a request lies in block `block_tables[request, p // block_size]`.
 
 A cache in float8 has `scales [num_blocks, num_kv_heads, block_size, 2]` in bfloat16: what is stored
-times its scale is the key or value.
+times its scale is the key or value. In latent layers the last dimension is 1.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ def paged_attention(
     scales: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    value_dim: int | None = None,
 ) -> Tensor:
     """Causal attention of every request's new tokens over its cache.
 
@@ -94,9 +95,10 @@ def paged_attention(
     head_dim]; they are the last of its `context_lens[r]` tokens, all of which are in the cache. A
     query at position p sees the keys in (p - window, p]. Scores and softmax are in float32; with a
     `softcap` scores become softcap * tanh(score / softcap). `sinks` [num_heads] are one more score
-    of each head, of a key without a value.
+    of each head, of a key without a value. Values may be cut to `value_dim`, as those of latents
+    are.
     """
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = q.new_empty(*q.shape[:2], value_dim or q.shape[2])
     starts, contexts = query_start.tolist(), context_lens.tolist()
     for request, context in enumerate(contexts):
         first, end = starts[request], starts[request + 1]
@@ -105,6 +107,7 @@ def paged_attention(
             end_key = context - (end - chunk_end)
             first_key = 0 if window is None else max(0, end_key - (chunk_end - begin) + 1 - window)
             k, v = gather_kv(kv_layer, block_tables[request], first_key, end_key, scales)
+            v = v[..., : out.shape[2]]
             out[begin:chunk_end] = attend(q[begin:chunk_end], k, v, scale, window, softcap, sinks)
     return out
 
@@ -123,7 +126,7 @@ def gather_kv(
     skipped = first_block * block_size
     pages = kv_layer[:, blocks]
     if scales is not None:
-        pages = pages.float() * scales[blocks].movedim(-1, 0)[: len(kv_layer)].unsqueeze(-1)
+        pages = pages.float() * scales[blocks].movedim(-1, 0).unsqueeze(-1)
     pages = pages.transpose(1, 2).flatten(2, 3)
     parts = pages[:, :, first_key - skipped : end_key - skipped].unbind(0)
     return parts[0], parts[-1]
@@ -158,4 +161,4 @@ def attend(
         scores = torch.cat((scores, by_row), -1)
     probabilities = scores.softmax(-1)[..., :num_keys]
     out = probabilities @ v.to(compute).unsqueeze(1)
-    return out.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_dim).to(q.dtype)
+    return out.permute(2, 0, 1, 3).reshape(num_queries, num_heads, -1).to(q.dtype)

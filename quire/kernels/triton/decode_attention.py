@@ -30,6 +30,8 @@ INNER_LOG2E = tl.constexpr(LOG2E)
 EXACT = tl.constexpr("ieee")
 """Products of float32 are not rounded to fewer bits. For 16 bits it makes no difference, but the
 other way, tf32, is refused by most GPUs of AMD."""
+MERGED_DIMS = 128
+"""Most numbers of a head that a program of the merging kernel has."""
 MIN_ROWS = 16
 """Rows of the smallest matrix product; query heads are padded to it."""
 
@@ -302,7 +304,7 @@ def _merge_kernel(
     owner = tl.program_id(1).to(tl.int64)
     head = tl.program_id(0)
     splits = tl.arange(0, PADDED_SPLITS)
-    dims = tl.arange(0, PADDED_DIM)
+    dims = tl.program_id(2) * PADDED_DIM + tl.arange(0, PADDED_DIM)
     in_head = dims < HEAD_DIM
     if QUERIES > 1:
         request, query = owner // QUERIES, owner % QUERIES
@@ -340,6 +342,35 @@ class DecodeWorkspace:
             max_pieces * num_heads * head_dim, dtype=torch.float32, device=device
         )
         self.lse = torch.empty(max_pieces * num_heads, dtype=torch.float32, device=device)
+
+
+def merge_pieces(
+    workspace: DecodeWorkspace,
+    out: Tensor,
+    tokens: Tensor,
+    num_requests: int,
+    num_splits: int,
+    queries: int,
+) -> None:
+    """Writes to the lines of `out` [tokens, num_heads, head_dim] what became of the pieces of each
+    context; `tokens` as in `decode_attention`."""
+    _, num_heads, head_dim = out.shape
+    padded = min(triton.next_power_of_2(head_dim), MERGED_DIMS)
+    _merge_kernel[(num_heads, num_requests * queries, -(-head_dim // padded))](
+        workspace.partial,
+        workspace.lse,
+        out,
+        tokens,
+        out.stride(0),
+        num_splits,
+        NUM_HEADS=num_heads,
+        QUERIES=queries,
+        HEAD_DIM=head_dim,
+        PADDED_DIM=padded,
+        PADDED_SPLITS=padded_splits(num_splits),
+        num_warps=2,
+        **launch_options(out),
+    )
 
 
 @dataclass(frozen=True)
@@ -442,18 +473,4 @@ def decode_attention(
         **launch_options(out),
     )
     if num_splits > 1:
-        _merge_kernel[(num_heads, num_requests * queries)](
-            workspace.partial,
-            workspace.lse,
-            out,
-            tokens,
-            out.stride(0),
-            num_splits,
-            NUM_HEADS=num_heads,
-            QUERIES=queries,
-            HEAD_DIM=head_dim,
-            PADDED_DIM=padded,
-            PADDED_SPLITS=padded_splits(num_splits),
-            num_warps=2,
-            **launch_options(out),
-        )
+        merge_pieces(workspace, out, tokens, num_requests, num_splits, queries)

@@ -9,6 +9,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from quire.config.latent import LatentConfig
 from quire.layers.attention.layer import AttentionStep
 from quire.layers.attention.shared_prefix import PrefixTiles
 from quire.protocol.errors import OptionError
@@ -46,13 +47,14 @@ class AttentionInputs:
     prefixes: PrefixTiles | None = None  # what requests with one new token share, if used
     divided: DividedRows | None = None  # in place of what follows from `query_lens`
     decode_queries: int = 1  # most new tokens of a request that decode attention is to take
+    max_context_lens: Int32Array | None = None  # bounds of contexts, on the host; None if captured
 
 
 @dataclass(frozen=True)
 class KVScales:
     """Of a cache in 8 bits: what is stored times its scale is the key or value."""
 
-    stored: Tensor  # bfloat16 [layers, blocks, num_kv_heads, block_size, 2], of each token
+    stored: Tensor  # bfloat16 [layers, blocks, num_kv_heads, block_size, 2 or 1], of each token
     given: Tensor  # float32 [layers, 2, num_kv_heads]: the checkpoint's, 0 where it has none
 
 
@@ -67,7 +69,8 @@ class BackendSupport:
     block_sizes: tuple[int, ...]
     head_dims: tuple[int, ...] | None
     sliding_window: bool
-    latent: bool  # keys that are the values too, kept once
+    pairs: bool  # keys and values of their own
+    latent: bool  # keys whose first numbers are the values, kept once
     batch_invariant: bool  # a request's result does not depend on what else is in the batch
     cuda_graphs: bool  # steps can be captured, and slots of -1 are not written
 
@@ -87,6 +90,8 @@ class AttentionBackend(Protocol):
     """Queries of a request that go into one tile, where it has several; 0: there are no tiles."""
     max_decode_queries: int = 1
     """Most new tokens of a request that decode attention can take; others go into tiles."""
+    expanded_queries: int | None = None
+    """From so many new tokens of a request on, other kernels attend."""
 
     def __init__(
         self,
@@ -96,6 +101,7 @@ class AttentionBackend(Protocol):
         head_dim: int,
         block_size: int,
         scales: KVScales | None = None,
+        latent: LatentConfig | None = None,
     ) -> None: ...
 
     @classmethod
@@ -132,6 +138,12 @@ class GroupedAttention:
         names = (backend.prefill_name for backend in self.backends)
         return list(dict.fromkeys(name for name in names if name is not None))
 
+    @property
+    def expanded_queries(self) -> int | None:
+        """From so many new tokens of a request on, other kernels attend in some group."""
+        counts = (backend.expanded_queries for backend in self.backends)
+        return min((count for count in counts if count is not None), default=None)
+
     def plan(self, inputs: Sequence[AttentionInputs]) -> tuple[AttentionStep, ...]:
         """Does the host work of a step, once for all layers; `inputs` are those of each group."""
         return tuple(backend.plan(one) for backend, one in zip(self.backends, inputs, strict=True))
@@ -141,10 +153,11 @@ def candidates() -> tuple[type[AttentionBackend], ...]:
     """All backends, the most wanted first."""
     # Imported here because they are written in terms of this module.
     from quire.layers.attention.cpu import CpuBackend
+    from quire.layers.attention.mla import LatentBackend
     from quire.layers.attention.torch import TorchBackend
     from quire.layers.attention.triton import TritonBackend
 
-    return (TritonBackend, CpuBackend, TorchBackend)
+    return (TritonBackend, LatentBackend, CpuBackend, TorchBackend)
 
 
 def select_backend(
@@ -165,10 +178,15 @@ def select_backend(
     cache_dtype = dtype if cache_dtype is None else cache_dtype
     backends = candidates()
     if wanted is not None:
-        names = ", ".join(backend.support.name for backend in backends)
+        names = ", ".join(dict.fromkeys(backend.support.name for backend in backends))
         backends = tuple(backend for backend in backends if backend.support.name == wanted)
         if not backends:
             raise OptionError(f"attention_backend={wanted!r} does not exist; choose from {names}.")
+    backends = tuple(
+        backend
+        for backend in backends
+        if (backend.support.latent if is_latent else backend.support.pairs)
+    )
     reasons: list[str] = []
     elsewhere: list[str] = []
     """Backends made for another device, which are not missed."""
@@ -181,7 +199,6 @@ def select_backend(
             block_size,
             window,
             cache_dtype,
-            is_latent,
         )
         reason = reason or backend.missing()
         if reason is None:
@@ -205,7 +222,6 @@ def unsupported(
     block_size: int,
     window: int | None,
     cache_dtype: torch.dtype,
-    is_latent: bool = False,
 ) -> str | None:
     """The first thing that is asked for and not declared, or None."""
     if support.device_types is not None and device_type not in support.device_types:
@@ -221,8 +237,6 @@ def unsupported(
         return f"the head size must be one of {listed(support.head_dims)}, not {head_dim}"
     if window is not None and not support.sliding_window:
         return f"has no sliding window, the model has one of {window} tokens"
-    if is_latent and not support.latent:
-        return "has no latent attention"
     return None
 
 

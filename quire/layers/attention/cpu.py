@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from quire.config.latent import LatentConfig
 from quire.kernels import cpu
 from quire.kernels.cpu.attention import QKVStep, kv_addresses
 from quire.kernels.cpu.decoder import Decoder
@@ -17,7 +19,7 @@ from quire.layers.attention.backend import (
     BackendSupport,
     KVScales,
 )
-from quire.layers.attention.layer import QKV, Rotation
+from quire.layers.attention.layer import QKV, AttentionStep, LatentQKV, Rotation
 from quire.protocol.kv_spec import BLOCK_SIZES
 
 
@@ -32,6 +34,7 @@ class CpuBackend(AttentionBackend):
         block_sizes=BLOCK_SIZES,
         head_dims=None,
         sliding_window=True,
+        pairs=True,
         latent=True,
         batch_invariant=True,
         cuda_graphs=False,
@@ -45,6 +48,7 @@ class CpuBackend(AttentionBackend):
         head_dim: int,
         block_size: int,
         scales: KVScales | None = None,
+        latent: LatentConfig | None = None,
     ) -> None:
         assert scales is None, "no type of 8 bits is declared"
         self.layers = kv.unbind(0)
@@ -65,7 +69,7 @@ class CpuBackend(AttentionBackend):
         return CpuStep(self.layers[0], self.caches, self.cache_array, inputs)
 
 
-class CpuStep:
+class CpuStep(AttentionStep):
     """A step over the layers of a cache."""
 
     def __init__(
@@ -84,12 +88,18 @@ class CpuStep:
     def attend(
         self,
         layer_index: int,
-        qkv: QKV,
+        qkv: QKV | LatentQKV,
         scale: float,
         window: int | None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
+        if isinstance(qkv, LatentQKV):
+            absorbed = qkv.absorbed()
+            # The library has values as long as keys: what it makes of the last ones is cut away.
+            whole = replace(absorbed, v=absorbed.k)
+            mixed = self.attend(layer_index, whole, scale, window, softcap)
+            return qkv.expansion.from_latent(mixed[..., : qkv.kv_rank])
         rotation, norms = qkv.rotation, qkv.norms
         if rotation is not None:
             self._set_rotation(rotation)

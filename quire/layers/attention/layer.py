@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from quire.kernels.torch.qkv import rms_norm, rotate
+from quire.layers.linear import LatentLinear
 from quire.protocol.kv_spec import KVGroup
 
 
@@ -47,7 +49,7 @@ class QKNorms:
 @dataclass(frozen=True)
 class QKV:
     """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] as projected, and what is
-    still to be done to them before they meet."""
+    still to be done to them before they meet. Values of latents are the first numbers of keys."""
 
     q: Tensor
     k: Tensor
@@ -66,22 +68,68 @@ class QKV:
         return q, k, self.v
 
 
+@dataclass(frozen=True)
+class LatentQKV:
+    """Queries and latents as projected, and what is still to be done to them before they meet. A
+    backend may attend over latents (absorbed), or to the keys and values that they stand for
+    (expanded): the first reads less, the second computes less where there are many queries."""
+
+    q: Tensor
+    """[T, num_heads, nope_dim + rope_dim]"""
+    compressed: Tensor
+    """[T, kv_rank + rope_dim]: latents, and the rotated part of keys, which all heads share."""
+    norm_weight: Tensor
+    """[kv_rank]: latents are normalised, and then kept."""
+    eps: float
+    rotation: Rotation
+    """Of the last `rope_dim` numbers of queries and of what is projected with the latents."""
+    expansion: LatentLinear
+
+    @property
+    def kv_rank(self) -> int:
+        return len(self.norm_weight)
+
+    @property
+    def rope_dim(self) -> int:
+        return self.compressed.shape[1] - self.kv_rank
+
+    def split_queries(self) -> tuple[Tensor, Tensor]:
+        """The part that meets what latents expand to, and the part that is rotated."""
+        nope_dim = self.q.shape[-1] - self.rope_dim
+        first, second = self.q.split_with_sizes((nope_dim, self.rope_dim), dim=-1)
+        return first, second
+
+    def absorbed(self) -> QKV:
+        """The same as queries of all heads over the keys and values of one head, which is what the
+        cache keeps, in plain torch. What comes of it is still to be expanded."""
+        q_nope, q_rope = self.split_queries()
+        c, k_rope = self.compressed.split_with_sizes((self.kv_rank, self.rope_dim), dim=-1)
+        keys = (
+            rms_norm(c, self.norm_weight, self.eps),
+            self.rotation.rotate(k_rope.unsqueeze(1))[:, 0],
+        )
+        queries = (self.expansion.to_latent(q_nope), self.rotation.rotate(q_rope))
+        k = torch.cat(keys, dim=-1).unsqueeze(1)
+        return QKV(torch.cat(queries, dim=-1), k, k[..., : self.kv_rank])
+
+
 class AttentionStep(Protocol):
     """A step that a backend has planned; called once per layer."""
 
     def attend(
         self,
         layer_index: int,
-        qkv: QKV,
+        qkv: QKV | LatentQKV,
         scale: float,
         window: int | None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Prepares q and k, stores k and v, then attends with q and returns a tensor of q's
-        shape. A query at position p sees (p - window, p]; scores s become softcap * tanh(s /
-        softcap) where there is one. `sinks`, float32 [num_heads], are one more score of each head
-        in the sum of the softmax, without a value and as they are."""
+        """Prepares q and k, stores k and v, then attends with q and returns [T, num_heads,
+        value_dim]. A group keeps pairs of keys and values, or latents alone. A query at position p
+        sees (p - window, p]; scores s become softcap * tanh(s / softcap) where there is one.
+        `sinks`, float32 [num_heads], are one more score of each head in the sum of the softmax,
+        without a value and as they are."""
         ...
 
 
@@ -136,8 +184,10 @@ class Attention(nn.Module):
         step."""
         self.kv_group, self.layer_slot, self.window = kv_group, layer_slot, window
 
-    def forward(self, qkv: QKV, step: StepContext, sinks: Tensor | None = None) -> Tensor:
-        """[T, num_heads * head_dim]; `sinks` are those of `AttentionStep.attend`."""
+    def forward(
+        self, qkv: QKV | LatentQKV, step: StepContext, sinks: Tensor | None = None
+    ) -> Tensor:
+        """[T, num_heads * value_dim]; `sinks` are those of `AttentionStep.attend`."""
         attention = step.attention[self.kv_group]
         attended = attention.attend(
             self.layer_slot, qkv, self.scale, self.window, self.softcap, sinks

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from quire.config.latent import LatentConfig
 from quire.kernels.torch.attention import paged_attention, write_kv
 from quire.layers.attention.backend import (
     AttentionBackend,
@@ -15,7 +16,7 @@ from quire.layers.attention.backend import (
     BackendSupport,
     KVScales,
 )
-from quire.layers.attention.layer import QKV
+from quire.layers.attention.layer import QKV, AttentionStep, LatentQKV
 from quire.protocol.kv_spec import BLOCK_SIZES
 
 
@@ -30,6 +31,7 @@ class TorchBackend(AttentionBackend):
         block_sizes=BLOCK_SIZES,
         head_dims=None,
         sliding_window=True,
+        pairs=True,
         latent=True,
         batch_invariant=True,
         cuda_graphs=False,
@@ -43,6 +45,7 @@ class TorchBackend(AttentionBackend):
         head_dim: int,
         block_size: int,
         scales: KVScales | None = None,
+        latent: LatentConfig | None = None,
     ) -> None:
         self.layers = kv.unbind(0)
         self.scales = scales
@@ -65,7 +68,7 @@ class TorchBackend(AttentionBackend):
         return TorchStep(self.layers, self.scales, on_host)
 
 
-class TorchStep:
+class TorchStep(AttentionStep):
     """A step over the layers of a cache."""
 
     def __init__(
@@ -77,12 +80,15 @@ class TorchStep:
     def attend(
         self,
         layer_index: int,
-        qkv: QKV,
+        qkv: QKV | LatentQKV,
         scale: float,
         window: int | None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
+        if isinstance(qkv, LatentQKV):
+            mixed = self.attend(layer_index, qkv.absorbed(), scale, window, softcap)
+            return qkv.expansion.from_latent(mixed)
         q, k, v = qkv.prepared()
         layer, inputs = self.layers[layer_index], self.inputs
         scales: Tensor | None = None
@@ -101,4 +107,5 @@ class TorchStep:
             scales,
             softcap,
             sinks,
+            v.shape[-1],
         )

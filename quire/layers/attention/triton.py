@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.config.latent import LatentConfig
 from quire.layers.attention.backend import (
     AttentionBackend,
     AttentionInputs,
     BackendSupport,
     KVScales,
 )
-from quire.layers.attention.layer import QKV
+from quire.layers.attention.layer import QKV, AttentionStep, LatentQKV
 from quire.layers.attention.triton_prefill import choose_prefill, is_hopper, tile_row_bytes
 from quire.protocol.kv_spec import BLOCK_SIZES
 from quire.protocol.plan import Int32Array
@@ -47,6 +48,7 @@ class TritonBackend(AttentionBackend):
         block_sizes=BLOCK_SIZES,
         head_dims=None,
         sliding_window=True,
+        pairs=True,
         latent=False,
         batch_invariant=False,
         cuda_graphs=True,
@@ -62,7 +64,9 @@ class TritonBackend(AttentionBackend):
         head_dim: int,
         block_size: int,
         scales: KVScales | None = None,
+        latent: LatentConfig | None = None,
     ) -> None:
+        assert latent is None, "latents are for another backend"
         from quire.kernels.triton.decode_attention import DecodeWorkspace
 
         self.layers = kv.unbind(0)
@@ -136,7 +140,7 @@ class TritonBackend(AttentionBackend):
         return TritonStep(self, inputs)
 
 
-class _DecodeRows(NamedTuple):
+class DecodeRows(NamedTuple):
     """What decode attention is given."""
 
     tokens: Tensor
@@ -144,28 +148,26 @@ class _DecodeRows(NamedTuple):
     tables: Tensor
 
 
-class TritonStep:
-    """A step over the layers of a cache."""
+class Division:
+    """How the requests of a step are divided between decode attention and tiles."""
 
-    def __init__(self, backend: TritonBackend, inputs: AttentionInputs) -> None:
-        self.backend = backend
-        self.slots = inputs.slots
-        self.inputs = inputs
-        self.decode: _DecodeRows | None = None
+    def __init__(self, inputs: AttentionInputs, tile_queries: int, max_decode_queries: int) -> None:
+        self.decode: DecodeRows | None = None
         self.tiles: tuple[Tensor, Tensor] | None = None
         # A power of two, as the kernel has it.
-        most = min(inputs.decode_queries, backend.max_decode_queries)
+        most = min(inputs.decode_queries, max_decode_queries)
         self.queries = 1 << (most - 1).bit_length()
+        self._tile_queries = tile_queries
         if inputs.divided is not None:
             rows = inputs.divided
             tables = inputs.block_tables[: len(rows.lens)]
-            self.decode = _DecodeRows(rows.tokens, rows.lens, tables)
+            self.decode = DecodeRows(rows.tokens, rows.lens, tables)
             self.tiles = (rows.tile_requests, rows.tile_indices)
         elif self.queries > 1:
             self._divide_few(inputs)
         elif int(inputs.query_lens.max()) == 1:
             tokens = inputs.query_start[: len(inputs.context_lens)]
-            self.decode = _DecodeRows(tokens, inputs.context_lens, inputs.block_tables)
+            self.decode = DecodeRows(tokens, inputs.context_lens, inputs.block_tables)
         else:
             self._divide(inputs)
 
@@ -173,9 +175,9 @@ class TritonStep:
         """Cut requests into tiles that have too many new tokens for the decode kernel, which leaves
         them alone."""
         assert inputs.prefixes is None, "a shared prefix is read once for single tokens only"
-        self.decode = _DecodeRows(inputs.query_start, inputs.context_lens, inputs.block_tables)
+        self.decode = DecodeRows(inputs.query_start, inputs.context_lens, inputs.block_tables)
         if int(inputs.query_lens.max()) > self.queries:
-            tiles = query_tiles(inputs.query_lens, self.backend.tile_queries, self.queries)
+            tiles = query_tiles(inputs.query_lens, self._tile_queries, self.queries)
             requests, indices = inputs.send(*tiles)
             self.tiles = (requests, indices)
 
@@ -183,25 +185,37 @@ class TritonStep:
         """Send requests with one new token to the decode kernel and cut the others into tiles."""
         lens = inputs.query_lens
         single = np.flatnonzero(lens == 1).astype(np.int32)
-        requests, indices = query_tiles(lens, self.backend.tile_queries)
+        requests, indices = query_tiles(lens, self._tile_queries)
         sent = inputs.send(single, requests, indices)
         self.tiles = (sent[1], sent[2])
         if len(single):
-            self.decode = _DecodeRows(
+            self.decode = DecodeRows(
                 inputs.query_start[sent[0]],
                 inputs.context_lens[sent[0]],
                 inputs.block_tables[sent[0]],
             )
 
+
+class TritonStep(AttentionStep):
+    """A step over the layers of a cache."""
+
+    def __init__(self, backend: TritonBackend, inputs: AttentionInputs) -> None:
+        self.backend = backend
+        self.slots = inputs.slots
+        self.inputs = inputs
+        division = Division(inputs, backend.tile_queries, backend.max_decode_queries)
+        self.decode, self.tiles, self.queries = division.decode, division.tiles, division.queries
+
     def attend(
         self,
         layer_index: int,
-        qkv: QKV,
+        qkv: QKV | LatentQKV,
         scale: float,
         window: int | None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
+        assert isinstance(qkv, QKV), "latents are for another backend"
         q = self._prepare_and_write(layer_index, qkv)
         return self.attend_prepared(layer_index, q, scale, window, softcap, sinks)
 

@@ -34,6 +34,10 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "prefill attention": lambda cases: cases.attention(1, 20, 40),
     "prefill attention, 8-bit cache": lambda cases: cases.attention(1, 20, 40, float8=True),
     "prompt attention": lambda cases: cases.attention(2, 20, 20),
+    "latent attention": lambda cases: cases.latent_attention(2, 1, 40, 4),
+    "latent attention with drafts": lambda cases: cases.latent_attention(1, 3, 40, 4, 3),
+    "latent attention of prompts, absorbed": lambda cases: cases.latent_attention(1, 9, 20, 2),
+    "latent attention of prompts": lambda cases: cases.latent_attention(1, 172, 180, 1, 1, True),
     "rotation and cache write": lambda cases: cases.rotation_and_write(3),
     "norm with residual": lambda cases: cases.norm_with_residual(2),
     "gated activation": lambda cases: cases.gated_activation(1),
@@ -57,8 +61,11 @@ def kernel_cases(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(FOLDER))
     import kernel_cases
     import kernel_cases.case
+    from quire.layers.attention import mla
     from quire.layers.attention import triton as triton_backend
 
+    monkeypatch.setattr(mla, "PROGRAMS_WANTED", 8)
+    monkeypatch.setattr(mla, "MAX_CHUNK", 1 << 8)
     monkeypatch.setattr(kernel_cases.case, "MAX_COPIES", 2)
     monkeypatch.setattr(triton_backend, "PROGRAMS_WANTED", 32)
     return kernel_cases

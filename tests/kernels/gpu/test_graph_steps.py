@@ -16,12 +16,16 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
+from quire.config.latent import LatentConfig  # noqa: E402
+from quire.layers.attention import mla  # noqa: E402
 from quire.layers.attention import triton as triton_backend  # noqa: E402
 from quire.layers.attention.backend import GroupedAttention  # noqa: E402
-from quire.layers.attention.layer import QKV, StepContext  # noqa: E402
+from quire.layers.attention.layer import QKV, LatentQKV, Rotation, StepContext  # noqa: E402
+from quire.layers.attention.mla import LatentBackend  # noqa: E402
 from quire.layers.attention.shared_prefix import HostPrefixTiles, prefix_tiles  # noqa: E402
 from quire.layers.attention.torch import TorchBackend  # noqa: E402
 from quire.layers.attention.triton import TritonBackend  # noqa: E402
+from quire.layers.linear import LatentLinear  # noqa: E402
 from quire.layers.parallel import ONE_STAGE, Stage  # noqa: E402
 from quire.protocol.plan import AddedRow, StepPlan  # noqa: E402
 from quire.protocol.sampling import SamplingParams  # noqa: E402
@@ -83,6 +87,46 @@ class LayerPerGroup:
         return torch.mm(hidden, self.head, out=out)
 
 
+LATENT = LatentConfig(q_rank=None, kv_rank=36, nope_dim=20, rope_dim=12, value_dim=DIM)
+
+
+class LatentLayer(LayerPerGroup):
+    """A layer of latent attention."""
+
+    def __init__(self) -> None:
+        super().__init__((None,))
+        generator = torch.Generator().manual_seed(2)
+        self.num_heads = NUM_HEADS
+        rows, width = LATENT.nope_dim + DIM, NUM_HEADS * LATENT.query_dim + LATENT.cached_dim
+
+        def weights(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(DEVICE)
+
+        self.tokens, self.positions = weights(VOCAB, width), weights(MAX_LEN, width)
+        self.dense_weight = weights(NUM_HEADS * rows, LATENT.kv_rank) / 6
+        by_head = self.dense_weight.view(NUM_HEADS, rows, -1)
+        self.halves = by_head.split_with_sizes((LATENT.nope_dim, DIM), dim=1)
+        angles = weights(MAX_LEN, LATENT.rope_dim // 2)
+        self.angles = angles.cos(), angles.sin()
+
+    to_latent, from_latent = LatentLinear.to_latent, LatentLinear.from_latent
+
+    def __call__(self, step: StepContext) -> Tensor:
+        assert step.token_ids is not None
+        joined = self.tokens[step.token_ids] + self.positions[step.positions]
+        q, compressed = joined.split([joined.shape[1] - LATENT.cached_dim, LATENT.cached_dim], 1)
+        expansion: Any = self
+        latent = LatentQKV(
+            q.view(len(q), NUM_HEADS, LATENT.query_dim),
+            compressed,
+            self.angles[0].new_ones(LATENT.kv_rank),
+            1e-6,
+            Rotation(*self.angles, step.positions, True),
+            expansion,
+        )
+        return step.attention[0].attend(0, latent, 0.2, None).flatten(1)
+
+
 class Side:
     """Rows, a cache and a model: the same on both sides of a comparison."""
 
@@ -112,6 +156,15 @@ class Side:
         attention = self.attention.plan(batch.attention)
         step = StepContext(batch.positions, attention, batch.token_ids, hidden=given)
         return self.model(step), batch.sample_indices
+
+
+class LatentSide(Side):
+    def __init__(self, size: int, max_rows: int, backend: Any) -> None:
+        super().__init__(size, max_rows, (None,), TorchBackend)
+        shape = (1, 1, self.kv.shape[3], 1, size, LATENT.cached_dim)
+        self.kv = torch.full(shape, float("nan"), device=DEVICE)
+        attention = backend(self.kv, NUM_HEADS, 1, LATENT.cached_dim, size, None, LATENT)
+        self.attention, self.model = GroupedAttention([attention]), LatentLayer()
 
 
 class _Replay:
@@ -270,6 +323,30 @@ def test_steps_of_single_tokens(
         check(found, reference.run_eagerly(single))
         assert torch.equal(ours.table.num_computed, reference.table.num_computed)
         assert torch.equal(ours.kv.isnan(), reference.kv.isnan())
+
+
+def test_steps_of_latents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Single tokens, drafts beside a prompt that graphs attend with as it is and other steps expand
+    latents for."""
+    if not ON_GPU:
+        monkeypatch.setattr(mla, "PROGRAMS_WANTED", 8)
+    sides = [LatentSide(16, 7, kind) for kind in (LatentBackend, TorchBackend)]
+    ours, reference = sides
+    graphs = Graphs(ours, 4)
+    plan = first_plan([17, 50, 3, 24], 7, seed=5)
+    check(*(side.run_eagerly(plan) for side in sides))
+    free = next(row for row in range(7) if row not in plan.rows)
+    drafted = with_prompt(drafted_plan(sides, plan.rows, [2, 4, 1, 3]), free, 60)
+    single = drafted_plan(sides, plan.rows, [1] * 4)
+    for step, (key_type, part) in enumerate(((DecodeKey, single), (MixedKey, drafted))):
+        key, found = graphs.run(part)
+        assert type(key) is key_type, step
+        check(found, reference.run_eagerly(part))
+        assert torch.equal(ours.table.num_computed, reference.table.num_computed)
+        written = ~reference.kv.isnan()
+        assert torch.equal(~ours.kv.isnan(), written)
+    torch.testing.assert_close(ours.kv[written], reference.kv[written])
+    assert (ours.table.max_computed >= ours.table.num_computed.cpu().numpy()).all()
 
 
 class Pipe:
