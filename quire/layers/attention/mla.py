@@ -312,7 +312,7 @@ class LatentStep(AttentionStep):
         from quire.kernels.triton.latent_cache import write_latents
 
         assert isinstance(qkv, LatentQKV), "keys and values of their own are for another backend"
-        assert window is softcap is sinks is None, "latent attention has none of them"
+        assert window is None and softcap is None and sinks is None, "latents have none of them"
         backend, rotation = self.backend, qkv.rotation
         q_nope, q_rope = qkv.split_queries()
         q_rope = write_latents(
