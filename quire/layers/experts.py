@@ -69,7 +69,9 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         gate_up, down = self.gate_up_proj.stack, self.down_proj.stack
-        if gate_up is not None and down is not None:
+        if not self.kept:
+            out = torch.zeros_like(x)
+        elif gate_up is not None and down is not None:
             out = dispatch.expert_mlp(x, routing, gate_up, down, self.kept.start)
         else:
             out = self._one_by_one(x, routing)

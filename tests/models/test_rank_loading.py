@@ -90,6 +90,34 @@ def test_no_more_is_read_than_is_kept(
     assert 0 <= foretold - held_weight_bytes(model) < 1 << 16  # parts are rounded up, and joined
 
 
+@pytest.mark.parametrize("family", ["mixtral", "granitemoe"])
+def test_ranks_with_whole_experts_read_no_others(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor for each matrix of an expert, or one for those of all; 3 ranks share 4 experts."""
+    width = 1 << 13
+    model = random_model(family, intermediate_size=width, num_local_experts=4, num_hidden_layers=1)
+    config = load_model_config(str(save_safetensors(model, tmp_path)))
+    expert = 3 * width * HIDDEN * 4
+    kept: list[object] = []
+
+    def holding(*arguments: object) -> Iterator[object]:
+        for pair in reading.iter_weights(*arguments):
+            kept.append(pair)
+            yield pair
+
+    monkeypatch.setattr(loader, "iter_weights", holding)
+    for rank, count in enumerate((1, 1, 2)):
+        kept.clear()
+        parallel = Parallel(rank, 3, expert_parallel=True)
+        before = touched_bytes(config.source.path)
+        model = load_model(config, dtype=torch.bfloat16, device="cpu", parallel=parallel)
+        touched = touched_bytes(config.source.path) - before
+        assert count * expert <= touched < count * expert + SLACK
+        foretold = count_weight_bytes(config, dtype=torch.bfloat16, device="cpu", parallel=parallel)
+        assert foretold == held_weight_bytes(model)
+
+
 def test_other_stages_may_not_be_missing_anything(tmp_path: Path) -> None:
     """A stage asks for its own tensors by name, takes no notice of the others', and still finds
     what belongs to none."""
