@@ -20,7 +20,7 @@ import pytest
 
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.protocol.errors import EngineDeadError, OptionError
-from tests.models.reference import random_tokens
+from tests.models.reference import FAMILIES, random_tokens
 from tests.tiny import save_tiny
 
 pytestmark = pytest.mark.slow
@@ -36,7 +36,6 @@ SMALL: Any = {
 NOTICED_S = 30.0
 """A rank that is gone is to be noticed within 5 s; a busy machine gets some more. The step itself
 would not end for `distributed_timeout_seconds`, ten minutes."""
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt", "gpt2")
 
 
 def prompts(count: int, length: int = 24) -> list[dict[str, list[int]]]:
@@ -105,17 +104,30 @@ def test_families(family: str, tmp_path: Path) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (1, 2), (2, 2)])
-def test_everything_under_pressure(tp: int, pp: int, tmp_path: Path) -> None:
-    """With so few blocks that sequences are preempted; three ranks leave one with padding."""
-    save_tiny(tmp_path, "llama", num_attention_heads=4, num_key_value_heads=2)
-    options: Any = {"model": str(tmp_path), **SMALL, "num_gpu_blocks_override": 70}
-    options["max_num_seqs"] = 8
+@pytest.mark.parametrize(
+    ("family", "tp", "pp"),
+    [
+        ("llama", 2, 1),
+        ("llama", 3, 1),
+        ("llama", 1, 2),
+        ("llama", 2, 2),
+        ("qwen2_moe", 3, 1),
+        ("deepseek_v3", 2, 2),
+    ],
+)
+def test_everything_under_pressure(family: str, tp: int, pp: int, tmp_path: Path) -> None:
+    """With so few blocks that sequences are preempted; three ranks leave one with padding. Experts
+    are whole on one of the ranks."""
+    save_tiny(tmp_path, family)
+    options: Any = {"model": str(tmp_path), **SMALL, "num_gpu_blocks_override": 45}
+    options |= {"max_num_seqs": 8, "enable_expert_parallel": True}
     with LLM(**options) as one:
         expected = everything(one)
     with LLM(**options, tensor_parallel_size=tp, pipeline_parallel_size=pp) as several:
         found = everything(several)
         assert several._core.check_integrity() == 0
+        statistics = several.statistics()
+        assert statistics.num_preemptions > 5 and statistics.hit_rate > 0
     assert found == expected
 
 
