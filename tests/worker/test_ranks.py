@@ -156,6 +156,14 @@ def test_ranks_with_whole_experts(
                 assert layer.stack is not None or list(share.kept) == sorted(layer.by_expert)
 
 
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "granitemoe", "qwen2_moe"])
+def test_a_step_without_tokens(name: str, saved: Callable[[str], Saved]) -> None:
+    """As every second one is with two stages and a single request."""
+    one = saved(name)
+    (made,) = run(one.folder, REQUESTS[:1], NUM_TOKENS, 1, 2).made
+    assert [made.tokens[:NUM_TOKENS]] == greedy(one.model, PROMPTS[:1], NUM_TOKENS)
+
+
 def experts_of(worker: Worker) -> list[Experts]:
     return [module for module in worker._model.modules() if isinstance(module, Experts)]
 
