@@ -226,14 +226,36 @@ def _check_sizes(
             f"padding: {listed}. More devices serve as stages (pipeline_parallel_size)."
         )
     if size not in even:
-        heads_each = -(-kv_heads // size)  # of KV: see `Parallel.heads`
-        num_idle = size - -(-kv_heads // heads_each)
+        units = heads if kv_heads == 1 else kv_heads  # what is divided: see `Parallel.heads`
+        num_idle = size - -(-units // -(-units // size))
         what = "the last rank computes some padding"
         if num_idle:
             what = f"{num_idle} of the ranks compute nothing but padding in attention"
+        of_kv = "" if kv_heads == 1 else f" and {kv_heads} KV heads"
         (warnings if num_idle else notes).append(
-            f"tensor_parallel_size={size} does not divide {heads} attention heads and {kv_heads} "
-            f"KV heads: {what}. Without padding: {listed}."
+            f"tensor_parallel_size={size} does not divide {heads} attention heads{of_kv}: "
+            f"{what}. Without padding: {listed}."
+        )
+    if options.parallel.enable_expert_parallel and size > 1:
+        _check_experts(size, model, notes, warnings)
+
+
+def _check_experts(size: int, model: ModelConfig, notes: list[str], warnings: list[str]) -> None:
+    """Ranks that keep whole experts."""
+    if model.experts is None:
+        notes.append(f"enable_expert_parallel does nothing: {model.source.name!r} has no experts")
+        return
+    count = model.experts.count
+    if size > count:
+        warnings.append(
+            f"enable_expert_parallel leaves {size - count} of tensor_parallel_size={size} ranks "
+            f"without any of the {count} experts of {model.source.name!r}. Leave it unset, and "
+            "each rank has a part of every expert."
+        )
+    elif count % size:
+        notes.append(
+            f"enable_expert_parallel: ranks have {count // size} or {count // size + 1} of "
+            f"{count} experts, as tensor_parallel_size={size} does not divide these"
         )
 
 

@@ -165,7 +165,9 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         gate_up, down = self.gate_up_proj.stack, self.down_proj.stack
-        if self.native is not None:
+        if not self.kept:
+            out = torch.zeros_like(x)
+        elif self.native is not None:
             out = self.native.run(x, routing)
         elif gate_up is not None and down is not None:
             out = self._all_at_once(x, routing, gate_up, down)

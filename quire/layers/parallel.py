@@ -150,15 +150,16 @@ class Parallel:
         """Of `count` experts those that this rank keeps, whole or in part."""
         if not self.expert_parallel:
             return range(count)
-        share = self.share(count)
-        return range(min(self.rank * share, count), min((self.rank + 1) * share, count))
+        return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
     def heads(self, num_heads: int, num_kv_heads: int) -> HeadShare:
         """The heads of this rank. Each KV head is with all of its query heads, or is kept by
-        several ranks where there are fewer of them than ranks."""
+        several ranks where there are fewer of them than ranks: one KV head, or the latent that
+        stands for all, is kept by each of them."""
         group, size, rank = num_heads // num_kv_heads, self.size, self.rank
-        if num_heads % size == 0 and size % num_kv_heads == 0:
-            count = num_heads // size
+        is_even = num_heads % size == 0 and size % num_kv_heads == 0
+        if is_even or num_kv_heads == 1:
+            count = self.share(num_heads)
             first = rank * num_kv_heads // size
             return HeadShare(rank * count, count, first, 1, size // num_kv_heads)
         count = self.share(num_kv_heads)

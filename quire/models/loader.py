@@ -233,7 +233,10 @@ def _of_others(config: ModelConfig, build: Build) -> set[str]:
     here = replace(build, device=torch.device("meta"))
     make = model_class(config.architecture)
     whole, own = (make(config, build) for build in (everywhere, here))
-    names = set(weight_targets(whole)) - set(weight_targets(own))
+    targets = weight_targets(whole)
+    names = targets.keys() - weight_targets(own).keys()
+    # Biases of zeros beside quantised matrices are for the ranks that have these.
+    names |= {_bias_of(name) for name in names if targets[name].stored is not None}
     weight_map = whole.weight_map
     if config.tie_word_embeddings and weight_map.embedding in names:
         names.add(weight_map.head)  # a copy that a checkpoint may have, to be compared elsewhere
@@ -365,6 +368,11 @@ def load_weights(
             f"{'; '.join(filter(None, problems))}. Check that config.json belongs to these weights "
             f"and that the download is complete."
         )
+
+
+def _bias_of(name: str) -> str:
+    """The bias beside a tensor of a module."""
+    return f"{name.rpartition('.')[0]}.bias"
 
 
 def _is_no_bias(name: str, tensor: Weight, quantized: set[str]) -> bool:

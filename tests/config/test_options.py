@@ -12,6 +12,7 @@ import pytest
 
 from quire.config import arguments
 from quire.config.device import DeviceInfo, cpu_device, cpu_memory
+from quire.config.experts import ExpertsConfig
 from quire.config.locate import ModelSource
 from quire.config.model import ModelConfig, load_model_config
 from quire.config.options import CacheOptions, EngineOptions, option_groups
@@ -310,6 +311,41 @@ def test_ranks_that_need_padding_are_told_of_sizes_that_do_not() -> None:
     model = replace(MODEL, num_heads=15, num_kv_heads=5)
     other = resolve(options(tensor_parallel_size=3), model, CPU)
     assert not other.warnings and "the last rank computes some padding" in " ".join(other.notes)
+
+
+def test_a_single_kv_head_is_kept_by_all_ranks() -> None:
+    """As is the latent of latent attention: query heads are what is divided."""
+    model = replace(MODEL, num_heads=16, num_kv_heads=1)
+    for size, num_idle in ((3, 0), (5, 1), (6, 0), (9, 1)):
+        found = resolve(options(tensor_parallel_size=size), model, CPU)
+        (said,) = (one for one in found.warnings + found.notes if "does not divide" in one)
+        assert f"does not divide 16 attention heads: {num_idle or 'the last'}" in said
+        assert (said in found.warnings) == bool(num_idle)
+        shares = [Parallel(rank, size).heads(16, 1) for rank in range(size)]
+        assert sum(share.first >= 16 for share in shares) == num_idle
+
+
+def test_whole_experts_that_do_not_divide() -> None:
+    """A rank without any is warned of; without expert parallelism nothing is said."""
+    experts = ExpertsConfig(5, 2, 96, (True, True))
+    model = replace(MODEL, num_heads=8, num_kv_heads=8, experts=experts)
+
+    def said(size: int, is_whole: bool, model: ModelConfig = model) -> tuple[str, str]:
+        wanted = options(tensor_parallel_size=size, enable_expert_parallel=is_whole)
+        found = resolve(wanted, model, CPU)
+        about = [one for one in found.notes if "expert" in one]
+        return " ".join(found.warnings), " ".join(about)
+
+    assert said(8, True)[0].startswith(
+        "enable_expert_parallel leaves 3 of tensor_parallel_size=8 ranks without any of the 5"
+    )
+    assert said(2, True) == (
+        "",
+        "enable_expert_parallel: ranks have 2 or 3 of 5 experts, as tensor_parallel_size=2 does "
+        "not divide these",
+    )
+    assert said(8, False) == said(1, True) == ("", "")
+    assert "does nothing: 'some/model' has no experts" in said(2, True, MODEL)[1]
 
 
 def test_toy_models_get_one_thread_unless_more_are_asked_for() -> None:

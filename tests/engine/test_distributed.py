@@ -3,7 +3,9 @@ them dies, stands still or never gets to the end of a step."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import json
 import os
 import re
 import signal
@@ -16,11 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from quire import LLM, BeamSearchParams, SamplingParams
+from quire import LLM, AsyncLLM, BeamSearchParams, SamplingParams
+from quire.engine.executors.distributed import DistributedExecutor
 from quire.protocol.errors import EngineDeadError, OptionError
-from tests.models.reference import random_tokens
+from tests.models.reference import FAMILIES, random_tokens
 from tests.tiny import save_tiny
 
 pytestmark = pytest.mark.slow
@@ -36,7 +40,6 @@ SMALL: Any = {
 NOTICED_S = 30.0
 """A rank that is gone is to be noticed within 5 s; a busy machine gets some more. The step itself
 would not end for `distributed_timeout_seconds`, ten minutes."""
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt", "gpt2")
 
 
 def prompts(count: int, length: int = 24) -> list[dict[str, list[int]]]:
@@ -105,18 +108,105 @@ def test_families(family: str, tmp_path: Path) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (1, 2), (2, 2)])
-def test_everything_under_pressure(tp: int, pp: int, tmp_path: Path) -> None:
-    """With so few blocks that sequences are preempted; three ranks leave one with padding."""
-    save_tiny(tmp_path, "llama", num_attention_heads=4, num_key_value_heads=2)
-    options: Any = {"model": str(tmp_path), **SMALL, "num_gpu_blocks_override": 70}
-    options["max_num_seqs"] = 8
+@pytest.mark.parametrize(
+    ("family", "tp", "pp"),
+    [
+        ("llama", 2, 1),
+        ("llama", 3, 1),
+        ("llama", 1, 2),
+        ("llama", 2, 2),
+        ("qwen2_moe", 3, 1),
+        ("deepseek_v3", 2, 2),
+    ],
+)
+def test_everything_under_pressure(family: str, tp: int, pp: int, tmp_path: Path) -> None:
+    """With so few blocks that sequences are preempted; three ranks leave one with padding. Experts
+    are whole on one of the ranks."""
+    save_tiny(tmp_path, family)
+    options: Any = {"model": str(tmp_path), **SMALL, "num_gpu_blocks_override": 45}
+    options |= {"max_num_seqs": 8, "enable_expert_parallel": True}
     with LLM(**options) as one:
         expected = everything(one)
     with LLM(**options, tensor_parallel_size=tp, pipeline_parallel_size=pp) as several:
         found = everything(several)
         assert several._core.check_integrity() == 0
+        statistics = several.statistics()
+        assert statistics.num_preemptions > 5 and statistics.hit_rate > 0
     assert found == expected
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 2)])
+def test_grammars_and_embeddings(tp: int, pp: int, tmp_path: Path) -> None:
+    """Masks reach the rank that samples, beside requests without a grammar; vectors come from the
+    last stage."""
+    save_tiny(tmp_path, "qwen3")
+    options: Any = {"model": str(tmp_path), **SMALL, "num_gpu_blocks_override": 200}
+    options["skip_tokenizer_init"] = False
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "boolean"}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    kinds = [
+        SamplingParams(temperature=0, max_tokens=30, structured_outputs={"json": schema}),
+        SamplingParams(temperature=0, max_tokens=12, structured_outputs={"choice": ["one", "two"]}),
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+        SamplingParams(
+            temperature=1, seed=3, max_tokens=9, structured_outputs={"regex": "[0-9]{5}"}
+        ),
+    ]
+
+    def found(llm: LLM) -> tuple[list[Any], list[list[float]]]:
+        outputs = llm.generate(prompts(8), [kinds[i % 4] for i in range(8)], use_tqdm=False)
+        vectors = llm.embed(prompts(3), use_tqdm=False)
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        assert json.loads(outputs[0].outputs[0].text)["a"] in ("x", "yy")
+        assert outputs[1].outputs[0].text in ("one", "two")
+        return tokens, [one.outputs.embedding for one in vectors]
+
+    with LLM(**options) as one:
+        expected = found(one)
+    with LLM(**options, tensor_parallel_size=tp, pipeline_parallel_size=pp) as several:
+        tokens, vectors = found(several)
+    assert tokens == expected[0]
+    np.testing.assert_allclose(vectors, expected[1], atol=1e-4)
+
+
+async def test_streams_of_an_event_loop(tmp_path: Path) -> None:
+    """`AsyncLLM` with ranks: a request is aborted, others go on; then a rank dies, and each open
+    stream ends with an error that names it."""
+    save_tiny(tmp_path, "llama", max_position_embeddings=100_000)
+    options: Any = {"model": str(tmp_path), **SMALL, "max_model_len": 50_000}
+    options["num_gpu_blocks_override"] = 13_000
+    llm = AsyncLLM(**options, tensor_parallel_size=2)
+    try:
+        long = SamplingParams(temperature=0, max_tokens=45_000, ignore_eos=True)
+        short = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        given: Any = prompts(4)
+
+        async def tokens(index: int, params: SamplingParams, name: str) -> list[int]:
+            async for output in llm.generate(given[index], params, request_id=name):
+                made = list(output.outputs[0].token_ids)
+                if name == "aborted" and len(made) > 3:
+                    await llm.abort(name)
+            return made
+
+        expected = await tokens(1, short, "alone")
+        aborted, beside = await asyncio.gather(
+            tokens(0, long, "aborted"), tokens(1, short, "beside")
+        )
+        assert beside == expected and 3 < len(aborted) < 45_000
+        pids = rank_pids()
+        streams = [asyncio.ensure_future(tokens(i, long, f"long {i}")) for i in range(4)]
+        await tokens(1, short, "begun")
+        os.kill(pids[1], signal.SIGKILL)
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match=rf"rank 1 .*process {pids[1]}.*SIGKILL"):
+                await asyncio.wait_for(stream, NOTICED_S)
+    finally:
+        llm.shutdown()
+    assert rank_pids() == []
 
 
 # --- failures -----------------------------------------------------------------------------------
@@ -177,6 +267,29 @@ def test_step_that_does_not_end(tmp_path: Path) -> None:
         prompt = {"prompt_token_ids": random_tokens(50_000, seed=1)}
         with pytest.raises(EngineDeadError, match=r"0\.5 s \(distributed_timeout_seconds\)"):
             llm.generate([prompt], SamplingParams(max_tokens=1), use_tqdm=False)
+
+
+@pytest.mark.parametrize("phase", ["join", "load", "profile", "allocate", "capture"])
+def test_phase_that_does_not_end(
+    phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank stands still in a phase of the start: an error names both, and no process is left."""
+    save_tiny(tmp_path, "llama")
+    do = DistributedExecutor._phase
+    pids: list[int] = []
+
+    def stop_first(executor: DistributedExecutor, name: str, **arguments: Any) -> list[Any]:
+        if name == phase:
+            pids.extend(rank_pids())
+            os.kill(pids[1], signal.SIGSTOP)
+            executor._timeout_s = 2.0
+        return do(executor, name, **arguments)
+
+    monkeypatch.setattr(DistributedExecutor, "_phase", stop_first)
+    says = rf"rank 1 \(host \S+, process \d+\) did not finish '{phase}' within 2 s"
+    with pytest.raises(EngineDeadError, match=says):
+        LLM(model=str(tmp_path), **SMALL, tensor_parallel_size=2)
+    assert len(pids) == 2 and gone(pids)
 
 
 def test_results_of_forgotten_steps_are_dropped(

@@ -62,3 +62,33 @@ def test_shares_cut_no_blocks_where_that_costs_little(
     total: int, size: int, block: int, share: int
 ) -> None:
     assert Parallel(0, size).share(total, block) == share
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "shares"),
+    [
+        # One KV head, or a latent: query heads are divided one by one.
+        (16, 1, 3, [(0, 6, 0, 1), (6, 6, 0, 1), (12, 6, 0, 1)]),
+        (4, 1, 3, [(0, 2, 0, 1), (2, 2, 0, 1), (4, 2, 0, 1)]),
+        (8, 1, 2, [(0, 4, 0, 1), (4, 4, 0, 1)]),
+        (8, 2, 4, [(0, 2, 0, 1), (2, 2, 0, 1), (4, 2, 1, 1), (6, 2, 1, 1)]),
+        (9, 3, 2, [(0, 6, 0, 2), (6, 6, 2, 2)]),
+    ],
+)
+def test_heads_of_ranks(
+    heads: int, kv_heads: int, size: int, shares: list[tuple[int, int, int, int]]
+) -> None:
+    found = [Parallel(rank, size).heads(heads, kv_heads) for rank in range(size)]
+    assert [(one.first, one.count, one.kv_first, one.kv_count) for one in found] == shares
+    assert {one.copies for one in found} == {max(size // kv_heads, 1)}
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "sizes"), [(8, 2, [4, 4]), (5, 4, [1, 1, 1, 2]), (3, 4, [0, 1, 1, 1])]
+)
+def test_whole_experts_of_ranks(count: int, size: int, sizes: list[int]) -> None:
+    """Numbers of experts differ by one at most, so that as few ranks as possible have none."""
+    ranks = [Parallel(rank, size, expert_parallel=True).experts(count) for rank in range(size)]
+    assert [len(kept) for kept in ranks] == sizes
+    assert [expert for kept in ranks for expert in kept] == list(range(count))
+    assert Parallel(1, size).experts(count) == range(count)

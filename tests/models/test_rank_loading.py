@@ -6,11 +6,14 @@ Measured by the pages of the mapped files that this process has touched.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quire.config.model import ModelConfig, load_model_config
 from quire.layers.parallel import Parallel, Stage
@@ -19,6 +22,7 @@ from quire.models import loader
 from quire.models.loader import count_weight_bytes, held_weight_bytes, load_model
 from quire.protocol.errors import ModelError
 from tests.loading.converted import convert
+from tests.models.packers import CASES
 from tests.models.reference import random_model, save_bin, save_safetensors
 
 VOCAB, HIDDEN = 1 << 16, 64
@@ -90,6 +94,34 @@ def test_no_more_is_read_than_is_kept(
     assert 0 <= foretold - held_weight_bytes(model) < 1 << 16  # parts are rounded up, and joined
 
 
+@pytest.mark.parametrize("family", ["mixtral", "granitemoe"])
+def test_ranks_with_whole_experts_read_no_others(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor for each matrix of an expert, or one for those of all; 3 ranks share 4 experts."""
+    width = 1 << 13
+    model = random_model(family, intermediate_size=width, num_local_experts=4, num_hidden_layers=1)
+    config = load_model_config(str(save_safetensors(model, tmp_path)))
+    expert = 3 * width * HIDDEN * 4
+    kept: list[object] = []
+
+    def holding(*arguments: object) -> Iterator[object]:
+        for pair in reading.iter_weights(*arguments):
+            kept.append(pair)
+            yield pair
+
+    monkeypatch.setattr(loader, "iter_weights", holding)
+    for rank, count in enumerate((1, 1, 2)):
+        kept.clear()
+        parallel = Parallel(rank, 3, expert_parallel=True)
+        before = touched_bytes(config.source.path)
+        model = load_model(config, dtype=torch.bfloat16, device="cpu", parallel=parallel)
+        touched = touched_bytes(config.source.path) - before
+        assert count * expert <= touched < count * expert + SLACK
+        foretold = count_weight_bytes(config, dtype=torch.bfloat16, device="cpu", parallel=parallel)
+        assert foretold == held_weight_bytes(model)
+
+
 def test_other_stages_may_not_be_missing_anything(tmp_path: Path) -> None:
     """A stage asks for its own tensors by name, takes no notice of the others', and still finds
     what belongs to none."""
@@ -103,6 +135,40 @@ def test_other_stages_may_not_be_missing_anything(tmp_path: Path) -> None:
     assert "missing" not in str(first.value)
     with pytest.raises(ModelError, match=r"1 tensor missing: model\.layers\.2\.mlp\.up_proj"):
         load_model(config, dtype=torch.float32, device="cpu", parallel=stage(1))
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [Parallel(stage=Stage(0, 2)), Parallel(0, 2, expert_parallel=True)],
+    ids=["stage", "experts"],
+)
+def test_biases_of_zeros_are_for_the_ranks_with_their_matrices(
+    parallel: Parallel, tmp_path: Path
+) -> None:
+    """Some packers write one for each matrix; one that says something is not the model's."""
+    save_safetensors(random_model("mixtral"), tmp_path)
+    file, one = tmp_path / "config.json", CASES["gptq"]
+    described = {**json.loads(file.read_text()), "quantization_config": one.config}
+    file.write_text(json.dumps(described))
+    stored: dict[str, torch.Tensor] = {}
+    biases: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        if not re.search(r"layers.*(_proj|w[123])\.weight", name):
+            stored[name] = tensor
+            continue
+        parts, _ = one.packer(tensor)
+        module = name.removesuffix("weight")
+        stored |= {module + key: part for key, part in parts.items()}
+        biases[module + "bias"] = torch.zeros(len(tensor))
+    assert "model.layers.2.block_sparse_moe.experts.4.w2.bias" in biases
+    save_file({**stored, **biases}, tmp_path / "model.safetensors")
+    config = load_model_config(str(tmp_path))
+    load_model(config, dtype=torch.float32, device="cpu", parallel=parallel)
+    own = "model.layers.0.block_sparse_moe.experts.0.w1.bias"
+    biases[own] = torch.ones(64)
+    save_file({**stored, **biases}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=f"not part of the model: {own}"):
+        load_model(config, dtype=torch.float32, device="cpu", parallel=parallel)
 
 
 def test_a_tied_head_that_differs_is_found_on_every_stage_that_has_it(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +182,7 @@ def resolved(folder: Path, size: int, num_stages: int, **changes: Any) -> Engine
 
 
 def start(options: EngineOptions, config: ModelConfig, parallel: Parallel) -> Worker:
+    parallel = replace(parallel, expert_parallel=options.parallel.enable_expert_parallel)
     worker = Worker(options, config, detect_device("cpu"), parallel)
     worker.load()
     max_len, num_blocks = worker.size_cache(worker.profile(), False)

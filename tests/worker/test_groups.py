@@ -35,6 +35,7 @@ def options_for(tp: int, pp: int, timeout_s: float) -> ParallelOptions:
         tensor_parallel_size=tp,
         pipeline_parallel_size=pp,
         distributed_timeout_seconds=round(timeout_s),
+        enable_expert_parallel=tp > 1,
     )
 
 
@@ -98,6 +99,7 @@ def meet(place: Place, parallel: Parallel) -> list[list[Any]]:
     stage = parallel.stage
     assert (stage.index, parallel.rank) == divmod(place.rank, place.tp)
     assert (stage.count, parallel.size) == (place.pp, place.tp)
+    assert parallel.expert_parallel == (place.tp > 1)
     link = parallel.stage.link
     found = []
     for step in range(6):

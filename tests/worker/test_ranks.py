@@ -18,16 +18,21 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from quire.config.model import load_model_config
 from quire.kernels import cpu
 from quire.layers.decoder import FusedLayers
+from quire.layers.experts import Experts
 from quire.layers.parallel import Stage
 from quire.protocol.sampling import SamplingParams
+from quire.worker.worker import Worker
 from tests.loading.converted import convert
 from tests.models.reference import VOCAB, random_tokens
 from tests.tiny import greedy, logprobs, save_tiny
 from tests.worker.rank_driver import BLOCK_SIZE, Asked, Made, Ran, run
 
 NUM_TOKENS = 6
+SIZES = [(2, 1), (3, 1), (1, 2), (2, 2)]
+"""Ranks of a stage, and stages."""
 WINDOWS = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
 """One layer sees everything, two see a window: three KV groups, of which no stage has all."""
 # 3 ranks divide neither the width of the network nor the heads nor the vocabulary.
@@ -39,6 +44,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"intermediate_size": 100}),
     "opt": ("opt", {"ffn_dim": 100, "word_embed_proj_dim": 32}),
     "gpt2": ("gpt2", {"n_inner": 100}),
+    "granite": ("granite", {"intermediate_size": 100}),
+    "smollm3": ("smollm3", {"intermediate_size": 100}),
+    "phi3": ("phi3", {"intermediate_size": 100}),
+    "olmo2": ("olmo2", {"intermediate_size": 100}),
+    "glm4": ("glm4", {"intermediate_size": 100}),
+    "gemma2": ("gemma2", {"intermediate_size": 100}),
+    "gemma3": ("gemma3", {"intermediate_size": 100, "num_key_value_heads": 1}),
+    "mixtral": ("mixtral", {"intermediate_size": 100}),
+    "qwen2_moe": ("qwen2_moe", {"mlp_only_layers": [1]}),
+    "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}),
+    "granitemoe": ("granitemoe", {"intermediate_size": 100}),
+    "glm4_moe": ("glm4_moe", {"n_group": 4, "topk_group": 2}),
+    "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v3": ("deepseek_v3", {}),
 }
 PROMPTS = [random_tokens(length, seed=length) for length in (30, 11, 21, 14, 25, 12)]
 REQUESTS = [
@@ -71,8 +90,20 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
     return save
 
 
-@pytest.mark.parametrize(("size", "num_stages"), [(2, 1), (3, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("name", FAMILIES)
+def families_and_sizes() -> list[Any]:
+    """Quick are all sizes of the families with layers of their own kind, and of the others the one
+    with padding."""
+    quick = ("llama", "llama-tied", "mistral", "qwen2", "qwen3", "opt", "gpt2", "deepseek_v3")
+    return [
+        pytest.param(
+            name, *sizes, marks=() if name in quick or sizes == (3, 1) else pytest.mark.slow
+        )
+        for name in FAMILIES
+        for sizes in SIZES
+    ]
+
+
+@pytest.mark.parametrize(("name", "size", "num_stages"), families_and_sizes())
 def test_ranks_and_stages_compute_the_same(
     name: str, size: int, num_stages: int, saved: Callable[[str], Saved]
 ) -> None:
@@ -87,6 +118,54 @@ def test_ranks_and_stages_compute_the_same(
     count = len(made[3].tokens)
     assert count >= NUM_TOKENS and made[3].tokens == one.alone[3].tokens[:count]
     check_pooled(one.model, made)
+
+
+def few_experts(count: int, top_k: int) -> tuple[str, dict[str, Any]]:
+    return "mixtral", {"num_local_experts": count, "num_experts_per_tok": top_k}
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "num_stages"),
+    [
+        (("mixtral", {}), 4, 1),  # 5 experts
+        (few_experts(3, 2), 4, 1),  # a rank without any
+        (("qwen2_moe", {}), 2, 2),
+        (("granitemoe", {}), 3, 1),  # which has its 5 experts in one tensor
+        (("deepseek_v3", {}), 3, 1),
+    ],
+    ids=["mixtral-4", "few-4", "qwen2_moe-2-2", "granitemoe-3", "deepseek_v3-3"],
+)
+def test_ranks_with_whole_experts(
+    model: tuple[str, dict[str, Any]], size: int, num_stages: int, tmp_path: Path
+) -> None:
+    """Each expert is on one rank of its stage, and ranks hold nothing of the others."""
+    reference = save_tiny(tmp_path, model[0], **model[1])
+    asked = [Asked(prompt) for prompt in PROMPTS[:2]]
+    ran = run(tmp_path, asked, NUM_TOKENS, size, num_stages, enable_expert_parallel=True)
+    made = [one.tokens[:NUM_TOKENS] for one in ran.made]
+    assert made == greedy(reference, PROMPTS[:2], NUM_TOKENS)
+    count = load_model_config(str(tmp_path)).experts.count
+    for first in range(0, size * num_stages, size):
+        by_rank = (experts_of(worker) for worker in ran.workers[first : first + size])
+        layers = zip(*by_rank, strict=True)
+        for shares in layers:
+            assert sorted(expert for share in shares for expert in share.kept) == [*range(count)]
+            for share in shares:
+                layer = share.gate_up_proj
+                assert layer.kept_experts == share.kept
+                assert layer.stack is not None or list(share.kept) == sorted(layer.by_expert)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "granitemoe", "qwen2_moe"])
+def test_a_step_without_tokens(name: str, saved: Callable[[str], Saved]) -> None:
+    """As every second one is with two stages and a single request."""
+    one = saved(name)
+    (made,) = run(one.folder, REQUESTS[:1], NUM_TOKENS, 1, 2).made
+    assert [made.tokens[:NUM_TOKENS]] == greedy(one.model, PROMPTS[:1], NUM_TOKENS)
+
+
+def experts_of(worker: Worker) -> list[Experts]:
+    return [module for module in worker._model.modules() if isinstance(module, Experts)]
 
 
 def check_logprobs(model: PreTrainedModel, made: Made) -> None:

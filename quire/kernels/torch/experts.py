@@ -117,5 +117,5 @@ def expert_mlp(
 
 def weighted_sum(results: Tensor, weights: Tensor) -> Tensor:
     """[tokens * top_k, hidden] and weights [tokens, top_k] -> [tokens, hidden]."""
-    by_token = results.view(*weights.shape, results.shape[1])
+    by_token = results.view(*weights.shape, results.shape[-1])
     return (by_token.float() * weights.unsqueeze(-1)).sum(1).to(results.dtype)
