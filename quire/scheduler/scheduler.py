@@ -252,7 +252,8 @@ class Scheduler:
         is_prompt = plan.num_new_tokens > plan.num_samples
         num_prompt_tokens = int(plan.num_new_tokens[is_prompt].sum())
         self.prefill_budget.planned(plan.step, now, num_prompt_tokens)
-        self.speculation.planned(plan, now)
+        if self.speculation.num_drafts:
+            self.speculation.planned(plan, now)
         c = self.columns
         self.metrics.planned(plan, self.kv.pool.num_used, c.held_blocks, c.held_tokens, now)
         return plan
@@ -445,7 +446,8 @@ class Scheduler:
         sequence.row, sequence.status = row, Status.RUNNING
         tenant = self.tenants.admitted(sequence.new.tenant, grant)
         num_tokens = self.columns.fill(sequence, plan.step, match.num_tokens, grant, tenant)
-        self.speculation.joined(row)
+        if self.speculation.num_drafts:
+            self.speculation.joined(row)
         num_blocks = self.kv.admit(sequence, match, fork_of, grant, plan)
         self._ranked = None
         missing = self.limits.blocks_for(num_tokens) - num_blocks

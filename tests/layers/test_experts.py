@@ -74,7 +74,7 @@ def test_ranks_share_the_experts(size: int, expert_parallel: bool) -> None:
 
 def test_a_rank_may_have_no_expert() -> None:
     gate_up, down, x, routing = case()
-    parallel = Parallel(6, 7, Sums(), expert_parallel=True)
+    parallel = Parallel(0, 7, Sums(), expert_parallel=True)
     experts = load(parallel, gate_up, down)
     assert len(experts.kept) == 0 and not experts.gate_up_proj.why_slower
     assert torch.equal(experts(x, routing), torch.zeros(9, HIDDEN))
