@@ -58,7 +58,10 @@ def start(tiny: Tiny, **options: Any) -> Callable[[], Any]:
         ({"data_parallel_size": 2}, ("data_parallel_size=2", "several servers behind a proxy")),
         ({"distributed_executor_backend": "x"}, ("distributed_executor_backend", "'x'", "'ray'")),
         ({"enable_lora": True}, ("enable_lora=True", "not supported yet")),
-        ({"speculative_config": {"model": "x"}}, ("speculative_config", "not supported yet")),
+        (
+            {"speculative_config": {"method": "eagle3", "model": "x"}},
+            ("speculative_config", "not supported yet"),
+        ),
         ({"cpu_offload_gb": 4}, ("cpu_offload_gb=4", "not supported yet")),
         (
             {"gpu_memory_utilisation": 0.5},
