@@ -37,11 +37,18 @@ def _rename(name: str) -> str:
     return name
 
 
+def _as_stored(name: str) -> str:
+    for theirs, ours in NAMES.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
 class GraniteMoeForCausalLM(GraniteForCausalLM):
     model_class = GraniteMoeModel
     weight_map = replace(
         GraniteForCausalLM.weight_map,
         fused={"qkv_proj": GraniteForCausalLM.weight_map.fused["qkv_proj"]},
         rename=_rename,
+        as_stored=_as_stored,
         routers=(".mlp.gate",),
     )

@@ -219,7 +219,8 @@ def _formats_for(config: ModelConfig, load_format: str) -> FormatsFor | None:
         for key, module in weight_map.modules(path).items():
             tensors = by_module.get(module)
             is_plain = module in ends and not tensors
-            formats[key] = module, None if is_plain else quantized.format_of(module, tensors)
+            stored = weight_map.as_stored(module)
+            formats[key] = module, None if is_plain else quantized.format_of(stored, tensors)
         return formats
 
     return formats_for

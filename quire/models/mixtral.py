@@ -27,11 +27,16 @@ def _rename(name: str) -> str:
     return name.replace(".block_sparse_moe.", ".mlp.")
 
 
+def _as_stored(name: str) -> str:
+    return name.replace(".mlp.", ".block_sparse_moe.")
+
+
 class MixtralForCausalLM(LlamaForCausalLM):
     model_class = MixtralModel
     weight_map = replace(
         LlamaForCausalLM.weight_map,
         rename=_rename,
+        as_stored=_as_stored,
         experts={
             "gate_up_proj": {("gate",): "{}.w1", ("up",): "{}.w3"},
             "down_proj": {(): "{}.w2"},

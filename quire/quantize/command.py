@@ -135,10 +135,11 @@ class _Plan:
         build = Build(self.dtype, torch.device("meta"), ONE_RANK, lambda path: Unquantized())
         self._model: CausalLM = model_class(config.architecture)(config, build)
         self._targets = weight_targets(self._model)
+        as_stored = self._model.weight_map.as_stored
         for name, target in self._targets.items():
             if len(target.shape) == 3:
                 raise ModelError(
-                    f"model {source.name!r} has all experts in one tensor ({name}); "
+                    f"model {source.name!r} has all experts in one tensor ({as_stored(name)}); "
                     "compressed-tensors has names for single matrices only."
                 )
             if self._is_quantized(target):

@@ -82,6 +82,24 @@ def test_transposed_shapes_are_reported_as_stored(tmp_path: Path) -> None:
     assert f"{name} (expected [64, 192], found [192, 64])" in failure(config, tensors)
 
 
+@pytest.mark.parametrize(
+    ("family", "tensor"),
+    [
+        ("mixtral", "block_sparse_moe.experts.3.w2.weight"),
+        ("mixtral", "block_sparse_moe.gate.weight"),
+        ("granitemoe", "block_sparse_moe.router.layer.weight"),
+        ("granitemoe", "block_sparse_moe.output_linear.weight"),
+        ("gpt_oss", "mlp.router.bias"),
+        ("gpt_oss", "mlp.experts.gate_up_proj"),
+    ],
+)
+def test_missing_tensors_are_named_as_stored(family: str, tensor: str, tmp_path: Path) -> None:
+    config, _ = saved(tmp_path, family)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors[f"model.layers.1.{tensor}"]
+    assert f"1 tensor missing: model.layers.1.{tensor}." in failure(config, tensors)
+
+
 def test_a_tensor_under_two_names_is_left_over(tmp_path: Path) -> None:
     config, tensors = saved(tmp_path, "opt")
     tensors["decoder.final_layer_norm.bias"] = torch.zeros(64)

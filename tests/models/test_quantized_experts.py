@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from quire.config.model import load_model_config
 from quire.layers.experts import ExpertLinear, Router
 from quire.layers.parallel import Parallel
+from quire.layers.weights import MatrixLayer
 from quire.models.loader import ONE_RANK, count_weight_bytes, held_weight_bytes, load_model
 from quire.models.registry import CausalLM
 from quire.protocol.errors import ModelError
@@ -175,9 +176,25 @@ def test_a_tensor_of_an_expert_that_is_missing_is_named(lost: str, tmp_path: Pat
     name = f"model.layers.1.block_sparse_moe.experts.2.w3.{lost}"
     del stored[name]
     save_file(stored, tmp_path / "model.safetensors")
-    own_name = name.replace("block_sparse_moe", "mlp")
-    with pytest.raises(ModelError, match=re.escape(own_name.removesuffix(f".{lost}"))):
+    with pytest.raises(ModelError, match=re.escape(name.removesuffix(f".{lost}"))):
         load_model(load_model_config(str(tmp_path)), dtype=torch.float32, device="cpu")
+
+
+def test_lists_name_modules_as_checkpoints_do(tmp_path: Path) -> None:
+    """Without files they say what is not quantised: here the router, and the first expert."""
+    save_safetensors(small_model("mixtral"), tmp_path)
+    listed = ["lm_head", r"re:.*block_sparse_moe\.gate$", r"re:.*block_sparse_moe\.experts\.0\.w2"]
+    described = compressed(INT4, format="pack-quantized", ignore=listed)
+    config = load_model_config(
+        str(tmp_path), hf_overrides={"quantization_config": described}, load_format="dummy"
+    )
+    options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "load_format": "dummy"}
+    layers = dict(load_model(config, **options).named_modules())
+    names = ("mlp.gate", "mlp.experts.down_proj", "self_attn.o_proj")
+    found = [layers[f"model.layers.1.{name}"] for name in names]
+    router, down, output = [one for one in found if isinstance(one, MatrixLayer)]
+    assert not router.stored and output.stored
+    assert list(down.stored) == [(1,), (2,), (3,)]
 
 
 @pytest.mark.parametrize(("quantization", "bound"), [("int8", 0.05), ("fp8", 0.15), ("int4", 0.6)])
@@ -254,6 +271,7 @@ def test_a_mixture_is_written_quantised(family: str, method: str, tmp_path: Path
 
 def test_experts_in_one_tensor_are_not_written(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", "granitemoe")
-    with pytest.raises(ModelError, match=r"all experts in one tensor .*compressed-tensors"):
+    named = r"all experts in one tensor .*block_sparse_moe\.input_linear.*compressed-tensors"
+    with pytest.raises(ModelError, match=named):
         quantize(str(tmp_path / "model"), str(tmp_path / "out"), "fp8")
     assert not (tmp_path / "out").exists()
