@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -168,6 +168,7 @@ def _deepseek_v2(values: CheckedValues, num_layers: int) -> ExpertsConfig:
     method = values.text("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         values.fail("topk_method", "greedy or group_limited_greedy", method)
+    _check_usual(values, {"scoring_func": "softmax", "moe_layer_freq": 1})
     # Without limits all groups are open.
     is_limited = method == "group_limited_greedy"
     return ExpertsConfig(
@@ -185,6 +186,8 @@ def _deepseek_v2(values: CheckedValues, num_layers: int) -> ExpertsConfig:
 
 
 def _deepseek_v3(values: CheckedValues, num_layers: int) -> ExpertsConfig:
+    usual = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+    _check_usual(values, usual)
     width = values.count("moe_intermediate_size", 2048)
     return ExpertsConfig(
         _count(values, 256),
@@ -198,6 +201,14 @@ def _deepseek_v3(values: CheckedValues, num_layers: int) -> ExpertsConfig:
         values.count("topk_group", 4),
         values.count("n_shared_experts", 1) * width,
     )
+
+
+def _check_usual(values: CheckedValues, usual: Mapping[str, object]) -> None:
+    """Refuses what would change a model's numbers, and no released checkpoint has."""
+    for key, value in usual.items():
+        found = values.values.get(key)
+        if found is not None and found != value:
+            values.fail(key, f"{value}, as in all released checkpoints", found)
 
 
 def _behind_dense_layers(values: CheckedValues, num_layers: int, usual: int) -> tuple[bool, ...]:

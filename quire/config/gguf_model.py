@@ -370,6 +370,7 @@ def _deepseek2(values: _Metadata, raw: dict[str, Any]) -> dict[str, Any]:
         values.fail("expert_gating_func", f"{SOFTMAX} (softmax) or {SIGMOID} (sigmoid)", func)
     groups = values.optional("expert_group_count", 1) or 1
     v2, v3 = GGUF_ARCHITECTURES["deepseek2"]
+    method = "noaux_tc" if func == SIGMOID else "group_limited_greedy" if groups > 1 else "greedy"
     return {
         "architectures": [v2 if func == SOFTMAX else v3],
         "n_routed_experts": values.number("expert_count"),
@@ -381,7 +382,7 @@ def _deepseek2(values: _Metadata, raw: dict[str, Any]) -> dict[str, Any]:
         "norm_topk_prob": values.flag("expert_weights_norm", False),
         "n_group": groups,
         "topk_group": values.optional("expert_group_used_count", groups) or groups,
-        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
+        "topk_method": method,
         "attention_bias": "blk.0.attn_kv_a_mqa.bias" in values.file.tensors,
     }
 

@@ -368,6 +368,46 @@ def test_damaged_values_name_file_key_value_and_remedy(
         assert repr(value) in message
 
 
+DEEPSEEK_V3 = {
+    **LLAMA,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("n_routed_experts", 0, "a positive integer"),
+        ("num_experts_per_tok", 9, "at most 8"),
+        ("num_experts_per_tok", 5, "at most 4"),
+        ("n_group", 3, "a divisor of 8"),
+        ("topk_group", 5, "at most 4"),
+        ("first_k_dense_replace", -1, "a number of layers"),
+        ("hidden_act", "gelu", "silu, the only activation of experts"),
+        ("scoring_func", "softmax", "sigmoid"),
+        ("topk_method", "greedy", "noaux_tc"),
+        ("moe_layer_freq", 2, "1, as in all released checkpoints"),
+        ("qk_rope_head_dim", 7, "an even number"),
+        ("rope_interleave", False, "true"),
+    ],
+)
+def test_what_experts_and_latents_cannot_be(
+    tmp_path: Path, key: str, value: object, expected: str
+) -> None:
+    """Refused, and not read as if it were something else."""
+    assert load_model_config(write(tmp_path, DEEPSEEK_V3)).experts is not None
+    with pytest.raises(ModelError, match=f"{key} must be {expected}.*, got {value!r}"):
+        load_model_config(write(tmp_path, {**DEEPSEEK_V3, key: value}))
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
