@@ -161,7 +161,7 @@ class Experts(nn.Module):
     def waits_for_device(self) -> bool:
         """Whether a step waits to learn which experts are chosen, so that no graph can hold it."""
         is_stacked = self.gate_up_proj.stack is not None and self.down_proj.stack is not None
-        return self._device.type == "cuda" and not is_stacked
+        return self._device.type == "cuda" and len(self.kept) > 0 and not is_stacked
 
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         gate_up, down = self.gate_up_proj.stack, self.down_proj.stack

@@ -78,6 +78,8 @@ def test_a_rank_may_have_no_expert() -> None:
     experts = load(parallel, gate_up, down)
     assert len(experts.kept) == 0 and not experts.gate_up_proj.why_slower
     assert torch.equal(experts(x, routing), torch.zeros(9, HIDDEN))
+    experts._device = torch.device("cuda")
+    assert not experts.waits_for_device
 
 
 @pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])

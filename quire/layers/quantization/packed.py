@@ -358,14 +358,17 @@ class Packed:
             layer.matrices += matrices
         else:
             layer.matrices = matrices
-        if len(matrices) > 1:
-            count = len(matrices)
-            layer.why_slower.append(f"{count} matrices, because its shards differ in format")
         if any(isinstance(matrix, ReferenceMatrix) for matrix in matrices):
             layer.why_slower.append("dequantised for each product, because no kernel has it")
 
     def finish_loading(self, layer: MatrixLayer) -> None:
-        """The weight was packed when its last shard arrived."""
+        """The weight was packed when its last shard arrived; matrices of experts may have become
+        one since."""
+        count = max(map(len, layer.by_expert.values()), default=0)
+        if not layer.experts:
+            count = len(layer.matrices)
+        if count > 1:
+            layer.why_slower.append(f"{count} matrices, because its shards differ in format")
         if self._arena is not None:
             self._arena.settle()
 

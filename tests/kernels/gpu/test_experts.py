@@ -478,6 +478,19 @@ def test_a_layer_that_is_not_packed_together_says_so(made: Made) -> None:
     check(layer(x, chosen), expected)
 
 
+@pytest.mark.parametrize(("packed", "is_stacked"), [("fp8", True), ("int4", False)])
+def test_only_parts_that_stay_apart_are_told_of(
+    packed: str, is_stacked: bool, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gates and ups that are two matrices become one for all experts, where their kernel can."""
+    monkeypatch.setattr(packed_layers, "join_alike", lambda parts: parts)
+    layer, _ = build_layer(packed, None)
+    layer.gate_up_proj.finish_loading()
+    assert (layer.gate_up_proj.stack is not None) == is_stacked
+    told = [reason for reason in layer.gate_up_proj.why_slower if "2 matrices" in reason]
+    assert len(told) == (0 if is_stacked else 1)
+
+
 def test_a_warm_up_meets_all_sizes_of_steps(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, _ = build_layer("int4", "int4")
     met: list[int] = []
