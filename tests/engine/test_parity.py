@@ -33,6 +33,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-sharded": ("qwen3", {"shards": True}),
     "mixtral": ("mixtral", {}),
     "qwen3-moe": ("qwen3_moe", {}),
+    "qwen2-moe": ("qwen2_moe", {}),
+    "granitemoe": ("granitemoe", {}),
+    "glm4-moe": ("glm4_moe", {}),
     "deepseek-v2": ("deepseek_v2", {}),
     "deepseek-v3": ("deepseek_v3", {}),
     "opt": ("opt", {}),
@@ -50,7 +53,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 HYBRIDS = ("gemma2", "gemma3", "gpt-oss")
 """Families with a group of full layers and two of layers with a window."""
 
-EXPERTS = ("mixtral", "qwen3-moe", "deepseek-v2", "deepseek-v3")
+EXPERTS = (
+    *("mixtral", "qwen2-moe", "qwen3-moe", "granitemoe", "glm4-moe"),
+    *("deepseek-v2", "deepseek-v3"),
+)
 """Families whose tokens choose experts: a rounded cache may turn a choice that is close to even."""
 
 # What the engine runs with, and whether it then must preempt. The pool of a preempting engine has
