@@ -20,6 +20,7 @@ from quire.config.model import SUPPORTED_ARCHITECTURES, ModelConfig, load_model_
 from quire.config.quantization import METHODS
 from quire.layers.attention.layer import Attention
 from quire.layers.decoder import NumberedLayers
+from quire.layers.experts import Experts
 from quire.layers.linear import LatentLinear
 from quire.layers.parallel import Parallel, Stage
 from quire.layers.quantization.unquantized import Unquantized
@@ -136,6 +137,11 @@ def _parallelism(config: ModelConfig, model: CausalLM) -> Iterator[str]:
     for kind, rank in ranks.items():
         if _num_weights(_made(config, rank)) < 0.75 * whole:
             yield kind
+    if config.experts is not None:
+        divided = _made(config, Parallel(0, 2, expert_parallel=True))
+        experts = [module for module in divided.modules() if isinstance(module, Experts)]
+        if all(len(one.kept) < config.experts.count for one in experts):
+            yield "expert"
 
 
 def _num_weights(model: CausalLM) -> int:

@@ -51,8 +51,8 @@ async def dashboard_state(request: Request, sequence: int | None = None) -> Resp
 
 @router.get("/dashboard/experts")
 async def dashboard_experts(request: Request) -> Response:
-    """How many tokens each expert of each layer got since the start. Reading it waits for the steps
-    that are under way, so the page asks for it less often than for its state."""
+    """How many tokens each expert of each layer got since the start. A large model has thousands of
+    numbers, so the page asks for them less often than for its state."""
     counts = await state_of(request).llm.client.command("expert_counts", ExpertCounts)
     record = {
         "layers": counts.layers,

@@ -178,7 +178,6 @@ class Mixture {
         chosen_(call.chosen + first_token * call.top_k),
         first_token_(first_token) {}
 
-  // `numbers` has room for three numbers of each pair and one of each expert; `parts` for one of
   // `numbers` has room for two numbers of each pair and one of each expert, `parts` for one of each
   // expert. Returns 0, or -1 if there is no memory.
   int run(int32_t* numbers, Part* parts) {
