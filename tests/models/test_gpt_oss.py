@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GptOssConfig, Mxfp4Config
+from transformers import AutoModelForCausalLM, GptOssConfig, Mxfp4Config, PreTrainedModel
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 
 from quire.config.experts import ClampedGate
@@ -82,17 +82,8 @@ CONFIG = {
 }
 
 
-@pytest.fixture(scope="module")
-def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("released")
-    model = random_model(
-        "gpt_oss",
-        num_hidden_layers=LAYERS,
-        intermediate_size=WIDTH,
-        head_dim=16,
-        num_local_experts=EXPERTS,
-        layer_types=CONFIG["layer_types"],
-    )
+def released_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Those of a model, with other random numbers for experts: all of a layer in MXFP4."""
     tensors = {}
     generator = torch.Generator().manual_seed(5)
     for name, tensor in model.state_dict().items():
@@ -107,6 +98,32 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tensors[f"{name}_scales"] = torch.randint(
             120, 125, by_block, dtype=torch.uint8, generator=generator
         )
+    return tensors
+
+
+def dequantized_model(folder: Path) -> PreTrainedModel:
+    """transformers' model with the numbers of the files."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        quantization_config=Mxfp4Config(dequantize=True),
+        attn_implementation="eager",
+        dtype=torch.float32,
+    )
+    return model.float()
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("released")
+    model = random_model(
+        "gpt_oss",
+        num_hidden_layers=LAYERS,
+        intermediate_size=WIDTH,
+        head_dim=16,
+        num_local_experts=EXPERTS,
+        layer_types=CONFIG["layer_types"],
+    )
+    tensors = released_tensors(model)
     assert tensors["model.layers.0.mlp.experts.gate_up_proj_blocks"].shape == (5, 576, 2, 16)
     assert tensors["model.layers.1.mlp.experts.down_proj_scales"].shape == (5, 64, 9)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -117,13 +134,7 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(released: Path) -> Tensor:
     """transformers dequantises the same files."""
-    model = AutoModelForCausalLM.from_pretrained(
-        released,
-        quantization_config=Mxfp4Config(dequantize=True),
-        attn_implementation="eager",
-        dtype=torch.float32,
-    )
-    return reference_logits(model.float(), TOKENS)
+    return reference_logits(dequantized_model(released), TOKENS)
 
 
 def logits(folder: Path, parallel: Parallel = Parallel()) -> Tensor:  # noqa: B008

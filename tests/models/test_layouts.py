@@ -50,12 +50,12 @@ def tensors_of(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Te
     return {name: tensor.clone() for name, tensor in stored.items()}
 
 
-def save_shards(folder: Path, tensors: dict[str, torch.Tensor], count: int) -> None:
+def save_shards(folder: Path, tensors: dict[str, torch.Tensor], count: int, first: int = 1) -> None:
     """`model-00001-of-0000N.safetensors` and so on, with their index."""
     names = list(tensors)
     weight_map = {}
     for i in range(count):
-        file = f"model-{i + 1:05}-of-{count:05}.safetensors"
+        file = f"model-{i + first:05}-of-{count + first - 1:05}.safetensors"
         part = {name: tensors[name] for name in names[i::count]}
         save_file(part, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file)

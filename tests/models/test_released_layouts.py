@@ -20,11 +20,14 @@ from transformers import AutoTokenizer
 
 from quire import SamplingParams
 from quire.config.model import load_model_config
+from quire.config.reply_formats import HARMONY
 from quire.layers.parallel import Parallel
 from quire.models.loader import load_model
 from tests.layers.ranks import on_ranks
 from tests.models.packers import MIXTRAL_NAMES, expert_tensors, scaled
 from tests.models.reference import PagedRun, random_model, random_tokens, reference_logits
+from tests.models.test_gpt_oss import CONFIG as RELEASED_GPT_OSS
+from tests.models.test_gpt_oss import dequantized_model, released_tensors
 from tests.models.test_layouts import Layout, save_shards, tensors_of
 from tests.text.tokenizer_samples import (
     MISTRAL_CONFIG,
@@ -35,6 +38,7 @@ from tests.text.tokenizer_samples import (
     train_sentencepiece,
     write_json,
 )
+from tests.text.tool_calls import templates
 from tests.tiny import assert_at_rest, is_greedy, tiny_llm
 
 CHAT = [
@@ -506,11 +510,64 @@ def phi_4_mini_instruct(folder: Path) -> Layout:
     return Layout(folder, model)
 
 
+def gpt_oss_20b(folder: Path) -> Layout:
+    """Experts in MXFP4, shards that are counted from 0, the chat template in a file of its own. The
+    model that comes back has the numbers of the files."""
+    special = ["<|startoftext|>", "<|endoftext|>", *HARMONY.markers]
+    config = {
+        "bos_token": "<|startoftext|>",
+        "clean_up_tokenization_spaces": False,
+        "eos_token": "<|return|>",
+        "extra_special_tokens": {},
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": 1000000000000000019884624838656,
+        "pad_token": "<|endoftext|>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    byte_level_tokenizer(folder, special, [], config)
+    (folder / "chat_template.jinja").write_text(templates.HARMONY)
+    ids = {text: number for number, text in enumerate(special)}
+    ends = [ids[text] for text in ("<|return|>", "<|endoftext|>", "<|call|>")]
+    sizes = {
+        "vocab_size": 816,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 4,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "max_position_embeddings": 131072,
+        "eos_token_id": ids["<|return|>"],
+        "pad_token_id": ids["<|endoftext|>"],
+    }
+    described = {**RELEASED_GPT_OSS, **sizes, "experts_per_token": 4}
+    write_json(folder / "config.json", described)
+    write_json(
+        folder / "generation_config.json",
+        {
+            "bos_token_id": ids["<|startoftext|>"],
+            "do_sample": True,
+            "eos_token_id": ends,
+            "pad_token_id": ids["<|endoftext|>"],
+            "transformers_version": "4.55.0.dev0",
+        },
+    )
+    model = random_model("gpt_oss", **sizes)
+    save_shards(folder, released_tensors(model), 3, first=0)
+    assert (folder / "model-00000-of-00002.safetensors").exists()
+    return Layout(folder, dequantized_model(folder))
+
+
 LAYOUTS: dict[str, tuple[Callable[[Path], Layout], float]] = {
     "mixtral-8x7b-instruct": (mixtral_8x7b_instruct, 1e-3),
     "qwen3-30b-a3b": (qwen3_30b_a3b, 1e-3),
     # Inputs of its layers are rounded to 8 bits too.
     "deepseek-v3": (deepseek_v3, 0.2),
+    "gpt-oss-20b": (gpt_oss_20b, 1e-2),
     "gemma-3-4b-it": (gemma_3_4b_it, 1e-3),
     "phi-4-mini-instruct": (phi_4_mini_instruct, 1e-3),
 }
