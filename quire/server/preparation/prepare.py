@@ -48,14 +48,14 @@ USED_BY_BEAM_SEARCH = frozenset(
 
 @dataclass(frozen=True)
 class TokenizerRecord:
-    """A tokenizer as another process can be told of it."""
+    """A tokenizer as another process can be told of it: without `model_max_length`, which
+    preparation has no use for, and which many models have beyond all integers of a message."""
 
     backend: str
     special_tokens: dict[str, str]
     extra_special_tokens: list[str]
     chat_template: str | dict[str, str] | None
     clean_up_spaces: bool
-    model_max_length: int | None
     name: str
 
     @classmethod
@@ -66,7 +66,6 @@ class TokenizerRecord:
             tokenizer.extra_special_tokens,
             tokenizer.chat_template,
             tokenizer.cleans_up_spaces,
-            tokenizer.model_max_length,
             tokenizer.name_or_path,
         )
 
@@ -77,7 +76,6 @@ class TokenizerRecord:
             self.extra_special_tokens,
             self.chat_template,
             self.clean_up_spaces,
-            self.model_max_length,
         )
         return Tokenizer(parts, self.name)
 

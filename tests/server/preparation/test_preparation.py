@@ -27,11 +27,13 @@ CALM = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """Its model's own template is hostile to those who say the word."""
+    """Its model's own template is hostile to those who say the word; its tokenizer has no limit,
+    which is written as a number beyond 64 bits."""
     folder = tmp_path_factory.mktemp("hostile")
     boom = "{{ 10**(10**8 + messages|length) }}"  # which is not calculated when it is compiled
     template = "{% if messages[0]['content'] == 'boom' %}" + boom + "{% endif %}" + CALM
-    save_tiny(folder, tokenizer_config={"chat_template": template}, max_position_embeddings=2048)
+    config = {"chat_template": template, "model_max_length": int(1e30)}
+    save_tiny(folder, tokenizer_config=config, max_position_embeddings=2048)
     running = RunningServer.start(
         "--model", str(folder), "--served-model-name", "m", *TINY, "--trust-request-chat-template"
     )
