@@ -19,6 +19,7 @@ from typing import IO, Any, NamedTuple
 
 from quire.files.tensor_places import (
     ITEM_BYTES,
+    MAX_DIMENSIONS,
     TensorPlace,
     check_count,
     damaged,
@@ -56,7 +57,7 @@ class _Kind(NamedTuple):
 class _Storage(NamedTuple):
     dtype: str
     member: str
-    count: int
+    length: int
 
 
 class _Tensor(NamedTuple):
@@ -170,10 +171,10 @@ def _rebuilt(
 ) -> _Tensor:
     if not isinstance(storage, _Storage):
         raise ValueError("a tensor has no storage")
-    numbers = (storage.count, offset, *shape, *stride)
+    numbers = (storage.length, offset, *shape, *stride)
     if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
         raise ValueError("a tensor has impossible numbers")
-    if len(shape) != len(stride) or len(shape) > 8:
+    if len(shape) != len(stride) or len(shape) > MAX_DIMENSIONS:
         raise ValueError("a tensor has impossible dimensions")
     return _Tensor(storage, offset, tuple(shape), tuple(stride))
 
