@@ -430,7 +430,7 @@ class _Modules:
                     expert = ExpertPart(
                         index, stack.count, half if len(names) > 1 else None, is_swapped
                     )
-                    path = _canonical(f"{root}.{index}.{name}")
+                    path = canonical(f"{root}.{index}.{name}")
                     yield AdapterModule(
                         path, "expert", stack.rank, scaling, False, False, _named(parts), expert
                     )
@@ -540,7 +540,7 @@ class _Modules:
         if "saved_weight" in parts:
             self._refuse(parts["saved_weight"], "the module has A and B as well")
         alpha = self.alphas.get(key, self.alpha)
-        own_path = _canonical(path)
+        own_path = canonical(path)
         is_expert = own_path is not path or _EXPERT.fullmatch(path) is not None
         if is_expert:
             kind = "expert"
@@ -599,7 +599,7 @@ def _named(parts: dict[str, str]) -> dict[Part, str]:
     return cast(dict[Part, str], parts)
 
 
-def _canonical(path: str) -> str:
+def canonical(path: str) -> str:
     """The same for all names that models give to the projections of experts."""
     match = _EXPERT.fullmatch(path)
     if match is None:
