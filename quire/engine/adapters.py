@@ -20,7 +20,7 @@ from typing import Protocol
 
 from quire.engine.executors.base import Executor
 from quire.files.adapter import AdapterFile
-from quire.protocol.adapter import AdapterContent, AdapterLimits, AdapterReference, chunks_for
+from quire.protocol.adapter import AdapterContent, AdapterLimits, LoRARequest, chunks_for
 from quire.protocol.errors import AdapterError, QuireError
 from quire.protocol.output import FinishedSequence
 from quire.protocol.request import NewRequest
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 class AdapterReader(Protocol):
     """Reads what folders hold, on other threads."""
 
-    def read(self, reference: AdapterReference) -> Future[AdapterFile]: ...
+    def read(self, reference: LoRARequest) -> Future[AdapterFile]: ...
 
     def shutdown(self) -> None: ...
 
@@ -41,7 +41,7 @@ class AdapterReader(Protocol):
 class _Call:
     """A request, or a caller, that awaits an adapter."""
 
-    reference: AdapterReference
+    reference: LoRARequest
     accepted: Future[None]
     since: float
     new: NewRequest | None = None
@@ -87,7 +87,7 @@ class Adapters:
         """In the order in which their first requests came."""
         self._used: dict[int, str] = {}
         """What sequences use, by their keys."""
-        self._named: dict[int, tuple[AdapterReference, str]] = {}
+        self._named: dict[int, tuple[LoRARequest, str]] = {}
         """What callers have loaded, by their numbers for it: names and digests."""
         self._pinned: set[str] = set()
 
@@ -99,7 +99,7 @@ class Adapters:
         assert new.adapter is not None
         return self._begin(_Call(new.adapter, _running_future(), now, new))
 
-    def load(self, reference: AdapterReference, now: float) -> Future[None]:
+    def load(self, reference: LoRARequest, now: float) -> Future[None]:
         """Bring an adapter into the memory of the hosts, without a request for it."""
         return self._begin(_Call(reference, _running_future(), now))
 
@@ -175,10 +175,10 @@ class Adapters:
         else:
             self._host(digest, file, [call], now)
 
-    def _check_rank(self, file: AdapterFile, reference: AdapterReference) -> None:
+    def _check_rank(self, file: AdapterFile, reference: LoRARequest) -> None:
         if file.rank > self._limits.max_rank:
             raise AdapterError(
-                f"adapter {reference.name!r} has rank {file.rank}, but max_lora_rank is "
+                f"adapter {reference.lora_name!r} has rank {file.rank}, but max_lora_rank is "
                 f"{self._limits.max_rank}. Start the engine with max_lora_rank={file.rank}."
             )
 
@@ -246,7 +246,7 @@ class Adapters:
             if not self._is_wanted(call):
                 continue
             reference, new = call.reference, call.new
-            self._named[reference.number] = reference, content.digest
+            self._named[reference.lora_int_id] = reference, content.digest
             if new is not None:
                 keys = range(new.key, new.key + new.params.n)
                 self._used.update(dict.fromkeys(keys, content.digest))
@@ -264,8 +264,8 @@ class Adapters:
 
     def _refuse(self, call: _Call, error: Exception) -> None:
         if not isinstance(error, QuireError):
-            logger.error("adapter %r cannot be loaded", call.reference.name, exc_info=error)
-            error = AdapterError(f"adapter {call.reference.name!r} cannot be loaded: {error!r}")
+            logger.error("adapter %r cannot be loaded", call.reference.lora_name, exc_info=error)
+            error = AdapterError(f"adapter {call.reference.lora_name!r} cannot be loaded: {error!r}")
         if call.new is not None:
             self._scheduler.fail_request(call.new.request_id, str(error))
         call.accepted.set_exception(error)

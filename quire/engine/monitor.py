@@ -196,7 +196,7 @@ class Advisor:
     def arrived(self, new: NewRequest) -> None:
         """A request has come: do its first tokens repeat?"""
         found = 0
-        scope = new.cache_scope("" if new.adapter is None else new.adapter.folder)
+        scope = new.cache_scope("" if new.adapter is None else new.adapter.lora_path)
         for length in PREFIX_LENGTHS:
             if len(new.prompt_token_ids) <= length:
                 continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from quire.protocol.adapter import AdapterReference
+from quire.protocol.adapter import LoRARequest
 from quire.protocol.plan import Int32Array
 from quire.protocol.sampling import SamplingParams
 
@@ -55,7 +55,7 @@ class NewRequest:
     a host): with finish_reason "timeout" before its first token, else with "abort"."""
     cache_salt: str | None = None
     """Prefixes are shared only between equal ones (and within one tenant)."""
-    adapter: AdapterReference | None = None
+    adapter: LoRARequest | None = None
     media: tuple[MediaSpan, ...] = ()
     streams: bool = False
     """Whether tokens are sent as they come; otherwise they arrive with the end."""

@@ -31,16 +31,16 @@ class HostAdapters:
     def _load(self, name: str, folder: str, digest: str) -> None:
         torch.set_num_threads(1)  # of this thread: steps go on meanwhile
         try:
-            held = self.layers.prepare(load_adapter(read_adapter(folder, name)))
+            file = read_adapter(folder, name)
+            if file.digest != digest:
+                # Prefixes are cached under the digest: other weights must not be used with them.
+                raise AdapterError(
+                    f"files in {folder} were changed while they were loaded; load the adapter when "
+                    "they are complete."
+                )
+            held = self.layers.prepare(load_adapter(file))
         except AdapterError as error:
-            raise AdapterError(f"adapter {name!r} ({folder}): {error}") from None
-        # Read once more: its weights must be those that the digest is of, or cached prefixes would
-        # be used with others.
-        if read_adapter(folder, name).digest != digest:
-            raise AdapterError(
-                f"adapter {name!r}: files in {folder} changed while they were read; try again once "
-                "they are complete."
-            )
+            raise AdapterError(f"adapter {name!r}: {error}") from None
         self._held[digest] = held
         logger.debug("adapter %r: %.1f MiB in host memory", name, held.nbytes / (1 << 20))
 
