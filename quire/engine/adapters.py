@@ -58,6 +58,8 @@ class _Hosted:
     """Sequences that may still need it."""
     calls: list[_Call] = field(default_factory=list)
     """Those that await it."""
+    names: dict[str, int] = field(default_factory=dict)
+    """Under which callers know it, with their numbers. Without any, it goes once it is unused."""
 
 
 @dataclass(slots=True)
@@ -74,6 +76,7 @@ class Adapters:
     ) -> None:
         self._scheduler, self._executor = scheduler, executor
         self._limits, self._reader = limits, reader
+        assert scheduler.adapters is not None
         self._slots = scheduler.adapters
         self._metrics = scheduler.metrics.adapters
         self._num_awaited = 0
@@ -87,8 +90,6 @@ class Adapters:
         """In the order in which their first requests came."""
         self._used: dict[int, str] = {}
         """What sequences use, by their keys."""
-        self._named: dict[int, tuple[LoRARequest, str]] = {}
-        """What callers have loaded, by their numbers for it: names and digests."""
         self._pinned: set[str] = set()
 
     # --- requests come and go -------------------------------------------------------------------
@@ -116,7 +117,10 @@ class Adapters:
             return
         for sequence in finished:
             if (digest := self._used.pop(sequence.key, None)) is not None:
-                self._hosted[digest].num_users -= 1
+                hosted = self._hosted[digest]
+                hosted.num_users -= 1
+                if not hosted.num_users and not hosted.names:
+                    self._drop(digest)
 
     @property
     def is_loading(self) -> bool:
@@ -129,8 +133,10 @@ class Adapters:
         self._reader.shutdown()
 
     def _open_calls(self) -> Iterator[_Call]:
-        for waiting in (*self._hosted.values(), *self._queue.values()):
-            yield from waiting.calls
+        for hosted in self._hosted.values():
+            yield from hosted.calls
+        for queued in self._queue.values():
+            yield from queued.calls
 
     # --- loading --------------------------------------------------------------------------------
 
@@ -193,10 +199,8 @@ class Adapters:
         """For one more adapter in the memory of the hosts."""
         if len(self._hosted) < self._limits.max_host_adapters:
             return True
-        for digest in [*self._hosted.keys() - self._pinned and self._hosted]:
-            if digest not in self._pinned and self._drop(digest):
-                return True
-        return any(self._drop(digest) for digest in list(self._hosted))
+        in_turn = sorted(self._hosted, key=lambda digest: digest in self._pinned)
+        return any(self._drop(digest) for digest in in_turn)
 
     def _drop(self, digest: str) -> bool:
         """Let an adapter go that no request uses, from hosts and devices."""
@@ -204,7 +208,6 @@ class Adapters:
         if hosted.num_users or hosted.calls or not hosted.is_loaded:
             return False
         del self._hosted[digest]
-        assert self._slots is not None
         self._slots.evict(digest)
         self._executor.drop_adapter(digest)
         self._metrics.host_evictions.add(1)
@@ -246,7 +249,7 @@ class Adapters:
             if not self._is_wanted(call):
                 continue
             reference, new = call.reference, call.new
-            self._named[reference.lora_int_id] = reference, content.digest
+            self._rename(hosted, reference)
             if new is not None:
                 keys = range(new.key, new.key + new.params.n)
                 self._used.update(dict.fromkeys(keys, content.digest))
@@ -267,47 +270,66 @@ class Adapters:
             logger.error("adapter %r cannot be loaded", call.reference.lora_name, exc_info=error)
             error = AdapterError(f"adapter {call.reference.lora_name!r} cannot be loaded: {error!r}")
         if call.new is not None:
-            self._scheduler.fail_request(call.new.request_id, str(error))
+            self._scheduler.fail_request(call.new.request_id, str(error), is_own_fault=True)
         call.accepted.set_exception(error)
 
     # --- operating --------------------------------------------------------------------------------
 
     def remove(self, number: int) -> bool:
-        """Forget what a caller has loaded; requests that use it go on to their end."""
-        if number not in self._named:
-            return False
-        _, digest = self._named.pop(number)
-        if all(digest != other for _, other in self._named.values()):
-            self._unpin(digest)
-            if digest in self._hosted:
-                self._drop(digest)
-        return True
+        """Forget what callers have loaded under a number; requests that use it go on to their end.
+        Whether there was something."""
+        found = [digest for digest, one in self._hosted.items() if number in one.names.values()]
+        for digest in found:
+            names = self._hosted[digest].names
+            for name in [name for name, other in names.items() if other == number]:
+                self._forget_name(digest, name)
+        return bool(found)
+
+    def _rename(self, hosted: _Hosted, reference: LoRARequest) -> None:
+        """A name stands for this content from now on."""
+        for digest, other in list(self._hosted.items()):
+            if other is not hosted and reference.lora_name in other.names:
+                self._forget_name(digest, reference.lora_name)
+        hosted.names[reference.lora_name] = reference.lora_int_id
+
+    def _forget_name(self, digest: str, name: str) -> None:
+        hosted = self._hosted[digest]
+        del hosted.names[name]
+        if not hosted.names:
+            self._pinned.discard(digest)
+            self._slots.unpin(digest)
+            self._drop(digest)
 
     def numbers(self) -> list[int]:
-        """Of what callers have loaded and not removed, as far as hosts have it."""
-        return sorted(i for i, (_, digest) in self._named.items() if digest in self._hosted)
+        """Callers' numbers of what is in the memory of the hosts."""
+        return sorted({number for one in self._hosted.values() for number in one.names.values()})
 
     def pin(self, number: int) -> bool:
         """Keep an adapter on hosts and devices as long as there is another way to serve others."""
-        if number not in self._named or self._named[number][1] not in self._hosted:
+        found = [digest for digest, one in self._hosted.items() if number in one.names.values()]
+        if not found:
             raise AdapterError(
                 f"lora_int_id={number} cannot be pinned: no adapter is loaded under it. Load it "
                 "with add_lora first."
             )
-        digest = self._named[number][1]
-        self._pinned.add(digest)
-        assert self._slots is not None
-        self._slots.pin(digest)
+        for digest in found:
+            self._pinned.add(digest)
+            self._slots.pin(digest)
         return True
 
-    def _unpin(self, digest: str) -> None:
-        self._pinned.discard(digest)
-        assert self._slots is not None
-        self._slots.unpin(digest)
-
-    @property
-    def num_hosted(self) -> int:
-        return len(self._hosted)
+    def set_gauges(self, time_s: float) -> None:
+        """What metrics say of this moment."""
+        metrics, slots, scheduler = self._metrics, self._slots, self._scheduler
+        metrics.hosted.set(len(self._hosted))
+        metrics.resident.set(len(slots.residents))
+        metrics.pool_usage.set(slots.num_used_chunks / slots.num_chunks)
+        running, waiting = set[str](), set[str]()
+        for first, *_ in scheduler.requests.values():
+            if first.new.adapter is not None:
+                names = running if first.has_begun else waiting
+                names.add(first.new.adapter.lora_name)
+        most = self._limits.max_adapters
+        metrics.set_names(sorted(running), sorted(waiting), most, time_s)
 
 
 def _running_future() -> Future[None]:

@@ -822,12 +822,12 @@ class Scheduler:
         if self.adapters is not None:
             self.adapters.reset()
 
-    def fail_request(self, request_id: str, error: str) -> None:
+    def fail_request(self, request_id: str, error: str, *, is_own_fault: bool = False) -> None:
         """End all sequences of a request with an error. Nothing may be in flight (see
         `recover`)."""
         for sequence in list(self.requests.get(request_id, ())):
             self.waiting.remove(sequence)
-            self.end(sequence, "error", error=error)
+            self.end(sequence, "error", error=error).is_own_fault = is_own_fault
 
     def fail_all(self, error: str) -> None:
         """End everything with an error, whatever state it is in: the engine is dead."""
