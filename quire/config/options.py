@@ -379,7 +379,9 @@ class AdapterOptions(CheckedOptions):
         minimum=1,
     )
     max_lora_rank: int = option(
-        16, "Largest rank of an adapter.", accepts=lambda value: 1 <= value <= 4096,
+        16,
+        "Largest rank of an adapter.",
+        accepts=lambda value: 1 <= value <= 4096,
         rule="from 1 to 4096",
     )
     max_cpu_loras: int | None = option(

@@ -268,7 +268,9 @@ class Adapters:
     def _refuse(self, call: _Call, error: Exception) -> None:
         if not isinstance(error, QuireError):
             logger.error("adapter %r cannot be loaded", call.reference.lora_name, exc_info=error)
-            error = AdapterError(f"adapter {call.reference.lora_name!r} cannot be loaded: {error!r}")
+            error = AdapterError(
+                f"adapter {call.reference.lora_name!r} cannot be loaded: {error!r}"
+            )
         if call.new is not None:
             self._scheduler.fail_request(call.new.request_id, str(error), is_own_fault=True)
         call.accepted.set_exception(error)

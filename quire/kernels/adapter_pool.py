@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-CHUNK_ROWS = 8
-"""Rank rows of a chunk."""
+from quire.protocol.adapter import CHUNK_ROWS as CHUNK_ROWS
+
 HAS_BIAS, HAS_GAINS = 1, 2
 """Bits of `AdapterSlice.vectors`."""
 

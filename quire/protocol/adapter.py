@@ -65,6 +65,10 @@ class LoRARequest(msgspec.Struct, omit_defaults=True, frozen=True):
     def path(self) -> str:
         return self.lora_path
 
+    def read_once(self) -> LoRARequest:
+        """The same where the folder was read just now."""
+        return msgspec.structs.replace(self, load_inplace=False) if self.load_inplace else self
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LoRARequest) and self.lora_name == other.lora_name
 

@@ -62,7 +62,7 @@ class HostAdapters:
 
     def begin_lines(self, slot: int, count: int) -> None:
         """Say that the next lines of logits use the adapter in `slot`, -1 for none."""
-        slots = torch.full((count,), slot, dtype=torch.int32, device=self.layers.device)
+        slots = torch.full((count,), slot, dtype=torch.int32, device=self.layers.pool.chunks.device)
         self.layers.begin_lines(None if slot < 0 else slots)
 
     def shutdown(self) -> None:

@@ -106,7 +106,9 @@ class RowTable:
         self.token_ids = _untouched_zeros(max_rows, max_model_len, device)
         # One block, so that a row is added in one launch.
         self._numbers = ints(5, aligned(max_rows))[:, :max_rows]
-        self.num_tokens, self.num_computed, self.num_drafts, self.appends_sampled = self._numbers[:4]
+        self.num_tokens, self.num_computed, self.num_drafts, self.appends_sampled = self._numbers[
+            :4
+        ]
         self.adapter_slots = self._numbers[4]
         """-1: none."""
         self._host_slots = np.full(max_rows, -1, np.int32)
@@ -181,9 +183,9 @@ class RowTable:
         self.block_tables[:, rows, :num_blocks] = self.block_tables[:, parents, :num_blocks]
 
     def _added(self, added: list[AddedRow]) -> tuple[Int32Array, Int32Array, Int32Array]:
-        """[row, tokens, computed tokens, drafts, appends, adapter slot] of each, and flat places of all their
-        tokens, which are 64-bit: many rows of a very long length have more places than 32 bits
-        count."""
+        """[row, tokens, computed tokens, drafts, appends, adapter slot] of each, and flat places of
+        all their tokens, which are 64-bit: many rows of a very long length have more places than 32
+        bits count."""
         if not added:
             return empty_ints(), empty_ints(), empty_ints()
         fields = np.array(
