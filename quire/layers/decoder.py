@@ -95,7 +95,8 @@ class LayerRun:
     ) -> tuple[Tensor, Tensor | None]:
         first = self.layers[0].attend
         attention = step.attention[first.kv_group]
-        if self.decoder is not None and isinstance(attention, CpuStep):
+        is_adapted = self.layers[0].qkv.method.adapts_step
+        if self.decoder is not None and isinstance(attention, CpuStep) and not is_adapted:
             stream = x if residual is None else x + residual
             return attention.decode(self.decoder, stream, rotation, first.layer_slot)
         for layer in self.layers:
@@ -119,6 +120,10 @@ class FusedLayers(DecoderLayers):
         if norm is not None:
             return norm.add_and_normalize(x, residual)[0]
         return x if residual is None else x + residual
+
+    def forget_runs(self) -> None:
+        """The parts are not what they were."""
+        self.__dict__.pop("runs", None)
 
     @cached_property
     def runs(self) -> list[LayerRun]:

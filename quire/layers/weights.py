@@ -446,6 +446,11 @@ class QuantizationMethod(Protocol):
         """Whether weights are to be loaded as blocks, where a file stores them so."""
         ...
 
+    @property
+    def adapts_step(self) -> bool:
+        """Whether adapters add to the results of this step, so that no kernel may pass it by."""
+        ...
+
     def extra_bytes(
         self, shard_key: ShardKey, num_outputs: int, num_inputs: int, stored: str | None
     ) -> int:
