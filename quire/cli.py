@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quire import __version__, remote
+from quire.config.adapters import check_folders
 from quire.config.cli import (
     Arguments,
     CommandParser,
@@ -360,6 +361,9 @@ def _serve(arguments: Arguments) -> int:
         configure_logging(options.observability.log_level, for_server=True)
         return run_node(options)
     served = server_options(arguments)
+    check_folders(served.adapters.modules, served.adapters.lora_folder)
+    if served.adapters.has_any and not options.adapters.enable_lora:
+        options = options.replace(enable_lora=True)
     try:
         from quire.server.launch.supervisor import serve
     except ImportError as error:
