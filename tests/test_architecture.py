@@ -45,8 +45,10 @@ BELOW = {
     "bench": COMMON
     | {"client", "frontend", "text", "engine.executors", "loading", "models", "quire"},
     "quantize": COMMON | {"files", "text", "worker", "models", "loading", "layers", "kernels"},
+    "lora": COMMON | {"files", "models", "loading", "quantize"},
     "entrypoints": {"server", "config", "quire"},
-    "quire": COMMON | {"frontend", "server", "client", "bench", "quantize", "engine.executors"},
+    "quire": COMMON
+    | {"frontend", "server", "client", "bench", "quantize", "lora", "engine.executors"},
 }
 """What each package may import in addition to itself; "quire" stands for the files in the root."""
 
@@ -59,6 +61,7 @@ TORCH_AT_TOP_LEVEL = (
     "kernels",
     "decoding",
     "quantize",
+    "lora",
     "engine.executors",
 )
 HEAVY = ("torch", "triton", "transformers")

@@ -14,10 +14,12 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Literal, NoReturn, cast
 
 from quire.files.json_file import ADAPTER, CheckedValues, read_json_object
+from quire.files.patterns import match_patterns
 from quire.files.tensor_places import (
     TensorPlace,
     opened,
@@ -25,11 +27,16 @@ from quire.files.tensor_places import (
     safetensors_places,
     shown,
 )
+from quire.files.torch_zip import torch_zip_places
 from quire.protocol.errors import AdapterError
 
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "adapter_config.json"
+READERS = {
+    "adapter_model.safetensors": safetensors_places,
+    "adapter_model.bin": torch_zip_places,
+}
 Kind = Literal["linear", "embedding", "expert", "saved"]
 Part = Literal["a", "b", "bias", "magnitude", "saved_weight", "saved_bias"]
 
@@ -37,6 +44,8 @@ MAX_RANK = 8192
 MAX_WIDTH = 1 << 24
 MAX_EXPERTS = 4096
 MAX_PATH = 512
+STACKED = ("gate_up_proj", "down_proj")
+"""Parameters of all experts at once, in the order in which modules define them."""
 MAX_NAMED = 8
 """In an error."""
 FLOATS = ("F32", "F16", "BF16")
@@ -260,11 +269,12 @@ def _hash_tensors(file: Path, places: Mapping[str, TensorPlace]) -> dict[str, st
 
 
 def _tensors(folder: Path) -> tuple[Path, dict[str, TensorPlace]]:
-    file = folder / "adapter_model.safetensors"
-    if file.exists():
-        return file, safetensors_places(file)
+    for name, read_places in READERS.items():
+        file = folder / name
+        if file.exists():
+            return file, read_places(file)
     raise AdapterError(
-        f"{folder} has no adapter_model.safetensors; copy or download the adapter again."
+        f"{folder} has neither {' nor '.join(READERS)}; copy or download the adapter again."
     )
 
 
@@ -296,6 +306,17 @@ def _check_settings(settings: _Settings) -> None:
             )
 
 
+@dataclass(frozen=True)
+class _Stack:
+    """Sizes of A and B of all experts of a layer."""
+
+    rank: int
+    """Of each."""
+    count: int
+    width: int
+    outputs: int
+
+
 class _Modules:
     """The modules of an adapter, put together of its tensors."""
 
@@ -305,30 +326,139 @@ class _Modules:
         self.alpha = settings.finite("lora_alpha", settings.values.get("lora_alpha", 8))
         self.is_root = settings.boolean("use_rslora", False)
         self.is_dora = settings.boolean("use_dora", False)
-        self.ranks = self._pattern("rank_pattern")
-        self.alphas = self._pattern("alpha_pattern")
+        self.ranks: dict[str, float] = {}
+        self.alphas: dict[str, float] = {}
         self.parameters = self._target_parameters()
         self.kinds: dict[str, str] = {}
         self.parts: dict[str, dict[str, str]] = {}
 
     def read(self) -> dict[str, AdapterModule]:
         self._sort_tensors()
+        keys = {path: self._key_of(path) for path in self.parts}
+        stacked = self._take_stacked()
+        stacked_keys = [f"{root}.{leaf}" for root, leaves in stacked.items() for leaf in leaves]
+        self.alphas = self._match("alpha_pattern", [*keys.values(), *stacked_keys])
+        self.ranks = self._match("rank_pattern", stacked_keys)
         modules: dict[str, AdapterModule] = {}
-        for path, parts in self.parts.items():
-            for module in self._made(path, parts):
-                if module.path in modules:
-                    raise AdapterError(
-                        f"{self.file} has tensors of {shown(module.path)} in two layouts; save the "
-                        "adapter again."
-                    )
-                modules[module.path] = module
+        made = [self._made(path, keys[path], parts) for path, parts in self.parts.items()]
+        made += [self._experts(root, leaves) for root, leaves in stacked.items()]
+        for module in chain.from_iterable(made):
+            if module.path in modules:
+                raise AdapterError(
+                    f"{self.file} has tensors of {shown(module.path)} in two layouts; save the "
+                    "adapter again."
+                )
+            modules[module.path] = module
         if not modules:
             raise AdapterError(f"{self.file} changes no module; save the adapter again.")
         return modules
 
-    def _pattern(self, key: str) -> dict[str, float]:
+    def _match(self, key: str, paths: list[str]) -> dict[str, float]:
+        """The values of a table of patterns, by module."""
         found = self.settings.mapping(key) or {}
-        return {name: self.settings.finite(f"{key}[{shown(name)}]", found[name]) for name in found}
+        patterns = {
+            name: self.settings.finite(f"{key}[{shown(name)}]", found[name]) for name in found
+        }
+        try:
+            return match_patterns(patterns, paths)
+        except AdapterError as error:
+            raise AdapterError(f"{self.settings.file}: {key}: {error}.") from error
+
+    def _is_target(self, parameter: str) -> bool:
+        return any(parameter == name or parameter.endswith(f".{name}") for name in self.parameters)
+
+    def _key_of(self, path: str) -> str:
+        """What peft matches patterns with: the module, or the parameter that is a target."""
+        return f"{path}.weight" if self._is_target(f"{path}.weight") else path
+
+    def _take_stacked(self) -> dict[str, dict[str, dict[str, str]]]:
+        """Takes out the tensors that are those of all experts of a layer: by the module of the
+        experts and by the parameter. peft wraps a module once for each parameter, so that names
+        tell how deep a parameter is wrapped."""
+        levels: dict[str, dict[int, dict[str, str]]] = {}
+        for path in list(self.parts):
+            root, depth = path, 0
+            while root.endswith(".base_layer"):
+                root, depth = root.removesuffix(".base_layer"), depth + 1
+            if depth or root.endswith(".experts"):
+                levels.setdefault(root, {})[depth] = self.parts.pop(path)
+        stacked: dict[str, dict[str, dict[str, str]]] = {}
+        for root, by_depth in levels.items():
+            leaves = [leaf for leaf in STACKED if self._is_target(f"{root}.{leaf}")]
+            if not self.parameters and len(by_depth) == len(STACKED):
+                leaves = list(STACKED)
+            if sorted(by_depth) != list(range(len(leaves))):
+                first = next(iter(by_depth[min(by_depth)].values()))
+                self._refuse(
+                    first,
+                    f"target_parameters in {CONFIG_FILE} names {len(leaves)} of "
+                    f"{' and '.join(f'{root}.{leaf}' for leaf in STACKED)}, and the file has "
+                    f"{len(by_depth)}",
+                )
+            stacked[root] = {leaf: by_depth[len(leaves) - 1 - i] for i, leaf in enumerate(leaves)}
+        return stacked
+
+    def _experts(self, root: str, leaves: dict[str, dict[str, str]]) -> Iterable[AdapterModule]:
+        """Modules of single experts, which share tensors."""
+        shapes = {leaf: self._stack(f"{root}.{leaf}", parts) for leaf, parts in leaves.items()}
+        counts = {leaf: stack.count for leaf, stack in shapes.items()}
+        if len(set(counts.values())) > 1:
+            raise AdapterError(
+                f"{self.file}: {shown(root)} has {counts} experts by r and rank_pattern of "
+                f"{CONFIG_FILE}; they must agree."
+            )
+        is_swapped = False
+        if len(shapes) == 2:
+            gate_up, down = (shapes[leaf] for leaf in STACKED)
+            fits = gate_up.width == down.outputs and gate_up.outputs == 2 * down.width
+            is_swapped = gate_up.outputs == down.width and gate_up.width == 2 * down.outputs
+            if not fits and not is_swapped:
+                self._refuse(
+                    leaves["gate_up_proj"]["b"],
+                    "its sizes are not those of a gate_up_proj beside the down_proj of one expert",
+                )
+            is_swapped = is_swapped and not fits
+        for leaf, parts in leaves.items():
+            stack = shapes[leaf]
+            names = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else (leaf,)
+            joined = stack.width if is_swapped else stack.outputs
+            if joined % len(names):
+                self._refuse(parts["b"], f"a {leaf} must have as many gates as ups")
+            scaling = self._scaling(self.alphas.get(f"{root}.{leaf}", self.alpha), stack.rank)
+            for index in range(stack.count):
+                for half, name in enumerate(names):
+                    expert = ExpertPart(
+                        index, stack.count, half if len(names) > 1 else None, is_swapped
+                    )
+                    path = canonical(f"{root}.{index}.{name}")
+                    yield AdapterModule(
+                        path, "expert", stack.rank, scaling, False, False, _named(parts), expert
+                    )
+
+    def _stack(self, key: str, parts: dict[str, str]) -> _Stack:
+        self._check_pair(parts)
+        for part in parts.keys() - {"a", "b"}:
+            self._refuse(parts[part], "experts that share tensors have A and B alone")
+        for part in ("a", "b"):
+            self._check_type(part, parts[part])
+        rows, width, outputs = self._sizes(parts, MAX_RANK * MAX_EXPERTS)
+        rank = self.ranks.get(key, self.rank)
+        if rank < 1 or rank != int(rank) or rows % int(rank):
+            self._refuse(
+                parts["a"],
+                f"its rows are those of all experts, and the rank of {key} is {rank:g} by r and "
+                f"rank_pattern of {CONFIG_FILE}",
+            )
+        rank = int(rank)
+        if rank > MAX_RANK:
+            self._refuse(parts["a"], f"the rank must be at most {MAX_RANK}")
+        if rows // rank > MAX_EXPERTS:
+            self._refuse(
+                parts["a"],
+                f"with rank {rank} it is of {rows // rank} experts, and at most "
+                f"{MAX_EXPERTS} are supported",
+            )
+        return _Stack(rank, rows // rank, width, outputs)
 
     def _target_parameters(self) -> list[str]:
         found = self.settings.values.get("target_parameters") or []
@@ -370,7 +500,7 @@ class _Modules:
                 "base's. Merge the adapter with peft's merge_and_unload and serve the merged model."
             )
 
-    def _made(self, path: str, parts: dict[str, str]) -> Iterable[AdapterModule]:
+    def _made(self, path: str, key: str, parts: dict[str, str]) -> Iterable[AdapterModule]:
         has_pair = "a" in parts or "b" in parts
         if "base" in parts:
             if not has_pair:
@@ -385,12 +515,16 @@ class _Modules:
                 self._refuse(next(iter(parts.values())), "there is no A and B beside it")
             yield AdapterModule(path, "saved", 0, 1.0, False, False, _named(parts))
             return
-        for own, other in (("a", "b"), ("b", "a")):
-            if own not in parts:
-                self._refuse(parts[other], f"there is no {own.upper()} beside it")
-        yield self._pair(path, parts)
+        yield self._pair(path, key, parts)
 
-    def _pair(self, path: str, parts: dict[str, str]) -> AdapterModule:
+    def _check_pair(self, parts: dict[str, str]) -> None:
+        for own in ("a", "b"):
+            if own not in parts:
+                other = next(iter(parts.values()))
+                self._refuse(other, f"there is no {own.upper()} beside it")
+
+    def _pair(self, path: str, key: str, parts: dict[str, str]) -> AdapterModule:
+        self._check_pair(parts)
         rank, _, outputs = self._sizes(parts)
         has_magnitude = "magnitude" in parts
         if has_magnitude != self.is_dora:
@@ -405,8 +539,8 @@ class _Modules:
                 self._check_shape(parts[part], (outputs,), "B")
         if "saved_weight" in parts:
             self._refuse(parts["saved_weight"], "the module has A and B as well")
-        alpha = self._match(self.alphas, path, self.alpha)
-        own_path = _canonical(path)
+        alpha = self.alphas.get(key, self.alpha)
+        own_path = canonical(path)
         is_expert = own_path is not path or _EXPERT.fullmatch(path) is not None
         if is_expert:
             kind = "expert"
@@ -423,13 +557,7 @@ class _Modules:
     def _scaling(self, alpha: float, rank: int) -> float:
         return alpha / math.sqrt(rank) if self.is_root else alpha / rank
 
-    def _match(self, patterns: Mapping[str, float], path: str, default: float) -> float:
-        for pattern, value in patterns.items():
-            if path == pattern or path.endswith(f".{pattern}"):
-                return value
-        return default
-
-    def _sizes(self, parts: dict[str, str]) -> tuple[int, int, int]:
+    def _sizes(self, parts: dict[str, str], max_rank: int = MAX_RANK) -> tuple[int, int, int]:
         """(rank, inputs, outputs) of A and B, as their shapes say."""
         for part in ("a", "b"):
             if len(self.places[parts[part]].shape) != 2:
@@ -440,8 +568,8 @@ class _Modules:
                 parts["b"],
                 f"A is {self.places[parts['a']]}, so that B must have {rank} columns",
             )
-        if not 0 < rank <= MAX_RANK:
-            self._refuse(parts["a"], f"the rank must be between 1 and {MAX_RANK}")
+        if not 0 < rank <= max_rank:
+            self._refuse(parts["a"], f"the rank must be between 1 and {max_rank}")
         if not (0 < width <= MAX_WIDTH and 0 < outputs <= MAX_WIDTH):
             self._refuse(parts["a"], f"dimensions must be between 1 and {MAX_WIDTH}")
         return rank, width, outputs
@@ -471,7 +599,7 @@ def _named(parts: dict[str, str]) -> dict[Part, str]:
     return cast(dict[Part, str], parts)
 
 
-def _canonical(path: str) -> str:
+def canonical(path: str) -> str:
     """The same for all names that models give to the projections of experts."""
     match = _EXPERT.fullmatch(path)
     if match is None:

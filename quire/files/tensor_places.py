@@ -18,9 +18,10 @@ from typing import IO, Any
 
 from quire.protocol.errors import AdapterError
 
-MAX_HEADER_BYTES = 64 << 20
-MAX_TENSORS = 1 << 18
-"""Each of 256 experts in 94 layers may have six."""
+MAX_HEADER_BYTES = 32 << 20
+MAX_DIMENSIONS = 8
+MAX_TENSORS = 1 << 17
+"""Each of 256 experts in 58 layers may have six."""
 ITEM_BYTES = {
     "F64": 8,
     "F32": 4,
@@ -94,6 +95,9 @@ def safetensors_places(file: Path) -> dict[str, TensorPlace]:
             raise damaged(file, f"its header has {length} bytes, more than {MAX_HEADER_BYTES}")
         text = bytearray(length)
         read_exactly(stream, file, 8, memoryview(text))
+    check_count(file, max(1, text.count(b'"data_offsets"')))
+    if sum(map(text.count, (b",", b"[", b"{"))) > 12 * MAX_TENSORS:
+        raise damaged(file, "its header has more than tensors")  # and would take gigabytes
     try:
         header = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -116,10 +120,13 @@ def safetensors_places(file: Path) -> dict[str, TensorPlace]:
 def _place(file: Path, name: str, entry: Any, first: int) -> TensorPlace:
     try:
         dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        numbers = [*shape, start, end]
+        numbers = [*shape[:MAX_DIMENSIONS], start, end]
     except (TypeError, KeyError, ValueError) as error:
         raise damaged(file, f"tensor {shown(name)} has no type, shape and place") from error
-    if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
+    is_possible = len(shape) <= MAX_DIMENSIONS and all(
+        type(number) is int and 0 <= number < 1 << 62 for number in numbers
+    )
+    if not is_possible:
         raise damaged(file, f"tensor {shown(name)} has impossible numbers")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise AdapterError(

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quire.files.adapter import AdapterFile, AdapterModule, content_digest
+from quire.files.adapter import AdapterFile, AdapterModule, ExpertPart, Part, content_digest
 from quire.files.tensor_places import TensorPlace, opened, read_exactly, shown
 from quire.protocol.errors import AdapterError
 
@@ -42,7 +42,13 @@ def load_adapter(file: AdapterFile, *, alternates: bool = False) -> dict[str, Lo
     The content must still be that which was hashed, and finite.
     """
     tensors = _read(file)
-    return {path: _weights(module, tensors) for path, module in file.modules.items()}
+    stacks = _Stacks(tensors)
+    return {
+        path: _weights(module, tensors)
+        if module.expert is None
+        else stacks.weights(module, module.expert, alternates)
+        for path, module in file.modules.items()
+    }
 
 
 def _read(file: AdapterFile) -> dict[str, Tensor]:
@@ -86,3 +92,35 @@ def _weights(module: AdapterModule, tensors: Mapping[str, Tensor]) -> LoraWeight
             if part in found
         },
     )
+
+
+class _Stacks:
+    """Tensors of all experts of a layer, taken apart once."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._taken: dict[str, Tensor] = {}
+
+    def weights(self, module: AdapterModule, expert: ExpertPart, alternates: bool) -> LoraWeights:
+        rows = self._of("a", module, expert)  # [r, inputs]
+        columns = self._of("b", module, expert)  # [outputs, r]
+        a, b = (columns.mT, rows.mT) if expert.is_swapped else (rows, columns)
+        if expert.half is not None:
+            count = len(b) // 2
+            first = expert.half * count
+            b = b[expert.half :: 2] if alternates else b[first : first + count]
+        return LoraWeights(a.contiguous(), b.contiguous(), module.scaling)
+
+    def _of(self, part: Part, module: AdapterModule, expert: ExpertPart) -> Tensor:
+        """One expert's A or B. A has the rows of an expert together; in the columns of B experts
+        take turns."""
+        name = module.tensors[part]
+        if name not in self._taken:
+            stored = self._tensors[name]
+            if part == "a":
+                apart = stored.view(expert.count, -1, stored.shape[1])
+            else:
+                by_rank = stored.view(len(stored), -1, expert.count)
+                apart = by_rank.permute(2, 0, 1).contiguous()
+            self._taken[name] = apart
+        return self._taken[name][expert.index]

@@ -72,6 +72,9 @@ class StartApi(msgspec.Struct, tag=True):
     place: int
     """Of this process among them."""
     log_level: str | None = None
+    adapters_file: str | None = None
+    """Where they write which adapters they were told of (`AdapterNames` in
+    `server/preparation/adapter_names.py`)."""
 
 
 class EngineDown(msgspec.Struct, tag=True):
