@@ -25,6 +25,8 @@ from quire.kernels.adapter_pool import (
     AdapterTokens,
     LayerAdapters,
 )
+from quire.kernels.cpu.linear import PackedMatrix
+from quire.kernels.cpu.lora import native_adapters
 from quire.layers.decoder import FusedLayers
 from quire.layers.embedding import Embedding, LMHead, VocabEmbedding
 from quire.layers.experts import ExpertLinear
@@ -488,10 +490,6 @@ class AdaptedMethod:
         return self._owner.lines if self._is_head else self._owner.tokens
 
     @property
-    def adapts_step(self) -> bool:
-        return self.tokens is not None
-
-    @property
     def reads_blocks(self) -> bool:
         return self._inner.reads_blocks
 
@@ -530,6 +528,12 @@ class AdaptedMethod:
         tokens = self.tokens
         if tokens is None:
             return self._inner.apply_after_norm(layer, x, residual, norm, bias, gated)
+        native = [one for one in layer.matrices if isinstance(one, PackedMatrix)]
+        if len(native) == len(layer.matrices) == 1:
+            adapters = native_adapters(self.adapters)
+            return native[0].multiply_normal(
+                x, residual, norm.weight, norm.eps, bias, gated, adapters, tokens
+            )
         normal, total = dispatch.rms_norm(x, norm.weight, norm.eps, residual)
         out = self._inner.apply(layer, normal, bias)
         dispatch.add_adapters(normal, out, bias, self.adapters, tokens)
