@@ -31,9 +31,12 @@ from quire.layers.decoder import FusedLayers
 from quire.layers.embedding import Embedding, LMHead, VocabEmbedding
 from quire.layers.experts import ExpertLinear
 from quire.layers.linear import LatentLinear, Linear
+from quire.layers.quantization.matrices import DenseMatrix
+from quire.layers.quantization.packed import PackFloats
 from quire.layers.weights import (
     Axis,
     Build,
+    Matrix,
     MatrixLayer,
     NormWeight,
     QuantizationMethod,
@@ -93,8 +96,8 @@ class HostAdapter:
     """Of each chunk, what goes to which offset."""
     state: Tensor
     """int32: counts of chunks, then vectors, of each slice."""
-    saved: Mapping[str, Tensor]
-    """Weights that take the place of those of whole layers, by our path."""
+    saved: Mapping[str, Matrix]
+    """What takes the place of the matrices of whole layers, by our path."""
     nbytes: int
 
     @property
@@ -229,8 +232,8 @@ class AdapterLayers:
         """Of the step that runs; None: no token uses an adapter."""
         self.lines: AdapterTokens | None = None
         """The same of the lines whose logits are wanted."""
-        self.saved: dict[str, dict[int, Tensor]] = {}
-        """Weights that take the place of a layer's, by its path and the adapter's slot."""
+        self.saved: dict[str, dict[int, Matrix]] = {}
+        """What takes the place of a layer's matrix, by its path and the adapter's slot."""
         self._places: dict[str, _Place] = {}
         self._refused: dict[str, str] = {}
         """Modules that cannot have adapters, and why."""
@@ -316,7 +319,7 @@ class AdapterLayers:
             )
         runs = [self._runs(one) for one in pieces]
         held = sum(run.nbytes for chunk in runs for _, run in chunk)
-        held += sum(tensor.nbytes for tensor in saved.values())
+        held += sum(matrix.nbytes for matrix in saved.values())
         return HostAdapter(runs, state, saved, held)
 
     def _runs(self, pieces: Mapping[int, Tensor]) -> list[tuple[int, Tensor]]:
@@ -356,9 +359,10 @@ class AdapterLayers:
         state[self._max_chunks :] = adapter.state
         self._states[slot].copy_(state, non_blocking=True)
         self._forget_saved(slot)
-        for path, tensor in adapter.saved.items():
-            brought = tensor.to(self._device, non_blocking=True)
-            self.saved.setdefault(path, {})[slot] = brought
+        for path, matrix in adapter.saved.items():
+            if isinstance(matrix, DenseMatrix):
+                matrix = DenseMatrix(matrix.weight.to(self._device, non_blocking=True))
+            self.saved.setdefault(path, {})[slot] = matrix
 
     def clear(self, slot: int) -> None:
         """The slot has no adapter any more, and adds nothing."""
@@ -388,10 +392,10 @@ class AdapterLayers:
 
     def _matched(
         self, weights: Mapping[str, LoraWeights]
-    ) -> tuple[list[tuple[_Place, LoraWeights]], dict[str, Tensor]]:
+    ) -> tuple[list[tuple[_Place, LoraWeights]], dict[str, Matrix]]:
         """What is for each place, and what takes the place of whole weights."""
         pairs: list[tuple[_Place, LoraWeights]] = []
-        saved: dict[str, Tensor] = {}
+        saved: dict[str, Matrix] = {}
         unknown: list[str] = []
         problems: list[str] = []
         for path, own in weights.items():
@@ -406,7 +410,7 @@ class AdapterLayers:
                 problems.append(f"{path} {problem}")
                 continue
             if "weight" in own.saved:
-                saved[place.path] = self._rank_rows(place, own.saved["weight"])
+                saved[place.path] = self._matrix(place, own.saved["weight"])
             if own.a is not None or "bias" in own.saved:
                 pairs.append((place, own))
         if unknown:
@@ -422,11 +426,15 @@ class AdapterLayers:
         """As our layers name what a checkpoint has under this path."""
         return self._names.rename(f"{path}.weight").removesuffix(".weight")
 
-    def _rank_rows(self, place: _Place, weight: Tensor) -> Tensor:
+    def _matrix(self, place: _Place, weight: Tensor) -> Matrix:
+        """This rank's share of a weight, for a GPU still in host memory."""
         share = place.layer.rank_share("weight", place.shard_key, weight)
         assert isinstance(share, Tensor)
+        if self._device.type == "cpu" and self._dtype == torch.float32:
+            (packed,) = PackFloats().pack([share])
+            return packed
         share = share.to(self._dtype)
-        return share.pin_memory() if self._device.type == "cuda" else share.contiguous()
+        return DenseMatrix(share.pin_memory() if self._device.type == "cuda" else share)
 
     def _rank_share(
         self, place: _Place, own: LoraWeights
@@ -510,9 +518,9 @@ class AdaptedMethod:
         result = self._inner.apply(layer, x, bias, out)
         tokens = self.tokens
         if tokens is not None:
-            for slot, weight in self._owner.saved.get(self._path, {}).items():
+            for slot, matrix in self._owner.saved.get(self._path, {}).items():
                 chosen = _tokens_of(tokens, slot)
-                result[chosen] = dispatch.linear(x[chosen], weight)
+                result[chosen] = matrix.multiply(x[chosen], None, None)
             dispatch.add_adapters(x, result, bias, self.adapters, tokens)
         return result
 
@@ -548,9 +556,9 @@ class AdaptedMethod:
         out = self._inner.rows(layer, ids)
         tokens = self.tokens
         if tokens is not None:
-            for slot, weight in self._owner.saved.get(self._path, {}).items():
+            for slot, matrix in self._owner.saved.get(self._path, {}).items():
                 chosen = _tokens_of(tokens, slot)
-                out[chosen] = weight[ids[chosen]]
+                out[chosen] = matrix.rows(ids[chosen]).to(out.dtype)
             dispatch.add_to_embedding(ids, out, self.adapters, tokens)
         return out
 
