@@ -3,6 +3,7 @@ adapters give what each gives alone."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -241,3 +242,78 @@ def test_refused(change: dict[str, str], message: str, tmp_path: Path) -> None:
         weights = Weights(saved={"weight": torch.ones(3, 3)})
     with pytest.raises(AdapterError, match=message):
         layers.prepare({path: weights})
+
+
+EXPERT_FAMILIES = ["mixtral", "qwen3_moe", "qwen2_moe", "granitemoe", "gpt_oss", "deepseek_v3"]
+
+
+def with_experts(base: Any, family: str, seed: int) -> tuple[Any, dict[str, Weights]]:
+    """A copy of `base` with B A added to the experts of its last layer but one, and these pairs."""
+    merged, weights = copy.deepcopy(base), {}
+    generator = torch.Generator().manual_seed(seed)
+    path = "model.layers.2.mlp.experts"
+    if family == "granitemoe":
+        experts = merged.model.layers[2].block_sparse_moe
+    else:
+        experts = merged.model.layers[2].mlp.experts
+    joined = {name: one for name, one in experts.named_parameters() if one.dim() == 3}
+    gate_up, down = (next(t for n, t in joined.items() if part in n) for part in PARTS[family])
+    if family == "gpt_oss":  # stored [inputs, outputs]
+        gate_up, down = gate_up.mT, down.mT
+    inner = down.shape[2]
+    for expert in range(1, len(down)):
+        both = gate_up[expert]
+        halves = {"gate_proj": both[:inner], "up_proj": both[inner:], "down_proj": down[expert]}
+        if family == "gpt_oss":
+            halves |= {"gate_proj": both[::2], "up_proj": both[1::2]}
+        for rank, (name, weight) in enumerate(halves.items(), 1):
+            a = torch.randn(rank, weight.shape[1], generator=generator) * 0.2
+            b = torch.randn(len(weight), rank, generator=generator) * 0.2
+            weights[f"{path}.{expert}.{name}"] = Weights(a, b, 2.0)
+            with torch.no_grad():
+                weight += 2.0 * b @ a
+    return merged, weights
+
+
+PARTS = dict.fromkeys(EXPERT_FAMILIES, ("gate_up", "down")) | {
+    "granitemoe": ("input_linear", "output_linear")
+}
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_experts(
+    family: str, is_native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers computes with the merged weights; base tokens beside them to the bit."""
+    if not is_native:
+        monkeypatch.setattr(cpu, "available", lambda: (False, "not here"))
+    base = random_model(family)
+    config = load_model_config(str(save_safetensors(base, tmp_path)))
+    model = load_model(config, dtype=torch.float32, device="cpu")
+    backend = CpuBackend if is_native else TorchBackend
+    sequences = [random_tokens(length, length) for length in LENGTHS]
+    plain = PagedRun(model, config, sequences, backend)
+    plain.step({0: 23, 1: 10})
+    layers = AdapterLayers.of(model, max_adapters=2, num_chunks=3)
+    adapted = [with_experts(base, family, seed) for seed in (1, 2)]
+    place(layers, [weights for _, weights in adapted])
+    slots = [-1, 0, 1, 0]
+    mixed = AdaptedRun(layers, slots, model, config, sequences, backend)
+    mixed.step({0: 23, 1: 10, 2: 5})
+    mixed.step({1: 30, 2: 4, 3: 31})
+    alone = AdaptedRun(layers, slots, model, config, sequences, backend)
+    for index, length in enumerate(LENGTHS):
+        alone.step({index: length})
+    for slot, tokens, found, same in zip(
+        slots, sequences, mixed.all_logits(), alone.all_logits(), strict=True
+    ):
+        reference = base if slot < 0 else adapted[slot][0]
+        expected = reference_logits(reference, tokens)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        if is_native and family != "deepseek_v3":
+            assert torch.equal(found, same)
+    if is_native:
+        assert torch.equal(mixed.logits[0][0], plain.logits[0][0])
+    changed = reference_logits(adapted[0][0], sequences[1]) - reference_logits(base, sequences[1])
+    assert changed.abs().max() > 0.05
