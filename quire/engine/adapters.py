@@ -153,10 +153,12 @@ class Adapters:
             digest, since, done = self._loaded.popleft()
             self._take_loaded(digest, done, now - since)
         for digest, queued in list(self._queue.items()):
-            if digest not in self._hosted and not self._make_room():
+            queued.calls = [call for call in queued.calls if self._is_wanted(call)]
+            if queued.calls and digest not in self._hosted and not self._make_room():
                 break
             del self._queue[digest]
-            self._host(digest, queued.file, queued.calls, now)
+            if queued.calls:
+                self._host(digest, queued.file, queued.calls, now)
 
     def _take_file(self, call: _Call, done: Future[AdapterFile], now: float) -> None:
         """A folder was read."""

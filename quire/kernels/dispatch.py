@@ -167,7 +167,12 @@ def add_adapters(
     x: Tensor, out: Tensor, bias: Tensor | None, adapters: LayerAdapters, tokens: AdapterTokens
 ) -> None:
     """Adds to out [tokens, outputs] = x W^T + bias what the adapters of the tokens add to it."""
-    add_adapters_reference(x, out, bias, adapters, tokens)
+    if x.is_cpu and x.dtype == torch.float32 and cpu.available()[0]:
+        from quire.kernels.cpu.lora import add_adapters as native
+
+        native(x, out, bias, adapters, tokens)
+    else:
+        add_adapters_reference(x, out, bias, adapters, tokens)
 
 
 def add_to_embedding(

@@ -14,6 +14,7 @@ from functools import cached_property
 from torch import Tensor, nn
 
 from quire.kernels.cpu import decoder as native
+from quire.kernels.cpu.lora import native_adapters
 from quire.layers.activation import GatedActivation
 from quire.layers.attention.cpu import CpuStep
 from quire.layers.attention.layer import QKV, Attention, QKNorms, Rotation, StepContext
@@ -95,10 +96,10 @@ class LayerRun:
     ) -> tuple[Tensor, Tensor | None]:
         first = self.layers[0].attend
         attention = step.attention[first.kv_group]
-        is_adapted = self.layers[0].qkv.method.adapts_step
-        if self.decoder is not None and isinstance(attention, CpuStep) and not is_adapted:
+        if self.decoder is not None and isinstance(attention, CpuStep):
             stream = x if residual is None else x + residual
-            return attention.decode(self.decoder, stream, rotation, first.layer_slot)
+            tokens = self.layers[0].qkv.method.tokens
+            return attention.decode(self.decoder, stream, rotation, first.layer_slot, tokens)
         for layer in self.layers:
             x, residual = layer.forward(x, residual, rotation, step)
         return x, residual
@@ -181,4 +182,9 @@ def _product(linear: Linear) -> native.Product | None:
     if len(linear.matrices) != 1:
         return None
     handle = linear.matrices[0].handle
-    return None if handle is None else native.Product(handle, linear.bias)
+    if handle is None:
+        return None
+    adapters = linear.method.adapters
+    return native.Product(
+        handle, linear.bias, None if adapters is None else native_adapters(adapters)
+    )

@@ -25,16 +25,24 @@ from quire.kernels.adapter_pool import (
     AdapterTokens,
     LayerAdapters,
 )
+from quire.kernels.cpu.linear import PackedMatrix
+from quire.kernels.cpu.lora import native_adapters
 from quire.layers.decoder import FusedLayers
 from quire.layers.embedding import Embedding, LMHead, VocabEmbedding
-from quire.layers.experts import ExpertLinear
+from quire.layers.expert_adapters import ExpertAdapters
+from quire.layers.experts import ExpertLinear, Experts
 from quire.layers.linear import LatentLinear, Linear
+from quire.layers.quantization.matrices import DenseMatrix
+from quire.layers.quantization.packed import PackFloats
 from quire.layers.weights import (
     Axis,
     Build,
+    Cut,
+    Matrix,
     MatrixLayer,
     NormWeight,
     QuantizationMethod,
+    Shard,
     ShardKey,
     WeightedLayer,
 )
@@ -45,6 +53,8 @@ ALIGNMENT = 16
 ROWS_AT_ONCE = 4096
 """Of a weight, where it is made floats for norms."""
 MAX_NAMED = 8
+_EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
+"""As adapters name them, whatever a checkpoint calls them."""
 
 
 class LoraWeights(Protocol):
@@ -91,8 +101,9 @@ class HostAdapter:
     """Of each chunk, what goes to which offset."""
     state: Tensor
     """int32: counts of chunks, then vectors, of each slice."""
-    saved: Mapping[str, Tensor]
-    """Weights that take the place of those of whole layers, by our path."""
+    saved: Mapping[str, Matrix]
+    """What takes the place of the matrices of whole layers, by our path."""
+    has_experts: bool
     nbytes: int
 
     @property
@@ -111,29 +122,26 @@ class _Place:
     index: int
     """Of its slice."""
     one: AdapterSlice
-    is_embedding: bool
-    can_be_replaced: bool
+    cuts: Sequence[Cut]
+    """What this rank keeps of the module."""
+    shape: tuple[int, int]
+    """[outputs, inputs] of the pair in an adapter's file."""
+    is_embedding: bool = False
+    is_expert: bool = False
+    can_be_replaced: bool = False
     """By a whole weight."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """[outputs, inputs] of the pair in an adapter's file."""
-        shape = self.layer.checkpoint_shape("weight", self.shard_key)
-        return shape[::-1] if self.is_embedding else shape
 
     def cut_a(self, a: Tensor) -> Tensor:
         """What this rank keeps of A [rank, inputs], with padding."""
-        cuts = self.layer.rank_cuts("weight", self.shard_key)
         if self.is_embedding:
-            return _joined([(a.t()[cut.outputs], cut.shape[0]) for cut in cuts]).t()
-        return _joined([(a.t()[cuts[0].inputs], cuts[0].shape[1])]).t()
+            return _joined([(a.t()[cut.outputs], cut.shape[0]) for cut in self.cuts]).t()
+        return _joined([(a.t()[self.cuts[0].inputs], self.cuts[0].shape[1])]).t()
 
     def cut_outputs(self, values: Tensor) -> Tensor:
         """What this rank keeps of numbers for each output, with padding."""
-        cuts = self.layer.rank_cuts("weight", self.shard_key)
         if self.is_embedding:
-            return _joined([(values[cuts[0].inputs], cuts[0].shape[1])])
-        return _joined([(values[cut.outputs], cut.shape[0]) for cut in cuts])
+            return _joined([(values[self.cuts[0].inputs], self.cuts[0].shape[1])])
+        return _joined([(values[cut.outputs], cut.shape[0]) for cut in self.cuts])
 
     @property
     def has_all_inputs(self) -> bool:
@@ -164,10 +172,16 @@ class _Layout:
     def __init__(self) -> None:
         self.sizes: list[tuple[int, int, int]] = []
         """First output, outputs and inputs of each slice."""
+        self.num_with_vectors = 0
 
     def add(self, first: int, num_outputs: int, num_inputs: int) -> int:
+        """The index of a new slice. Those without vectors come last."""
         self.sizes.append((first, num_outputs, num_inputs))
         return len(self.sizes) - 1
+
+    def end_vectors(self) -> None:
+        """Slices from here on have no vectors."""
+        self.num_with_vectors = len(self.sizes)
 
     def slices(self, counts: Tensor, vectors: Tensor) -> list[AdapterSlice]:
         """`counts` and `vectors` are [slots, slices]."""
@@ -191,15 +205,14 @@ class _Layout:
                 )
             )
             at += CHUNK_ROWS * (inputs + width)
-            after += 2 * width
+            if index < self.num_with_vectors:
+                after += 2 * width
         return found
 
     @property
     def chunk_size(self) -> int:
-        return sum(
-            CHUNK_ROWS * _aligned(inputs) + (CHUNK_ROWS + 2) * _aligned(outputs)
-            for _, outputs, inputs in self.sizes
-        )
+        rows = sum(CHUNK_ROWS * (_aligned(n) + _aligned(k)) for _, n, k in self.sizes)
+        return rows + 2 * sum(_aligned(n) for _, n, _ in self.sizes[: self.num_with_vectors])
 
 
 def _aligned(count: int) -> int:
@@ -227,14 +240,23 @@ class AdapterLayers:
         """Of the step that runs; None: no token uses an adapter."""
         self.lines: AdapterTokens | None = None
         """The same of the lines whose logits are wanted."""
-        self.saved: dict[str, dict[int, Tensor]] = {}
-        """Weights that take the place of a layer's, by its path and the adapter's slot."""
+        self.saved: dict[str, dict[int, Matrix]] = {}
+        """What takes the place of a layer's matrix, by its path and the adapter's slot."""
         self._places: dict[str, _Place] = {}
+        self._elsewhere: set[str] = set()
+        """Modules of other ranks alone."""
+        self.slots_with_experts: set[int] = set()
         self._refused: dict[str, str] = {}
         """Modules that cannot have adapters, and why."""
         layout = _Layout()
         found = list(_adaptable(model, names, layout))
-        count = len(layout.sizes)
+        layout.end_vectors()
+        mixtures = [
+            _Mixture(path, module, layout)
+            for path, module in model.named_modules()
+            if isinstance(module, Experts)
+        ]
+        self._num_slices = count = len(layout.sizes)
         # One row for each slot, so that it takes one copy: chunks, counts, vectors.
         self._states = torch.zeros(
             (max_adapters, most + 2 * count), dtype=torch.int32, device=device
@@ -250,15 +272,22 @@ class AdapterLayers:
             adapters = LayerAdapters(self.pool, own)
             one.layer.method = AdaptedMethod(one.layer.method, self, one.path, adapters, is_head)
             for (key, name), index in zip(one.modules, one.indices, strict=True):
+                num_outputs, num_inputs = one.weighted.checkpoint_shape("weight", key)
                 self._places[name] = _Place(
                     one.weighted,
                     one.path,
                     key,
                     index,
                     slices[index],
+                    one.weighted.rank_cuts("weight", key),
+                    (num_inputs, num_outputs) if is_embedding else (num_outputs, num_inputs),
                     is_embedding,
-                    is_embedding or is_head,
+                    can_be_replaced=is_embedding or is_head,
                 )
+        for mixture in mixtures:
+            self._places.update(mixture.attach(self, slices))
+            self._elsewhere |= mixture.elsewhere
+            self._refused.update(mixture.refused)
         self._refused.update(_refused(model, names))
         for module in model.modules():
             if isinstance(module, FusedLayers):
@@ -288,7 +317,7 @@ class AdapterLayers:
         """This rank's share of an adapter, ready to be placed. `weights` are by the base's modules,
         as its checkpoint names them. May be called on any thread."""
         pairs, saved = self._matched(weights)
-        count = len(self._places)
+        count = self._num_slices
         state = torch.zeros(2 * count, dtype=torch.int32)
         pieces: list[dict[int, Tensor]] = []
         for place, own in pairs:
@@ -314,8 +343,9 @@ class AdapterLayers:
             )
         runs = [self._runs(one) for one in pieces]
         held = sum(run.nbytes for chunk in runs for _, run in chunk)
-        held += sum(tensor.nbytes for tensor in saved.values())
-        return HostAdapter(runs, state, saved, held)
+        held += sum(matrix.nbytes for matrix in saved.values())
+        has_experts = any(place.is_expert for place, _ in pairs)
+        return HostAdapter(runs, state, saved, has_experts, held)
 
     def _runs(self, pieces: Mapping[int, Tensor]) -> list[tuple[int, Tensor]]:
         """What follows each other is joined: each run takes one copy."""
@@ -353,17 +383,21 @@ class AdapterLayers:
         state[: adapter.num_chunks] = torch.tensor(chunks[: adapter.num_chunks], dtype=torch.int32)
         state[self._max_chunks :] = adapter.state
         self._states[slot].copy_(state, non_blocking=True)
-        self._forget_saved(slot)
-        for path, tensor in adapter.saved.items():
-            brought = tensor.to(self._device, non_blocking=True)
-            self.saved.setdefault(path, {})[slot] = brought
+        self._forget(slot)
+        if adapter.has_experts:
+            self.slots_with_experts.add(slot)
+        for path, matrix in adapter.saved.items():
+            if isinstance(matrix, DenseMatrix):
+                matrix = DenseMatrix(matrix.weight.to(self._device, non_blocking=True))
+            self.saved.setdefault(path, {})[slot] = matrix
 
     def clear(self, slot: int) -> None:
         """The slot has no adapter any more, and adds nothing."""
         self._states[slot].zero_()
-        self._forget_saved(slot)
+        self._forget(slot)
 
-    def _forget_saved(self, slot: int) -> None:
+    def _forget(self, slot: int) -> None:
+        self.slots_with_experts.discard(slot)
         for path, by_slot in list(self.saved.items()):
             by_slot.pop(slot, None)
             if not by_slot:
@@ -386,14 +420,16 @@ class AdapterLayers:
 
     def _matched(
         self, weights: Mapping[str, LoraWeights]
-    ) -> tuple[list[tuple[_Place, LoraWeights]], dict[str, Tensor]]:
+    ) -> tuple[list[tuple[_Place, LoraWeights]], dict[str, Matrix]]:
         """What is for each place, and what takes the place of whole weights."""
         pairs: list[tuple[_Place, LoraWeights]] = []
-        saved: dict[str, Tensor] = {}
+        saved: dict[str, Matrix] = {}
         unknown: list[str] = []
         problems: list[str] = []
         for path, own in weights.items():
             name = self._name(path)
+            if name in self._elsewhere:
+                continue
             place = self._places.get(name)
             if place is None:
                 why = self._refused.get(name)
@@ -404,7 +440,7 @@ class AdapterLayers:
                 problems.append(f"{path} {problem}")
                 continue
             if "weight" in own.saved:
-                saved[place.path] = self._rank_rows(place, own.saved["weight"])
+                saved[place.path] = self._matrix(place, own.saved["weight"])
             if own.a is not None or "bias" in own.saved:
                 pairs.append((place, own))
         if unknown:
@@ -420,11 +456,15 @@ class AdapterLayers:
         """As our layers name what a checkpoint has under this path."""
         return self._names.rename(f"{path}.weight").removesuffix(".weight")
 
-    def _rank_rows(self, place: _Place, weight: Tensor) -> Tensor:
+    def _matrix(self, place: _Place, weight: Tensor) -> Matrix:
+        """This rank's share of a weight, for a GPU still in host memory."""
         share = place.layer.rank_share("weight", place.shard_key, weight)
         assert isinstance(share, Tensor)
+        if self._device.type == "cpu" and self._dtype == torch.float32:
+            (packed,) = PackFloats().pack([share])
+            return packed
         share = share.to(self._dtype)
-        return share.pin_memory() if self._device.type == "cuda" else share.contiguous()
+        return DenseMatrix(share.pin_memory() if self._device.type == "cuda" else share)
 
     def _rank_share(
         self, place: _Place, own: LoraWeights
@@ -488,10 +528,6 @@ class AdaptedMethod:
         return self._owner.lines if self._is_head else self._owner.tokens
 
     @property
-    def adapts_step(self) -> bool:
-        return self.tokens is not None
-
-    @property
     def reads_blocks(self) -> bool:
         return self._inner.reads_blocks
 
@@ -512,9 +548,9 @@ class AdaptedMethod:
         result = self._inner.apply(layer, x, bias, out)
         tokens = self.tokens
         if tokens is not None:
-            for slot, weight in self._owner.saved.get(self._path, {}).items():
+            for slot, matrix in self._owner.saved.get(self._path, {}).items():
                 chosen = _tokens_of(tokens, slot)
-                result[chosen] = dispatch.linear(x[chosen], weight)
+                result[chosen] = matrix.multiply(x[chosen], None, None)
             dispatch.add_adapters(x, result, bias, self.adapters, tokens)
         return result
 
@@ -530,6 +566,12 @@ class AdaptedMethod:
         tokens = self.tokens
         if tokens is None:
             return self._inner.apply_after_norm(layer, x, residual, norm, bias, gated)
+        native = [one for one in layer.matrices if isinstance(one, PackedMatrix)]
+        if len(native) == len(layer.matrices) == 1:
+            adapters = native_adapters(self.adapters)
+            return native[0].multiply_normal(
+                x, residual, norm.weight, norm.eps, bias, gated, adapters, tokens
+            )
         normal, total = dispatch.rms_norm(x, norm.weight, norm.eps, residual)
         out = self._inner.apply(layer, normal, bias)
         dispatch.add_adapters(normal, out, bias, self.adapters, tokens)
@@ -544,9 +586,9 @@ class AdaptedMethod:
         out = self._inner.rows(layer, ids)
         tokens = self.tokens
         if tokens is not None:
-            for slot, weight in self._owner.saved.get(self._path, {}).items():
+            for slot, matrix in self._owner.saved.get(self._path, {}).items():
                 chosen = _tokens_of(tokens, slot)
-                out[chosen] = weight[ids[chosen]]
+                out[chosen] = matrix.rows(ids[chosen]).to(out.dtype)
             dispatch.add_to_embedding(ids, out, self.adapters, tokens)
         return out
 
@@ -585,12 +627,81 @@ def _adaptable(model: nn.Module, names: Names, layout: _Layout) -> Iterator[_Ada
         yield _Adaptable(layer, weighted, path, modules, indices)
 
 
+class _Mixture:
+    """Experts of a layer and their slices."""
+
+    def __init__(self, path: str, experts: Experts, layout: _Layout) -> None:
+        self._path, self._experts = path, experts
+        self._indices: dict[tuple[int, str], int] = {}
+        self.elsewhere: set[str] = set()
+        self.refused: dict[str, str] = {}
+        names = [
+            (expert, name, self._name(expert, name))
+            for expert in range(len(experts.gate_up_proj.experts))
+            for name in _EXPERT_PARTS
+        ]
+        stacks = experts.gate_up_proj.stack, experts.down_proj.stack
+        if any(stack is not None and not isinstance(stack, Tensor) for stack in stacks):
+            why = "has quantised experts on a GPU, to which no adapter can be added: merge it"
+            self.refused = {full: f"{full} {why}" for _, _, full in names}
+            return
+        for expert, name, full in names:
+            if expert not in experts.kept:
+                self.elsewhere.add(full)
+                continue
+            outputs, inputs = self._shards(name)
+            first = outputs.size if name == "up_proj" else 0
+            self._indices[expert, name] = layout.add(first, outputs.size, inputs.size)
+
+    def _name(self, expert: int, name: str) -> str:
+        return f"{self._path}.{expert}.{name}"
+
+    def _layer(self, name: str) -> ExpertLinear:
+        experts = self._experts
+        return experts.down_proj if name == "down_proj" else experts.gate_up_proj
+
+    def _shards(self, name: str) -> tuple[Shard, Shard]:
+        """What this rank keeps of the outputs and inputs of a part of each expert."""
+        _, outputs, (inputs,) = self._layer(name).axes["weight"]
+        return outputs[1 if name == "up_proj" else 0], inputs
+
+    def attach(self, owner: AdapterLayers, slices: Sequence[AdapterSlice]) -> dict[str, _Place]:
+        """Where adapters of the experts belong, by module."""
+        places = {}
+        for (expert, name), index in self._indices.items():
+            outputs, inputs = self._shards(name)
+            cut = Cut(
+                slice(outputs.start, outputs.start + outputs.kept),
+                slice(inputs.start, inputs.start + inputs.kept),
+                (outputs.size, inputs.size),
+            )
+            full = self._name(expert, name)
+            shape = outputs.full, inputs.full
+            places[full] = _Place(
+                self._layer(name), full, (), index, slices[index], [cut], shape, is_expert=True
+            )
+
+        def layers(*names: str) -> dict[int, LayerAdapters]:
+            return {
+                expert: LayerAdapters(
+                    owner.pool, [slices[self._indices[expert, name]] for name in names]
+                )
+                for expert, name in self._indices
+                if name == names[0]
+            }
+
+        if self._indices:
+            both = layers("gate_proj", "up_proj"), layers("down_proj")
+            self._experts.adapters = ExpertAdapters(owner, *both)
+        return places
+
+
 def _refused(model: nn.Module, names: Names) -> dict[str, str]:
     """Modules that a checkpoint has and adapters cannot add to, with the reason."""
     found = {}
     for path, layer in model.named_modules():
         if not isinstance(layer, WeightedLayer) or isinstance(
-            layer, (Linear, VocabEmbedding, LMHead)
+            layer, (Linear, VocabEmbedding, LMHead, ExpertLinear)
         ):
             continue
         why = "is no linear layer, and is served as the base has it"
@@ -598,8 +709,6 @@ def _refused(model: nn.Module, names: Names) -> dict[str, str]:
             why = "is multiplied with queries, not with a token's inputs, and takes no adapter"
         elif isinstance(layer, Embedding):
             why = "is a table of positions, which takes no adapter"
-        elif isinstance(layer, ExpertLinear):
-            why = "has experts, which take no adapters yet"
         for name in names.modules(path).values():
             found[name] = f"{name} {why}"
     return found
@@ -629,6 +738,8 @@ def _problem(place: _Place, own: LoraWeights) -> str | None:
             return f"has {name} {list(vector.shape)} for {num_outputs} outputs"
     if own.magnitude is not None and place.is_embedding:
         return "is an embedding with DoRA, which is not supported: merge the adapter"
+    if place.is_expert and (own.magnitude is not None or own.bias is not None):
+        return "is an expert with DoRA or a bias, which is not supported: merge the adapter"
     if own.magnitude is not None and not place.has_all_inputs:
         return (
             "has DoRA, whose norms need all inputs of the weight, and ranks divide them: use "

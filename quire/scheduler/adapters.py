@@ -76,7 +76,10 @@ class AdapterSlots:
         if self._idle.pop(adapter.digest, None) is not None:
             self._num_idle_chunks -= len(found.chunks)
         found.num_users += 1
-        self._since.pop(adapter.digest, None)
+        if adapter.digest in self._blocked:  # others can follow
+            self._has_changed = True
+        else:
+            self._since.pop(adapter.digest, None)
         if self._due == adapter:
             self._stop_waiting()
         return found.slot, was_there

@@ -3,6 +3,7 @@ adapters give what each gives alone."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,21 @@ import pytest
 import torch
 
 from quire.config.model import load_model_config
+from quire.kernels import cpu
+from quire.kernels.cpu.library import ISAS
 from quire.layers.attention.cpu import CpuBackend
+from quire.layers.attention.torch import TorchBackend
 from quire.layers.lora import AdapterLayers
 from quire.models.loader import load_model
-from tests.models.adapters import AdaptedRun, place, random_adapter
-from tests.models.reference import random_model, random_tokens, reference_logits, save_safetensors
+from quire.protocol.errors import AdapterError
+from tests.models.adapters import AdaptedRun, Weights, place, random_adapter
+from tests.models.reference import (
+    PagedRun,
+    random_model,
+    random_tokens,
+    reference_logits,
+    save_safetensors,
+)
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CASES: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
@@ -122,3 +133,187 @@ def test_as_peft(case: str, tmp_path: Path) -> None:
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
         if slot >= 0:
             assert (expected - reference_logits(base, tokens)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("case", ["llama", "bias", "fused", "gpt2", "ends"])
+def test_company_changes_no_bit(
+    case: str, quantization: str | None, isa: str, tmp_path: Path, native: None
+) -> None:
+    """A token's logits do not depend on which adapters others use, and those of base tokens are
+    what they are without adapters."""
+    if isa not in cpu.isas():
+        pytest.skip(f"this processor has no {isa}")
+    family, changes, settings = CASES[case]
+    base = random_model(family, **changes)
+    config = load_model_config(str(save_safetensors(base, tmp_path)))
+    model = load_model(config, dtype=torch.float32, device="cpu", quantization=quantization)
+    sequences = [random_tokens(length, length) for length in LENGTHS]
+    cpu.set_isa(isa)
+    try:
+        plain = PagedRun(model, config, sequences, CpuBackend)
+        plain.step({0: 23})
+        layers = AdapterLayers.of(model, max_adapters=6, num_chunks=9, max_rank=32)
+        place(layers, [random_adapter(base, 7 + i, **one)[1] for i, one in enumerate(settings)])
+        slots = [-1, 0, 1, len(settings) - 1]
+        mixed = AdaptedRun(layers, slots, model, config, sequences, CpuBackend)
+        mixed.step({0: 10, 1: 40, 2: 3})
+        mixed.step({0: 13, 2: 6, 3: 20})
+        mixed.step({3: 11})
+        alone = AdaptedRun(layers, slots, model, config, sequences, CpuBackend)
+        for index, length in enumerate(LENGTHS):
+            alone.step({index: length})
+    finally:
+        cpu.set_isa(None)
+    assert torch.equal(mixed.all_logits()[0], torch.cat(plain.logits[0]))
+    for found, wanted in zip(mixed.all_logits(), alone.all_logits(), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "available", lambda: (False, "not here"))
+    family, _, settings = CASES["dora"]
+    base = random_model(family)
+    config = load_model_config(str(save_safetensors(base, tmp_path)))
+    model = load_model(config, dtype=torch.float32, device="cpu")
+    adapted, weights = random_adapter(base, 3, **settings[0])
+    layers = AdapterLayers.of(model, max_adapters=1, num_chunks=1)
+    place(layers, [weights])
+    tokens = random_tokens(20)
+    run = AdaptedRun(layers, [0], model, config, [tokens], TorchBackend)
+    run.step({0: 20})
+    expected = reference_logits(adapted, tokens)
+    torch.testing.assert_close(run.all_logits()[0], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_places_are_used_again(tmp_path: Path) -> None:
+    """What an earlier adapter left in the same chunks, or under the same slot, does not show."""
+    base = random_model("llama")
+    config = load_model_config(str(save_safetensors(base, tmp_path)))
+    model = load_model(config, dtype=torch.float32, device="cpu")
+    first = {"r": 16, "target_modules": LINEAR, "use_dora": True, "modules_to_save": ["lm_head"]}
+    second = {"r": 4, "target_modules": ["q_proj"]}
+    adapted, weights = random_adapter(base, 4, **second)
+    layers = AdapterLayers.of(model, max_adapters=1, num_chunks=2)
+    layers.place(0, [1, 0], layers.prepare(random_adapter(base, 3, **first)[1]))
+    layers.clear(0)
+    tokens = random_tokens(20)
+
+    def logits() -> torch.Tensor:
+        run = AdaptedRun(layers, [0], model, config, [tokens], CpuBackend)
+        run.step({0: 20})
+        return run.all_logits()[0]
+
+    torch.testing.assert_close(logits(), reference_logits(base, tokens), atol=1e-4, rtol=1e-4)
+    layers.place(0, [1], layers.prepare(weights))
+    torch.testing.assert_close(logits(), reference_logits(adapted, tokens), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.layers.9.self_attn.q_proj": "a"}, "the model has no model.layers.9"),
+        ({"model.norm": "weight"}, "model.norm is no linear layer"),
+        ({"model.layers.0.mlp.up_proj": "weight"}, r"modules_to_save\), which embeddings"),
+        ({"lm_head": "short"}, r"lm_head is saved as \[3, 3\]"),
+        ({"model.layers.0.mlp.up_proj": "rank"}, "has lora_A of rank 2 and lora_B of rank 3"),
+        ({"model.layers.0.mlp.up_proj": "short"}, r"has lora_A \[3, 3\] and lora_B \[3, 3\]"),
+        ({"model.layers.0.mlp.up_proj": "bias"}, "has a bias in place of the base's, which has no"),
+        ({"model.layers.0.mlp.up_proj": "large"}, "rank 40, and there is room for 16; raise"),
+    ],
+)
+def test_refused(change: dict[str, str], message: str, tmp_path: Path) -> None:
+    base = random_model("llama")
+    config = load_model_config(str(save_safetensors(base, tmp_path)))
+    model = load_model(config, dtype=torch.float32, device="cpu")
+    layers = AdapterLayers.of(model, max_adapters=2, num_chunks=5, max_rank=16)
+    made = {
+        "a": Weights(torch.ones(1, 64), torch.ones(64, 1)),
+        "weight": Weights(saved={"weight": torch.ones(64)}),
+        "short": Weights(torch.ones(3, 3), torch.ones(3, 3)),
+        "rank": Weights(torch.ones(2, 64), torch.ones(96, 3)),
+        "bias": Weights(torch.ones(1, 64), torch.ones(96, 1), saved={"bias": torch.ones(96)}),
+        "large": Weights(torch.ones(40, 64), torch.ones(96, 40)),
+    }
+    (path, kind), *_ = change.items()
+    weights = made[kind]
+    if (path, kind) == ("lm_head", "short"):
+        weights = Weights(saved={"weight": torch.ones(3, 3)})
+    with pytest.raises(AdapterError, match=message):
+        layers.prepare({path: weights})
+
+
+EXPERT_FAMILIES = ["mixtral", "qwen3_moe", "qwen2_moe", "granitemoe", "gpt_oss", "deepseek_v3"]
+
+
+def with_experts(base: Any, family: str, seed: int) -> tuple[Any, dict[str, Weights]]:
+    """A copy of `base` with B A added to the experts of its last layer but one, and these pairs."""
+    merged, weights = copy.deepcopy(base), {}
+    generator = torch.Generator().manual_seed(seed)
+    path = "model.layers.2.mlp.experts"
+    if family == "granitemoe":
+        experts = merged.model.layers[2].block_sparse_moe
+    else:
+        experts = merged.model.layers[2].mlp.experts
+    joined = {name: one for name, one in experts.named_parameters() if one.dim() == 3}
+    gate_up, down = (next(t for n, t in joined.items() if part in n) for part in PARTS[family])
+    if family == "gpt_oss":  # stored [inputs, outputs]
+        gate_up, down = gate_up.mT, down.mT
+    inner = down.shape[2]
+    for expert in range(1, len(down)):
+        both = gate_up[expert]
+        halves = {"gate_proj": both[:inner], "up_proj": both[inner:], "down_proj": down[expert]}
+        if family == "gpt_oss":
+            halves |= {"gate_proj": both[::2], "up_proj": both[1::2]}
+        for rank, (name, weight) in enumerate(halves.items(), 1):
+            a = torch.randn(rank, weight.shape[1], generator=generator) * 0.2
+            b = torch.randn(len(weight), rank, generator=generator) * 0.2
+            weights[f"{path}.{expert}.{name}"] = Weights(a, b, 2.0)
+            with torch.no_grad():
+                weight += 2.0 * b @ a
+    return merged, weights
+
+
+PARTS = dict.fromkeys(EXPERT_FAMILIES, ("gate_up", "down")) | {
+    "granitemoe": ("input_linear", "output_linear")
+}
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_experts(
+    family: str, is_native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers computes with the merged weights; base tokens beside them to the bit."""
+    if not is_native:
+        monkeypatch.setattr(cpu, "available", lambda: (False, "not here"))
+    base = random_model(family)
+    config = load_model_config(str(save_safetensors(base, tmp_path)))
+    model = load_model(config, dtype=torch.float32, device="cpu")
+    backend = CpuBackend if is_native else TorchBackend
+    sequences = [random_tokens(length, length) for length in LENGTHS]
+    plain = PagedRun(model, config, sequences, backend)
+    plain.step({0: 23, 1: 10})
+    layers = AdapterLayers.of(model, max_adapters=2, num_chunks=3)
+    adapted = [with_experts(base, family, seed) for seed in (1, 2)]
+    place(layers, [weights for _, weights in adapted])
+    slots = [-1, 0, 1, 0]
+    mixed = AdaptedRun(layers, slots, model, config, sequences, backend)
+    mixed.step({0: 23, 1: 10, 2: 5})
+    mixed.step({1: 30, 2: 4, 3: 31})
+    alone = AdaptedRun(layers, slots, model, config, sequences, backend)
+    for index, length in enumerate(LENGTHS):
+        alone.step({index: length})
+    for slot, tokens, found, same in zip(
+        slots, sequences, mixed.all_logits(), alone.all_logits(), strict=True
+    ):
+        reference = base if slot < 0 else adapted[slot][0]
+        expected = reference_logits(reference, tokens)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        if is_native and family != "deepseek_v3":
+            assert torch.equal(found, same)
+    if is_native:
+        assert torch.equal(mixed.logits[0][0], plain.logits[0][0])
+    changed = reference_logits(adapted[0][0], sequences[1]) - reference_logits(base, sequences[1])
+    assert changed.abs().max() > 0.05
