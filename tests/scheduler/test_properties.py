@@ -208,7 +208,9 @@ def new_request(index: int, job: Job) -> NewRequest:
         tenant=job.tenant,
         shares_prefixes=index % 4 > 0,
         beam_width=job.beam_width,
-        adapter=LoRARequest(job.adapter, 1 + len(job.adapter), job.adapter) if job.adapter else None,
+        adapter=LoRARequest(job.adapter, 1 + len(job.adapter), job.adapter)
+        if job.adapter
+        else None,
     )
 
 
