@@ -454,7 +454,8 @@ class AdapterLayers:
 
     def _name(self, path: str) -> str:
         """As our layers name what a checkpoint has under this path."""
-        return self._names.rename(f"{path}.weight").removesuffix(".weight")
+        name = self._names.rename(f"{path}.weight").removesuffix(".weight")
+        return name.replace(".block_sparse_moe.experts.", ".mlp.experts.")
 
     def _matrix(self, place: _Place, weight: Tensor) -> Matrix:
         """This rank's share of a weight, for a GPU still in host memory."""

@@ -251,13 +251,10 @@ def with_experts(base: Any, family: str, seed: int) -> tuple[Any, dict[str, Weig
     """A copy of `base` with B A added to the experts of its last layer but one, and these pairs."""
     merged, weights = copy.deepcopy(base), {}
     generator = torch.Generator().manual_seed(seed)
-    path = "model.layers.2.mlp.experts"
-    if family == "granitemoe":
-        experts = merged.model.layers[2].block_sparse_moe
-    else:
-        experts = merged.model.layers[2].mlp.experts
-    joined = {name: one for name, one in experts.named_parameters() if one.dim() == 3}
-    gate_up, down = (next(t for n, t in joined.items() if part in n) for part in PARTS[family])
+    layer, is_granite = merged.model.layers[2], family == "granitemoe"
+    path = f"model.layers.2.{'block_sparse_moe' if is_granite else 'mlp'}.experts"
+    experts = (layer.block_sparse_moe if is_granite else layer.mlp).experts
+    gate_up, down = experts.gate_up_proj, experts.down_proj
     if family == "gpt_oss":  # stored [inputs, outputs]
         gate_up, down = gate_up.mT, down.mT
     inner = down.shape[2]
@@ -273,11 +270,6 @@ def with_experts(base: Any, family: str, seed: int) -> tuple[Any, dict[str, Weig
             with torch.no_grad():
                 weight += 2.0 * b @ a
     return merged, weights
-
-
-PARTS = dict.fromkeys(EXPERT_FAMILIES, ("gate_up", "down")) | {
-    "granitemoe": ("input_linear", "output_linear")
-}
 
 
 @pytest.mark.parametrize("is_native", [True, False])
