@@ -269,7 +269,7 @@ class AdapterLayers:
             own = [slices[index] for index in one.indices]
             is_head = isinstance(one.layer, LMHead)
             is_embedding = isinstance(one.layer, VocabEmbedding)
-            adapters = LayerAdapters(self.pool, own)
+            adapters = LayerAdapters.of(self.pool, own)
             one.layer.method = AdaptedMethod(one.layer.method, self, one.path, adapters, is_head)
             for (key, name), index in zip(one.modules, one.indices, strict=True):
                 num_outputs, num_inputs = one.weighted.checkpoint_shape("weight", key)
@@ -409,12 +409,22 @@ class AdapterLayers:
         """Says which adapters the next forward pass uses: int32 [tokens], -1 for none; None: no
         token uses one. `line_slots` are those of the lines whose logits are wanted, as far as
         `begin_lines` does not say it later."""
-        self.tokens = None if slots is None else AdapterTokens(slots)
+        self.tokens = None if slots is None else self.tokens_of(slots)
         self.begin_lines(line_slots)
 
     def begin_lines(self, slots: Tensor | None) -> None:
         """Says which adapters the lines of the next logits use."""
-        self.lines = None if slots is None else AdapterTokens(slots)
+        self.lines = None if slots is None else self.tokens_of(slots)
+
+    def tokens_of(self, slots: Tensor) -> AdapterTokens:
+        """Tokens by the slots of their adapters."""
+        return dispatch.adapter_tokens(slots, len(self.pool.tables))
+
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether steps with adapters wait to learn which tokens use which, so that no graph can
+        hold them: as long as one that is placed has experts or whole weights."""
+        return self._device.type == "cuda" and bool(self.saved or self.slots_with_experts)
 
     # --- what an adapter has, and where it belongs ------------------------------------------------
 
@@ -684,7 +694,7 @@ class _Mixture:
 
         def layers(*names: str) -> dict[int, LayerAdapters]:
             return {
-                expert: LayerAdapters(
+                expert: LayerAdapters.of(
                     owner.pool, [slices[self._indices[expert, name]] for name in names]
                 )
                 for expert, name in self._indices
@@ -737,8 +747,8 @@ def _problem(place: _Place, own: LoraWeights) -> str | None:
     for name, vector in vectors.items():
         if vector is not None and vector.numel() != num_outputs:
             return f"has {name} {list(vector.shape)} for {num_outputs} outputs"
-    if own.magnitude is not None and place.is_embedding:
-        return "is an embedding with DoRA, which is not supported: merge the adapter"
+    if place.is_embedding and (own.magnitude is not None or own.bias is not None):
+        return "is an embedding with DoRA or a bias, which is not supported: merge the adapter"
     if place.is_expert and (own.magnitude is not None or own.bias is not None):
         return "is an expert with DoRA or a bias, which is not supported: merge the adapter"
     if own.magnitude is not None and not place.has_all_inputs:
