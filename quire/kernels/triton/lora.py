@@ -313,7 +313,7 @@ def add_adapters(
         ROWS=ROWS,
         PAIRS=tiles.size,
         OUTPUTS=OUTPUTS,
-        PRECISION=_precision(pool.chunks),
+        PRECISION=precision(pool.chunks),
         num_warps=4,
         **options,
     )
@@ -349,7 +349,7 @@ def num_splits(programs: int, num_inputs: int, inputs: int) -> int:
     return 1 << max(wanted, 1).bit_length() - 1
 
 
-def _precision(chunks: Tensor) -> str:
+def precision(chunks: Tensor) -> str:
     """Of products with B: its numbers in 16 bits are exact in TF32, where the GPU has that."""
     if chunks.dtype == torch.float32 or not chunks.is_cuda or torch.version.hip is not None:
         return "ieee"
