@@ -301,9 +301,11 @@ class AdapterLayers:
         `max_rank`; None: than all chunks have."""
         network = cast(nn.Module, model)
         device = next(network.parameters()).device
-        return cls(
+        layers = cls(
             network, model.weight_map, max_adapters, num_chunks, max_rank, model.dtype, device
         )
+        layers._elsewhere |= model.elsewhere
+        return layers
 
     @property
     def nbytes(self) -> int:
@@ -438,7 +440,7 @@ class AdapterLayers:
         problems: list[str] = []
         for path, own in weights.items():
             name = self._name(path)
-            if name in self._elsewhere:
+            if self._is_elsewhere(name):
                 continue
             place = self._places.get(name)
             if place is None:
@@ -461,6 +463,16 @@ class AdapterLayers:
                 "that was trained on this model."
             )
         return pairs, saved
+
+    def _is_elsewhere(self, name: str) -> bool:
+        """Whether only other ranks have the module. Checkpoints have names of their own for
+        experts."""
+        if name in self._elsewhere:
+            return True
+        parent, is_expert, _ = name.partition(".experts.")
+        if not is_expert or name in self._places:
+            return False
+        return any(other.startswith(f"{parent}.experts.") for other in self._elsewhere)
 
     def _name(self, path: str) -> str:
         """As our layers name what a checkpoint has under this path."""
@@ -511,6 +523,11 @@ class AdapterLayers:
 
 class AdaptableModel(Protocol):
     """A loaded model."""
+
+    @property
+    def elsewhere(self) -> frozenset[str]:
+        """Modules that other ranks alone have."""
+        ...
 
     @property
     def weight_map(self) -> Names: ...

@@ -4,6 +4,7 @@ adapters give what each gives alone."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from quire.kernels.cpu.library import ISAS
 from quire.layers.attention.cpu import CpuBackend
 from quire.layers.attention.torch import TorchBackend
 from quire.layers.lora import AdapterLayers
+from quire.layers.parallel import Parallel, Stage
 from quire.models.loader import load_model
 from quire.protocol.errors import AdapterError
+from tests.layers.ranks import on_ranks
 from tests.models.adapters import AdaptedRun, Weights, place, random_adapter
 from tests.models.reference import (
     PagedRun,
@@ -309,3 +312,100 @@ def test_experts(
         assert torch.equal(mixed.logits[0][0], plain.logits[0][0])
     changed = reference_logits(adapted[0][0], sequences[1]) - reference_logits(base, sequences[1])
     assert changed.abs().max() > 0.05
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("case", ["llama", "bias", "fused", "half-fused", "gpt2", "ends"])
+def test_ranks(case: str, size: int, tmp_path: Path) -> None:
+    """Each rank has its share of A or of B; with three, heads and widths are padded."""
+    family, changes, settings = CASES[case]
+    settings = [{**one, "use_dora": False} for one in settings]
+    base = random_model(family, **changes)
+    config = load_model_config(str(save_safetensors(base, tmp_path)))
+    adapted = [random_adapter(base, 7 + i, **one) for i, one in enumerate(settings)]
+    sequences = [random_tokens(length, length) for length in LENGTHS]
+    slots = [-1, 0, 1, len(settings) - 1]
+
+    def logits(parallel: Parallel) -> list[torch.Tensor]:
+        model = load_model(config, dtype=torch.float32, device="cpu", parallel=parallel)
+        layers = AdapterLayers.of(model, max_adapters=6, num_chunks=9, max_rank=32)
+        place(layers, [weights for _, weights in adapted])
+        heads = parallel.heads(config.num_heads, config.num_kv_heads)
+        run = AdaptedRun(layers, slots, model, config, sequences, num_ranks=parallel.size)
+        run.backend = type(run.backend)(
+            torch.full(
+                (
+                    config.num_layers,
+                    2,
+                    200,
+                    heads.kv_count,
+                    4,
+                    config.head_dim,
+                ),
+                float("nan"),
+            ),
+            heads.count,
+            heads.kv_count,
+            config.head_dim,
+            4,
+        )
+        run.step({0: 10, 1: 40, 2: 3})
+        run.step({0: 13, 2: 6, 3: 31})
+        return run.all_logits()
+
+    for found in on_ranks(size, logits):
+        for slot, tokens, one in zip(slots, sequences, found, strict=True):
+            expected = reference_logits(base if slot < 0 else adapted[slot][0], tokens)
+            torch.testing.assert_close(one, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("is_whole", [False, True], ids=["parts of experts", "whole experts"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_experts_on_ranks(family: str, is_whole: bool, tmp_path: Path) -> None:
+    base = random_model(family)
+    config = load_model_config(str(save_safetensors(base, tmp_path)))
+    merged, weights = with_experts(base, family, 1)
+    tokens = random_tokens(30)
+
+    def logits(parallel: Parallel) -> torch.Tensor:
+        parallel = dataclasses.replace(parallel, expert_parallel=is_whole)
+        model = load_model(config, dtype=torch.float32, device="cpu", parallel=parallel)
+        layers = AdapterLayers.of(model, max_adapters=1, num_chunks=1)
+        place(layers, [weights])
+        run = AdaptedRun(layers, [0], model, config, [tokens], num_ranks=parallel.size)
+        run.step({0: 30})
+        return run.all_logits()[0]
+
+    for found in on_ranks(2, logits):
+        torch.testing.assert_close(found, reference_logits(merged, tokens), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "granitemoe", "llama"])
+def test_stages_take_their_own_modules(family: str, tmp_path: Path) -> None:
+    base = random_model(family)
+    config = load_model_config(str(save_safetensors(base, tmp_path)))
+    _, weights = random_adapter(base, 1, r=4, target_modules=["q_proj", "o_proj", "lm_head"])
+    if family != "llama":
+        weights |= with_experts(base, family, 1)[1]
+    counts = []
+    for index in range(2):
+        parallel = Parallel(stage=Stage(index, 2))
+        model = load_model(config, dtype=torch.float32, device="cpu", parallel=parallel)
+        layers = AdapterLayers.of(model, max_adapters=1, num_chunks=1)
+        prepared = layers.prepare(weights)
+        counts.append(int((prepared.state > 0).sum()))
+        with pytest.raises(AdapterError, match=r"no model.layers.7.self_attn.q_proj"):
+            layers.prepare({"model.layers.7.self_attn.q_proj": next(iter(weights.values()))})
+    assert min(counts) > 0 and sum(counts) == len(weights)
+
+
+def test_dora_needs_all_inputs(tmp_path: Path) -> None:
+    base = random_model("llama")
+    config = load_model_config(str(save_safetensors(base, tmp_path)))
+    model = load_model(config, dtype=torch.float32, device="cpu", parallel=Parallel(0, 2))
+    layers = AdapterLayers.of(model, max_adapters=1, num_chunks=1)
+    _, weights = random_adapter(base, 1, r=4, target_modules=["down_proj"], use_dora=True)
+    with pytest.raises(AdapterError, match="DoRA, whose norms need all inputs"):
+        layers.prepare(weights)
+    _, weights = random_adapter(base, 1, r=4, target_modules=["up_proj"], use_dora=True)
+    assert layers.prepare(weights).num_chunks == 1
