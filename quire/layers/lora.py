@@ -502,7 +502,7 @@ class AdapterLayers:
         bias = self._added(place, own)
         gains = None
         if own.magnitude is not None:
-            norms = _row_norms(place, a, b)
+            norms = _row_norms(place, a, b, self._device)
             factors = place.cut_outputs(own.magnitude.float().flatten()) / norms
             factors = torch.where(norms > 0, factors, 1.0)  # padding
             b = b * factors.unsqueeze(1)
@@ -798,26 +798,25 @@ def _filled(values: Tensor, num_rows: int, width: int) -> Tensor:
     return out
 
 
-def _row_norms(place: _Place, a: Tensor, b: Tensor) -> Tensor:
+def _row_norms(place: _Place, a: Tensor, b: Tensor, device: torch.device) -> Tensor:
     """Norms of the rows of W + B A, for this rank's outputs."""
     parts = []
     for first in range(0, place.one.num_outputs, ROWS_AT_ONCE):
         end = min(first + ROWS_AT_ONCE, place.one.num_outputs)
-        weight = _weight_rows(place.layer, place.one.first + first, place.one.first + end)
-        weight = weight.float().cpu()
+        rows = torch.arange(place.one.first + first, place.one.first + end, device=device)
+        weight = weight_rows(place.layer, rows).float().cpu()
         parts.append(torch.linalg.vector_norm(weight + b[first:end] @ a, dim=1))
     return torch.cat(parts)
 
 
-def _weight_rows(layer: MatrixLayer, first: int, end: int) -> Tensor:
-    """Rows of a layer's matrix as floats, in whatever format it is kept."""
+def weight_rows(layer: MatrixLayer, rows: Tensor) -> Tensor:
+    """Adjacent rows of a layer's matrix as floats, in whatever format it is kept."""
     if not layer.matrices:
-        return layer.get_parameter("weight")[first:end]
-    parts, at = [], 0
+        return layer.get_parameter("weight")[rows]
+    parts, first, end, at = [], int(rows[0]), int(rows[-1]) + 1, 0
     for matrix in layer.matrices:
         low, high = max(first - at, 0), min(end - at, matrix.num_outputs)
         if low < high:
-            device = next(layer.parameters(), torch.empty(0)).device
-            parts.append(matrix.rows(torch.arange(low, high, device=device)))
+            parts.append(matrix.rows(torch.arange(low, high, device=rows.device)).float())
         at += matrix.num_outputs
     return torch.cat(parts)

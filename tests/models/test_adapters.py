@@ -16,7 +16,7 @@ from quire.kernels import cpu
 from quire.kernels.cpu.library import ISAS
 from quire.layers.attention.cpu import CpuBackend
 from quire.layers.attention.torch import TorchBackend
-from quire.layers.lora import AdapterLayers
+from quire.layers.lora import AdapterLayers, weight_rows
 from quire.layers.parallel import Parallel, Stage
 from quire.models.loader import load_model
 from quire.protocol.errors import AdapterError
@@ -409,3 +409,38 @@ def test_dora_needs_all_inputs(tmp_path: Path) -> None:
         layers.prepare(weights)
     _, weights = random_adapter(base, 1, r=4, target_modules=["up_proj"], use_dora=True)
     assert layers.prepare(weights).num_chunks == 1
+
+
+@pytest.mark.parametrize("quantization", ["int8", "gguf", "fp8", "int4"])
+def test_quantized_base(quantization: str, tmp_path: Path) -> None:
+    """The delta adds to what the quantised layer gives; norms of DoRA are those of the rounded
+    weight."""
+    base = random_model("qwen2", intermediate_size=128)
+    config = load_model_config(str(save_safetensors(base, tmp_path)))
+    model = load_model(config, dtype=torch.float32, device="cpu", quantization=quantization)
+    _, weights = random_adapter(base, 1, r=8, target_modules=["k_proj", "down_proj"], use_dora=True)
+    layers = AdapterLayers.of(model, max_adapters=1, num_chunks=1)
+    place(layers, [weights])
+    layer = model.model.layers.get_submodule("1")
+    slots = torch.tensor([0, -1, 0], dtype=torch.int32)
+    for linear, path, columns in (
+        (layer.self_attn.qkv_proj, "model.layers.1.self_attn.k_proj", slice(64, 96)),
+        (layer.mlp.down_proj, "model.layers.1.mlp.down_proj", slice(0, 64)),
+    ):
+        own = weights[path]
+        x = torch.randn(3, linear.axes["weight"][-1][0].size)
+        layers.begin_step(None)
+        plain = linear.method.apply(linear, x, linear.bias)
+        layers.begin_step(slots)
+        found = linear.method.apply(linear, x, linear.bias)
+        rounded = weight_rows(linear, torch.arange(columns.start, columns.stop))
+        norms = (rounded + own.scaling * own.b @ own.a).norm(dim=1)
+        factors = own.magnitude / norms
+        bias = 0.0 if linear.bias is None else linear.bias[columns]
+        products = plain[:, columns] - bias + own.scaling * (x @ own.a.t()) @ own.b.t()
+        expected = plain.clone()
+        expected[:, columns] = factors * products + bias
+        expected[1] = plain[1]
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        assert torch.equal(found[1], plain[1])
+        assert (found - plain).abs().max() > 0.1
