@@ -37,7 +37,7 @@ HEAD = """\
 Other architectures are refused by name before anything is loaded. Weights come from safetensors or
 `.bin` files, and of the families with a GGUF name from such files too. Quantised checkpoints may be
 {methods}: see
-[quantization](quantization.md). Adapters are refused with every family;
+[quantization](quantization.md). [Adapters](adapters.md) work with every family;
 [speculation](speculation.md) drafts from the text, and so works with all.
 
 - *attention*: what differs from a layer that sees all tokens and rotates whole heads, in a model

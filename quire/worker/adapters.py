@@ -18,8 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 class HostAdapters:
-    def __init__(self, layers: AdapterLayers) -> None:
-        self.layers = layers
+    def __init__(self, layers: AdapterLayers, alternates: bool = False) -> None:
+        """`alternates`: whether checkpoints have the rows of experts' gates and ups in turns."""
+        self.layers, self._alternates = layers, alternates
         self._held: dict[str, HostAdapter] = {}
         """By the digest of their content."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-adapters")
@@ -38,7 +39,7 @@ class HostAdapters:
                     f"files in {folder} were changed while they were loaded; load the adapter when "
                     "they are complete."
                 )
-            held = self.layers.prepare(load_adapter(file))
+            held = self.layers.prepare(load_adapter(file, alternates=self._alternates))
         except AdapterError as error:
             raise AdapterError(f"adapter {name!r}: {error}") from None
         self._held[digest] = held

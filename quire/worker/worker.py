@@ -178,7 +178,9 @@ class Worker:
                 layers = AdapterLayers.of(
                     self._model, limits.num_chunks, limits.num_chunks, limits.max_rank
                 )
-            self.adapters = HostAdapters(layers)
+            experts = self._config.experts
+            alternates = experts is not None and experts.alternates
+            self.adapters = HostAdapters(layers, alternates)
             logger.info(
                 "adapters: %.1f MiB for %d of rank %d, or more of lower rank",
                 layers.nbytes / MIB,

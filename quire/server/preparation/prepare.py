@@ -229,7 +229,7 @@ class Preparation:
         names = [*self.model_names, *(module.name for module in self.adapters.all())]
         more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
         raise UnknownModelError(
-            f"model {name!r} does not exist here; this server has "
+            f"model {name!r:.200} does not exist here; this server has "
             f"{', '.join(map(repr, names[:MAX_NAMED]))}{more}."
         )
 
