@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from quire.kernels.expert_matrices import ExpertTiles
 from quire.protocol.adapter import CHUNK_ROWS as CHUNK_ROWS
 
 HAS_BIAS, HAS_GAINS = 1, 2
@@ -62,6 +64,22 @@ class LayerAdapters:
 
     pool: AdapterPool
     slices: Sequence[AdapterSlice]
+    layout: Tensor
+    """int64 on the pool's device, for kernels. Of each slice: offset and stride of A and of B, the
+    first output, the number of outputs, and the columns of counts and vectors beside those of
+    `AdapterPool.tables`. Then, of each slice, the offsets of bias and gains."""
+
+    @classmethod
+    def of(cls, pool: AdapterPool, slices: Sequence[AdapterSlice]) -> LayerAdapters:
+        numbers: list[int] = []
+        for one in slices:
+            numbers += [one.a_offset, one.a_stride, one.b_offset, one.b_stride]
+            numbers += [one.first, one.num_outputs]
+            for column in (one.counts, one.vectors):
+                numbers.append(int(column.storage_offset() - pool.tables.storage_offset()))
+        for one in slices:
+            numbers += [one.bias_offset, one.gains_offset]
+        return cls(pool, slices, torch.tensor(numbers, device=pool.chunks.device))
 
 
 @dataclass(frozen=True)
@@ -70,3 +88,5 @@ class AdapterTokens:
 
     slots: Tensor
     """int32 [tokens]; -1: none."""
+    tiles: ExpertTiles | None = None
+    """The tokens brought together by adapter, where kernels want it."""

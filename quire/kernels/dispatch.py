@@ -163,11 +163,24 @@ def embedding(ids: Tensor, table: Tensor) -> Tensor:
     return F.embedding(ids, table)
 
 
+def adapter_tokens(slots: Tensor, num_slots: int) -> AdapterTokens:
+    """The tokens of a step by the slots of their adapters, int32 [tokens]."""
+    if not slots.is_cuda:
+        return AdapterTokens(slots)
+    from quire.kernels.triton.lora import tiles_by_adapter
+
+    return AdapterTokens(slots, tiles_by_adapter(slots, num_slots))
+
+
 def add_adapters(
     x: Tensor, out: Tensor, bias: Tensor | None, adapters: LayerAdapters, tokens: AdapterTokens
 ) -> None:
     """Adds to out [tokens, outputs] = x W^T + bias what the adapters of the tokens add to it."""
-    if x.is_cpu and x.dtype == torch.float32 and cpu.available()[0]:
+    if x.is_cuda:
+        from quire.kernels.triton import lora as triton_lora
+
+        triton_lora.add_adapters(x, out, bias, adapters, tokens)
+    elif x.is_cpu and x.dtype == torch.float32 and cpu.available()[0]:
         from quire.kernels.cpu.lora import add_adapters as native
 
         native(x, out, bias, adapters, tokens)
@@ -179,7 +192,12 @@ def add_to_embedding(
     ids: Tensor, out: Tensor, adapters: LayerAdapters, tokens: AdapterTokens
 ) -> None:
     """Adds to out [tokens, dim], rows of a table, what adapters have for the same rows."""
-    add_to_embedding_reference(ids, out, adapters, tokens)
+    if out.is_cuda:
+        from quire.kernels.triton import lora as triton_lora
+
+        triton_lora.add_to_embedding(ids, out, adapters, tokens)
+    else:
+        add_to_embedding_reference(ids, out, adapters, tokens)
 
 
 def argmax(logits: Tensor) -> Tensor:

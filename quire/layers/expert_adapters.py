@@ -34,6 +34,10 @@ class Steps(Protocol):
     @property
     def slots_with_experts(self) -> set[int]: ...
 
+    def tokens_of(self, slots: Tensor) -> AdapterTokens:
+        """Tokens by the slots of their adapters."""
+        ...
+
 
 class ExpertAdapters:
     """What adapters add to the two products of each expert of a layer."""
@@ -75,7 +79,7 @@ class ExpertAdapters:
             if expert not in self._gate_up:
                 continue
             pairs = (flat == expert).nonzero().squeeze(1)
-            users = AdapterTokens(slots[pairs // top_k].contiguous())
+            users = self._steps.tokens_of(slots[pairs // top_k].contiguous())
             rows = x[pairs // top_k]
             inner = gate_up.apply(expert, rows, biases[0])
             dispatch.add_adapters(rows, inner, None, self._gate_up[expert], users)

@@ -269,7 +269,7 @@ class AdapterLayers:
             own = [slices[index] for index in one.indices]
             is_head = isinstance(one.layer, LMHead)
             is_embedding = isinstance(one.layer, VocabEmbedding)
-            adapters = LayerAdapters(self.pool, own)
+            adapters = LayerAdapters.of(self.pool, own)
             one.layer.method = AdaptedMethod(one.layer.method, self, one.path, adapters, is_head)
             for (key, name), index in zip(one.modules, one.indices, strict=True):
                 num_outputs, num_inputs = one.weighted.checkpoint_shape("weight", key)
@@ -301,9 +301,11 @@ class AdapterLayers:
         `max_rank`; None: than all chunks have."""
         network = cast(nn.Module, model)
         device = next(network.parameters()).device
-        return cls(
+        layers = cls(
             network, model.weight_map, max_adapters, num_chunks, max_rank, model.dtype, device
         )
+        layers._elsewhere |= model.elsewhere
+        return layers
 
     @property
     def nbytes(self) -> int:
@@ -409,12 +411,22 @@ class AdapterLayers:
         """Says which adapters the next forward pass uses: int32 [tokens], -1 for none; None: no
         token uses one. `line_slots` are those of the lines whose logits are wanted, as far as
         `begin_lines` does not say it later."""
-        self.tokens = None if slots is None else AdapterTokens(slots)
+        self.tokens = None if slots is None else self.tokens_of(slots)
         self.begin_lines(line_slots)
 
     def begin_lines(self, slots: Tensor | None) -> None:
         """Says which adapters the lines of the next logits use."""
-        self.lines = None if slots is None else AdapterTokens(slots)
+        self.lines = None if slots is None else self.tokens_of(slots)
+
+    def tokens_of(self, slots: Tensor) -> AdapterTokens:
+        """Tokens by the slots of their adapters."""
+        return dispatch.adapter_tokens(slots, len(self.pool.tables))
+
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether steps with adapters wait to learn which tokens use which, so that no graph can
+        hold them: as long as one that is placed has experts or whole weights."""
+        return self._device.type == "cuda" and bool(self.saved or self.slots_with_experts)
 
     # --- what an adapter has, and where it belongs ------------------------------------------------
 
@@ -428,7 +440,7 @@ class AdapterLayers:
         problems: list[str] = []
         for path, own in weights.items():
             name = self._name(path)
-            if name in self._elsewhere:
+            if self._is_elsewhere(name):
                 continue
             place = self._places.get(name)
             if place is None:
@@ -452,9 +464,20 @@ class AdapterLayers:
             )
         return pairs, saved
 
+    def _is_elsewhere(self, name: str) -> bool:
+        """Whether only other ranks have the module. Checkpoints have names of their own for
+        experts."""
+        if name in self._elsewhere:
+            return True
+        parent, is_expert, _ = name.partition(".experts.")
+        if not is_expert or name in self._places:
+            return False
+        return any(other.startswith(f"{parent}.experts.") for other in self._elsewhere)
+
     def _name(self, path: str) -> str:
         """As our layers name what a checkpoint has under this path."""
-        return self._names.rename(f"{path}.weight").removesuffix(".weight")
+        name = self._names.rename(f"{path}.weight").removesuffix(".weight")
+        return name.replace(".block_sparse_moe.experts.", ".mlp.experts.")
 
     def _matrix(self, place: _Place, weight: Tensor) -> Matrix:
         """This rank's share of a weight, for a GPU still in host memory."""
@@ -479,7 +502,7 @@ class AdapterLayers:
         bias = self._added(place, own)
         gains = None
         if own.magnitude is not None:
-            norms = _row_norms(place, a, b)
+            norms = _row_norms(place, a, b, self._device)
             factors = place.cut_outputs(own.magnitude.float().flatten()) / norms
             factors = torch.where(norms > 0, factors, 1.0)  # padding
             b = b * factors.unsqueeze(1)
@@ -500,6 +523,11 @@ class AdapterLayers:
 
 class AdaptableModel(Protocol):
     """A loaded model."""
+
+    @property
+    def elsewhere(self) -> frozenset[str]:
+        """Modules that other ranks alone have."""
+        ...
 
     @property
     def weight_map(self) -> Names: ...
@@ -683,7 +711,7 @@ class _Mixture:
 
         def layers(*names: str) -> dict[int, LayerAdapters]:
             return {
-                expert: LayerAdapters(
+                expert: LayerAdapters.of(
                     owner.pool, [slices[self._indices[expert, name]] for name in names]
                 )
                 for expert, name in self._indices
@@ -736,8 +764,8 @@ def _problem(place: _Place, own: LoraWeights) -> str | None:
     for name, vector in vectors.items():
         if vector is not None and vector.numel() != num_outputs:
             return f"has {name} {list(vector.shape)} for {num_outputs} outputs"
-    if own.magnitude is not None and place.is_embedding:
-        return "is an embedding with DoRA, which is not supported: merge the adapter"
+    if place.is_embedding and (own.magnitude is not None or own.bias is not None):
+        return "is an embedding with DoRA or a bias, which is not supported: merge the adapter"
     if place.is_expert and (own.magnitude is not None or own.bias is not None):
         return "is an expert with DoRA or a bias, which is not supported: merge the adapter"
     if own.magnitude is not None and not place.has_all_inputs:
@@ -770,26 +798,25 @@ def _filled(values: Tensor, num_rows: int, width: int) -> Tensor:
     return out
 
 
-def _row_norms(place: _Place, a: Tensor, b: Tensor) -> Tensor:
+def _row_norms(place: _Place, a: Tensor, b: Tensor, device: torch.device) -> Tensor:
     """Norms of the rows of W + B A, for this rank's outputs."""
     parts = []
     for first in range(0, place.one.num_outputs, ROWS_AT_ONCE):
         end = min(first + ROWS_AT_ONCE, place.one.num_outputs)
-        weight = _weight_rows(place.layer, place.one.first + first, place.one.first + end)
-        weight = weight.float().cpu()
+        rows = torch.arange(place.one.first + first, place.one.first + end, device=device)
+        weight = weight_rows(place.layer, rows).float().cpu()
         parts.append(torch.linalg.vector_norm(weight + b[first:end] @ a, dim=1))
     return torch.cat(parts)
 
 
-def _weight_rows(layer: MatrixLayer, first: int, end: int) -> Tensor:
-    """Rows of a layer's matrix as floats, in whatever format it is kept."""
+def weight_rows(layer: MatrixLayer, rows: Tensor) -> Tensor:
+    """Adjacent rows of a layer's matrix as floats, in whatever format it is kept."""
     if not layer.matrices:
-        return layer.get_parameter("weight")[first:end]
-    parts, at = [], 0
+        return layer.get_parameter("weight")[rows]
+    parts, first, end, at = [], int(rows[0]), int(rows[-1]) + 1, 0
     for matrix in layer.matrices:
         low, high = max(first - at, 0), min(end - at, matrix.num_outputs)
         if low < high:
-            device = next(layer.parameters(), torch.empty(0)).device
-            parts.append(matrix.rows(torch.arange(low, high, device=device)))
+            parts.append(matrix.rows(torch.arange(low, high, device=rows.device)).float())
         at += matrix.num_outputs
     return torch.cat(parts)

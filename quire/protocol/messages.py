@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from quire.protocol.errors import (
+    AdapterError,
     EngineDeadError,
     ModelError,
     OptionError,
@@ -34,7 +35,9 @@ NOTHING = msgspec.Raw(b"\xc0")  # None in msgpack
 
 _ERRORS: dict[str, type[QuireError]] = {
     kind.__name__: kind
-    for kind in (RequestError, EngineDeadError, RankMissing, OptionError, ModelError)
+    for kind in (
+        *(RequestError, AdapterError, EngineDeadError, RankMissing, OptionError, ModelError),
+    )
 }
 
 

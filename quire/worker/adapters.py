@@ -1,4 +1,4 @@
-"""`HostAdapters`: adapters of one rank in the memory of its host, and on its device as plans say."""
+"""`HostAdapters`: one rank's adapters in the memory of its host, and on its device as plans say."""
 
 from __future__ import annotations
 

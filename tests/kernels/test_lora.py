@@ -60,7 +60,7 @@ def random_layer(
             )
         )
         at, first = vectors + 2 * padded, first + width
-    return LayerAdapters(pool, slices)
+    return LayerAdapters.of(pool, slices)
 
 
 def expected(x: Tensor, out: Tensor, bias: Tensor, layer: LayerAdapters, slots: Tensor) -> Tensor:

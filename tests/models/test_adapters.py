@@ -4,6 +4,7 @@ adapters give what each gives alone."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from quire.kernels import cpu
 from quire.kernels.cpu.library import ISAS
 from quire.layers.attention.cpu import CpuBackend
 from quire.layers.attention.torch import TorchBackend
-from quire.layers.lora import AdapterLayers
+from quire.layers.lora import AdapterLayers, weight_rows
+from quire.layers.parallel import Parallel, Stage
 from quire.models.loader import load_model
 from quire.protocol.errors import AdapterError
+from tests.layers.ranks import on_ranks
 from tests.models.adapters import AdaptedRun, Weights, place, random_adapter
 from tests.models.reference import (
     PagedRun,
@@ -251,13 +254,10 @@ def with_experts(base: Any, family: str, seed: int) -> tuple[Any, dict[str, Weig
     """A copy of `base` with B A added to the experts of its last layer but one, and these pairs."""
     merged, weights = copy.deepcopy(base), {}
     generator = torch.Generator().manual_seed(seed)
-    path = "model.layers.2.mlp.experts"
-    if family == "granitemoe":
-        experts = merged.model.layers[2].block_sparse_moe
-    else:
-        experts = merged.model.layers[2].mlp.experts
-    joined = {name: one for name, one in experts.named_parameters() if one.dim() == 3}
-    gate_up, down = (next(t for n, t in joined.items() if part in n) for part in PARTS[family])
+    layer, is_granite = merged.model.layers[2], family == "granitemoe"
+    path = f"model.layers.2.{'block_sparse_moe' if is_granite else 'mlp'}.experts"
+    experts = (layer.block_sparse_moe if is_granite else layer.mlp).experts
+    gate_up, down = experts.gate_up_proj, experts.down_proj
     if family == "gpt_oss":  # stored [inputs, outputs]
         gate_up, down = gate_up.mT, down.mT
     inner = down.shape[2]
@@ -273,11 +273,6 @@ def with_experts(base: Any, family: str, seed: int) -> tuple[Any, dict[str, Weig
             with torch.no_grad():
                 weight += 2.0 * b @ a
     return merged, weights
-
-
-PARTS = dict.fromkeys(EXPERT_FAMILIES, ("gate_up", "down")) | {
-    "granitemoe": ("input_linear", "output_linear")
-}
 
 
 @pytest.mark.parametrize("is_native", [True, False])
@@ -317,3 +312,135 @@ def test_experts(
         assert torch.equal(mixed.logits[0][0], plain.logits[0][0])
     changed = reference_logits(adapted[0][0], sequences[1]) - reference_logits(base, sequences[1])
     assert changed.abs().max() > 0.05
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("case", ["llama", "bias", "fused", "half-fused", "gpt2", "ends"])
+def test_ranks(case: str, size: int, tmp_path: Path) -> None:
+    """Each rank has its share of A or of B; with three, heads and widths are padded."""
+    family, changes, settings = CASES[case]
+    settings = [{**one, "use_dora": False} for one in settings]
+    base = random_model(family, **changes)
+    config = load_model_config(str(save_safetensors(base, tmp_path)))
+    adapted = [random_adapter(base, 7 + i, **one) for i, one in enumerate(settings)]
+    sequences = [random_tokens(length, length) for length in LENGTHS]
+    slots = [-1, 0, 1, len(settings) - 1]
+
+    def logits(parallel: Parallel) -> list[torch.Tensor]:
+        model = load_model(config, dtype=torch.float32, device="cpu", parallel=parallel)
+        layers = AdapterLayers.of(model, max_adapters=6, num_chunks=9, max_rank=32)
+        place(layers, [weights for _, weights in adapted])
+        heads = parallel.heads(config.num_heads, config.num_kv_heads)
+        run = AdaptedRun(layers, slots, model, config, sequences, num_ranks=parallel.size)
+        run.backend = type(run.backend)(
+            torch.full(
+                (
+                    config.num_layers,
+                    2,
+                    200,
+                    heads.kv_count,
+                    4,
+                    config.head_dim,
+                ),
+                float("nan"),
+            ),
+            heads.count,
+            heads.kv_count,
+            config.head_dim,
+            4,
+        )
+        run.step({0: 10, 1: 40, 2: 3})
+        run.step({0: 13, 2: 6, 3: 31})
+        return run.all_logits()
+
+    for found in on_ranks(size, logits):
+        for slot, tokens, one in zip(slots, sequences, found, strict=True):
+            expected = reference_logits(base if slot < 0 else adapted[slot][0], tokens)
+            torch.testing.assert_close(one, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("is_whole", [False, True], ids=["parts of experts", "whole experts"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_experts_on_ranks(family: str, is_whole: bool, tmp_path: Path) -> None:
+    base = random_model(family)
+    config = load_model_config(str(save_safetensors(base, tmp_path)))
+    merged, weights = with_experts(base, family, 1)
+    tokens = random_tokens(30)
+
+    def logits(parallel: Parallel) -> torch.Tensor:
+        parallel = dataclasses.replace(parallel, expert_parallel=is_whole)
+        model = load_model(config, dtype=torch.float32, device="cpu", parallel=parallel)
+        layers = AdapterLayers.of(model, max_adapters=1, num_chunks=1)
+        place(layers, [weights])
+        run = AdaptedRun(layers, [0], model, config, [tokens], num_ranks=parallel.size)
+        run.step({0: 30})
+        return run.all_logits()[0]
+
+    for found in on_ranks(2, logits):
+        torch.testing.assert_close(found, reference_logits(merged, tokens), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "granitemoe", "llama"])
+def test_stages_take_their_own_modules(family: str, tmp_path: Path) -> None:
+    base = random_model(family)
+    config = load_model_config(str(save_safetensors(base, tmp_path)))
+    _, weights = random_adapter(base, 1, r=4, target_modules=["q_proj", "o_proj", "lm_head"])
+    if family != "llama":
+        weights |= with_experts(base, family, 1)[1]
+    counts = []
+    for index in range(2):
+        parallel = Parallel(stage=Stage(index, 2))
+        model = load_model(config, dtype=torch.float32, device="cpu", parallel=parallel)
+        layers = AdapterLayers.of(model, max_adapters=1, num_chunks=1)
+        prepared = layers.prepare(weights)
+        counts.append(int((prepared.state > 0).sum()))
+        with pytest.raises(AdapterError, match=r"no model.layers.7.self_attn.q_proj"):
+            layers.prepare({"model.layers.7.self_attn.q_proj": next(iter(weights.values()))})
+    assert min(counts) > 0 and sum(counts) == len(weights)
+
+
+def test_dora_needs_all_inputs(tmp_path: Path) -> None:
+    base = random_model("llama")
+    config = load_model_config(str(save_safetensors(base, tmp_path)))
+    model = load_model(config, dtype=torch.float32, device="cpu", parallel=Parallel(0, 2))
+    layers = AdapterLayers.of(model, max_adapters=1, num_chunks=1)
+    _, weights = random_adapter(base, 1, r=4, target_modules=["down_proj"], use_dora=True)
+    with pytest.raises(AdapterError, match="DoRA, whose norms need all inputs"):
+        layers.prepare(weights)
+    _, weights = random_adapter(base, 1, r=4, target_modules=["up_proj"], use_dora=True)
+    assert layers.prepare(weights).num_chunks == 1
+
+
+@pytest.mark.parametrize("quantization", ["int8", "gguf", "fp8", "int4"])
+def test_quantized_base(quantization: str, tmp_path: Path) -> None:
+    """The delta adds to what the quantised layer gives; norms of DoRA are those of the rounded
+    weight."""
+    base = random_model("qwen2", intermediate_size=128)
+    config = load_model_config(str(save_safetensors(base, tmp_path)))
+    model = load_model(config, dtype=torch.float32, device="cpu", quantization=quantization)
+    _, weights = random_adapter(base, 1, r=8, target_modules=["k_proj", "down_proj"], use_dora=True)
+    layers = AdapterLayers.of(model, max_adapters=1, num_chunks=1)
+    place(layers, [weights])
+    layer = model.model.layers.get_submodule("1")
+    slots = torch.tensor([0, -1, 0], dtype=torch.int32)
+    for linear, path, columns in (
+        (layer.self_attn.qkv_proj, "model.layers.1.self_attn.k_proj", slice(64, 96)),
+        (layer.mlp.down_proj, "model.layers.1.mlp.down_proj", slice(0, 64)),
+    ):
+        own = weights[path]
+        x = torch.randn(3, linear.axes["weight"][-1][0].size)
+        layers.begin_step(None)
+        plain = linear.method.apply(linear, x, linear.bias)
+        layers.begin_step(slots)
+        found = linear.method.apply(linear, x, linear.bias)
+        rounded = weight_rows(linear, torch.arange(columns.start, columns.stop))
+        norms = (rounded + own.scaling * own.b @ own.a).norm(dim=1)
+        factors = own.magnitude / norms
+        bias = 0.0 if linear.bias is None else linear.bias[columns]
+        products = plain[:, columns] - bias + own.scaling * (x @ own.a.t()) @ own.b.t()
+        expected = plain.clone()
+        expected[:, columns] = factors * products + bias
+        expected[1] = plain[1]
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        assert torch.equal(found[1], plain[1])
+        assert (found - plain).abs().max() > 0.1

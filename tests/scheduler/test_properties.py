@@ -67,6 +67,9 @@ def digest_in(folder: str, step: int) -> str:
     return {"also-a": "a-8", "too-large": "x-40", "vanished": "y-8"}.get(folder, folder)
 
 
+FEW_ADAPTERS = AdapterLimits(1, 24, 3, 30.0)
+
+
 @dataclass(frozen=True)
 class Setting:
     block_size: int
@@ -84,7 +87,7 @@ class Setting:
     windows: Windows = (None,)
     """Of each KV group."""
     num_stages: int = 1
-    adapters: AdapterLimits = AdapterLimits(1, 24, 3, 30.0)
+    adapters: AdapterLimits = FEW_ADAPTERS
     load_polls: int = 0
     """How long adapters load."""
 

@@ -50,7 +50,7 @@ def add_to_embedding(
         delta = columns.new_zeros(len(chosen), b.shape[1])
         for row in range(len(b)):  # in the same order for any number of tokens
             delta += columns[row].unsqueeze(1) * b[row].float()
-        _add(delta, out, None, pool, one, slot, chosen)
+        out[chosen] = (out[chosen].float() + delta).to(out.dtype)
 
 
 def adapter_matrices(pool: AdapterPool, one: AdapterSlice, slot: int) -> tuple[Tensor, Tensor]:
