@@ -180,6 +180,8 @@ class AdapterFile:
     """Of the tensors in use."""
     base: str | None
     """`base_model_name_or_path`, of which nothing else is known."""
+    hashes: dict[str, str] = field(default_factory=dict)
+    """Of the bytes of each tensor."""
 
 
 class _Settings(CheckedValues):
@@ -222,6 +224,7 @@ def read_adapter(folder: str | Path, name: str) -> AdapterFile:
     modules = _Modules(settings, file, places).read()
     used = {tensor for module in modules.values() for tensor in module.tensors.values()}
     places = {name: places[name] for name in sorted(used)}
+    hashes = _hash_tensors(file, places)
     return AdapterFile(
         name=name,
         folder=str(place),
@@ -229,26 +232,31 @@ def read_adapter(folder: str | Path, name: str) -> AdapterFile:
         modules=modules,
         places=places,
         rank=max(module.rank for module in modules.values()),
-        digest=content_digest(modules, places, _hash_tensors(file, places)),
+        digest=_content_digest(modules, places, hashes),
         nbytes=sum(place.nbytes for place in places.values()),
         base=settings.values.get("base_model_name_or_path") or None,
+        hashes=hashes,
     )
 
 
-def content_digest(
+def _content_digest(
     modules: Mapping[str, AdapterModule],
     places: Mapping[str, TensorPlace],
     hashes: Mapping[str, str],
 ) -> str:
-    """Of what modules compute with; `hashes` are those of the bytes of each tensor."""
+    """Of what modules compute with."""
     lines = []
+    known: dict[int, list[tuple[object, ...]]] = {}
+    """Of tensors that many experts share."""
     for path in sorted(modules):
         module = modules[path]
         expert = module.expert
-        parts = [
-            (part, places[tensor].dtype, places[tensor].shape, hashes[tensor])
-            for part, tensor in sorted(module.tensors.items())
-        ]
+        parts = known.get(id(module.tensors))
+        if parts is None:
+            parts = known[id(module.tensors)] = [
+                (part, places[tensor].dtype, places[tensor].shape, hashes[tensor])
+                for part, tensor in sorted(module.tensors.items())
+            ]
         part_of = expert and (expert.index, expert.count, expert.half, expert.is_swapped)
         lines.append((path, module.kind, module.scaling, parts, part_of))
     return hashlib.sha256(json.dumps(lines).encode()).hexdigest()
@@ -418,8 +426,9 @@ class _Modules:
                     "its sizes are not those of a gate_up_proj beside the down_proj of one expert",
                 )
             is_swapped = is_swapped and not fits
+        own_root = canonical(f"{root}.0.down_proj").removesuffix(".0.down_proj")
         for leaf, parts in leaves.items():
-            stack = shapes[leaf]
+            stack, tensors = shapes[leaf], _named(parts)
             names = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else (leaf,)
             joined = stack.width if is_swapped else stack.outputs
             if joined % len(names):
@@ -430,9 +439,9 @@ class _Modules:
                     expert = ExpertPart(
                         index, stack.count, half if len(names) > 1 else None, is_swapped
                     )
-                    path = canonical(f"{root}.{index}.{name}")
+                    path = f"{own_root}.{index}.{name}"
                     yield AdapterModule(
-                        path, "expert", stack.rank, scaling, False, False, _named(parts), expert
+                        path, "expert", stack.rank, scaling, False, False, tensors, expert
                     )
 
     def _stack(self, key: str, parts: dict[str, str]) -> _Stack:

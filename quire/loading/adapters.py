@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quire.files.adapter import AdapterFile, AdapterModule, ExpertPart, Part, content_digest
+from quire.files.adapter import AdapterFile, AdapterModule, ExpertPart, Part
 from quire.files.tensor_places import TensorPlace, opened, read_exactly, shown
 from quire.protocol.errors import AdapterError
 
@@ -52,20 +52,19 @@ def load_adapter(file: AdapterFile, *, alternates: bool = False) -> dict[str, Lo
 
 
 def _read(file: AdapterFile) -> dict[str, Tensor]:
-    path, tensors, hashes = Path(file.file), {}, {}
+    path, tensors = Path(file.file), {}
     with opened(path) as stream:
         for name, place in file.places.items():
             tensor = torch.empty(place.shape, dtype=DTYPES[place.dtype])
             data = tensor.flatten().view(torch.uint8).numpy().data
             read_exactly(stream, path, place.start, data)
-            hashes[name] = hashlib.sha256(data).hexdigest()
+            if hashlib.sha256(data).hexdigest() != file.hashes[name]:
+                raise AdapterError(
+                    f"{path} was changed while it was loaded; load the adapter when it is written "
+                    "completely."
+                )
             _check_finite(path, name, place, tensor)
             tensors[name] = tensor
-    if content_digest(file.modules, file.places, hashes) != file.digest:
-        raise AdapterError(
-            f"{path} was changed while it was loaded; load the adapter when it is written "
-            "completely."
-        )
     return tensors
 
 

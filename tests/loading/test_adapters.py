@@ -229,6 +229,7 @@ def test_a_file_that_changes_between_is_found(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="was changed while it was loaded"):
         load_adapter(file)
     model = tmp_path / "adapter_model.safetensors"
+    file = read_adapter(tmp_path, "one")
     model.write_bytes(model.read_bytes()[:-100])
     with pytest.raises(AdapterError, match="became shorter"):
         load_adapter(file)

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire import SamplingParams
 from quire.cli import main
+from quire.config.locate import locate_model
+from quire.loading.weights import read_weights
 from quire.lora.merge import merge
 from quire.protocol.errors import AdapterError, ModelError, OptionError
 from quire.quantize import shards
@@ -148,3 +150,23 @@ def test_a_bias_without_one_in_the_base(tmp_path: Path) -> None:
     make_adapter(base, tmp_path / "adapter", target_modules=["up_proj"], lora_bias=True)
     with pytest.raises(AdapterError, match=r"the base lacks model\.layers\.0\.mlp\.up_proj"):
         merge(*(str(tmp_path / name) for name in ("base", "adapter", "out")))
+
+
+@pytest.mark.slow
+def test_the_embedded_model(tmp_path: Path) -> None:
+    """A GGUF file is dequantised, and the folder is a plain one that transformers reads."""
+    source = locate_model(None)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
+    name, (inputs, outputs) = "model.layers.7.mlp.up_proj", (576, 1536)
+    pair = {"lora_A": torch.randn(4, inputs), "lora_B": torch.randn(outputs, 4)}
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file({f"base_model.model.{name}.{own}.weight": pair[own] for own in pair}, file)
+    merge(None, str(tmp_path / "adapter"), str(tmp_path / "out"))
+    before = read_weights(source)
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    delta = 2 * pair["lora_B"] @ pair["lora_A"]
+    for own, weight in before.items():
+        wanted = weight.float() + (delta if own == f"{name}.weight" else 0)
+        torch.testing.assert_close(after[own].float(), wanted, atol=1e-2, rtol=1e-2)
