@@ -59,6 +59,10 @@ def start(tiny: Tiny, **options: Any) -> Callable[[], Any]:
         ({"distributed_executor_backend": "x"}, ("distributed_executor_backend", "'x'", "'ray'")),
         ({"enable_lora": True, "max_lora_rank": 0}, ("max_lora_rank", "from 1 to 4096")),
         (
+            {"enable_lora": True, "distributed_executor_backend": "external_launcher"},
+            ("enable_lora=True", "external_launcher", "'mp'"),
+        ),
+        (
             {"speculative_config": {"method": "eagle3", "model": "x"}},
             ("speculative_config", "not supported yet"),
         ),
