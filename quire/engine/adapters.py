@@ -20,10 +20,12 @@ from typing import Protocol
 
 from quire.engine.executors.base import Executor
 from quire.files.adapter import AdapterFile
+from quire.metrics.engine import AdapterMetrics
 from quire.protocol.adapter import AdapterContent, AdapterLimits, LoRARequest, chunks_for
 from quire.protocol.errors import AdapterError, QuireError
 from quire.protocol.output import FinishedSequence
 from quire.protocol.request import NewRequest
+from quire.scheduler.adapters import AdapterSlots
 from quire.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -72,13 +74,16 @@ class _Queued:
 
 class Adapters:
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, limits: AdapterLimits, reader: AdapterReader
+        self,
+        scheduler: Scheduler,
+        slots: AdapterSlots,
+        executor: Executor,
+        limits: AdapterLimits,
+        reader: AdapterReader,
+        metrics: AdapterMetrics,
     ) -> None:
-        self._scheduler, self._executor = scheduler, executor
-        self._limits, self._reader = limits, reader
-        assert scheduler.adapters is not None
-        self._slots = scheduler.adapters
-        self._metrics = scheduler.metrics.adapters
+        self._scheduler, self._slots, self._executor = scheduler, slots, executor
+        self._limits, self._reader, self._metrics = limits, reader, metrics
         self._num_awaited = 0
         """Folders that are being read and adapters that load."""
         self._read: deque[tuple[_Call, Future[AdapterFile]]] = deque()
@@ -323,17 +328,12 @@ class Adapters:
 
     def set_gauges(self, time_s: float) -> None:
         """What metrics say of this moment."""
-        metrics, slots, scheduler = self._metrics, self._slots, self._scheduler
+        metrics, slots = self._metrics, self._slots
         metrics.hosted.set(len(self._hosted))
         metrics.resident.set(len(slots.residents))
         metrics.pool_usage.set(slots.num_used_chunks / slots.num_chunks)
-        running, waiting = set[str](), set[str]()
-        for first, *_ in scheduler.requests.values():
-            if first.new.adapter is not None:
-                names = running if first.has_begun else waiting
-                names.add(first.new.adapter.lora_name)
-        most = self._limits.max_adapters
-        metrics.set_names(sorted(running), sorted(waiting), most, time_s)
+        running, waiting = self._scheduler.adapter_names()
+        metrics.set_names(running, waiting, self._limits.max_adapters, time_s)
 
 
 def _running_future() -> Future[None]:

@@ -93,8 +93,16 @@ class EngineCore:
         self.grammars = Grammars(self.scheduler, settings, num_threads, limits.num_stages)
         self.adapters: Adapters | None = None
         if limits.adapters is not None:
-            assert adapter_reader is not None
-            self.adapters = Adapters(self.scheduler, executor, limits.adapters, adapter_reader)
+            slots = self.scheduler.adapters
+            assert adapter_reader is not None and slots is not None
+            self.adapters = Adapters(
+                self.scheduler,
+                slots,
+                executor,
+                limits.adapters,
+                adapter_reader,
+                self.metrics.adapters,
+            )
         self.pressure = MemoryPressure(limits.max_num_batched_tokens)
         self.max_steps_in_flight = max_steps_in_flight
         self.clock = clock

@@ -36,7 +36,12 @@ NOTHING = msgspec.Raw(b"\xc0")  # None in msgpack
 _ERRORS: dict[str, type[QuireError]] = {
     kind.__name__: kind
     for kind in (
-        *(RequestError, AdapterError, EngineDeadError, RankMissing, OptionError, ModelError),
+        RequestError,
+        AdapterError,
+        EngineDeadError,
+        RankMissing,
+        OptionError,
+        ModelError,
     )
 }
 

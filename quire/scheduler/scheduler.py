@@ -206,6 +206,15 @@ class Scheduler:
             sequence.adapter = adapter
             sequence.root = self._root_of(sequence.new, adapter.digest)
 
+    def adapter_names(self) -> tuple[list[str], list[str]]:
+        """Of adapters whose requests have begun, and of those whose requests have not."""
+        running, waiting = set[str](), set[str]()
+        for first, *_ in self.requests.values():
+            if first.new.adapter is not None:
+                names = running if first.has_begun else waiting
+                names.add(first.new.adapter.lora_name)
+        return sorted(running), sorted(waiting)
+
     def _root_of(self, new: NewRequest, adapter_digest: str = "") -> bytes:
         return chain_root(*self.limits.cache_identity, *new.cache_scope(adapter_digest))
 

@@ -109,7 +109,7 @@ class ModelRunner:
         prefixes = self._shared_prefixes(plan)
         uses_adapters = self.adapters is not None and self.table.uses_adapters(plan)
         if self.graphs is not None and not (self._prompt_logprob_rows or self._pooled_rows):
-            replayed = self.graphs.replay(plan, staged, prefixes)
+            replayed = self.graphs.replay(plan, staged, prefixes, uses_adapters)
             if replayed is not None:
                 logits = replayed if self._stage.is_last else None
                 self._executed = _Executed(plan, staged, logits, None)
@@ -313,6 +313,7 @@ class ModelRunner:
             self._max_queries,
             self._stage,
             self.expert_counter,
+            None if self.adapters is None else self.adapters.layers,
         )
 
     def compile_kernels(self, graphs: StepGraphs | None, num_threads: int, max_tokens: int) -> None:

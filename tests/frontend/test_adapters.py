@@ -311,6 +311,30 @@ def test_asyncio(tiny: Tiny, adapted: Adapted, tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
+def test_ranks(tiny: Tiny, adapted: Adapted, tmp_path: Path, tp: int, pp: int) -> None:
+    """Each rank has its share; with few blocks sequences are preempted. What one rank refuses costs
+    its own request alone."""
+    prompts = [prompt for prompt in PROMPTS for _ in NAMES]
+    names = [name for _ in PROMPTS for name in NAMES]
+    wanted = [
+        adapted.greedy(name, [prompt], 12)[0] for prompt, name in zip(prompts, names, strict=True)
+    ]
+    config = copy.deepcopy(tiny.model.config)
+    config.num_hidden_layers = 4
+    save_adapter(type(tiny.model)(config), tmp_path / "deep", 0, r=8, target_modules=["q_proj"])
+    options = {"block_size": 4, "num_gpu_blocks_override": 40, "max_model_len": 64}
+    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    with adapters_llm(tiny, max_loras=2, **options, **sizes) as llm:
+        for _ in range(2):
+            assert made(llm, adapted, prompts, list(names)) == wanted
+            with pytest.raises(RequestError, match=r"'deep'.*layers\.3\.self_attn"):
+                request = LoRARequest("deep", 9, str(tmp_path / "deep"))
+                llm.generate(PROMPTS[0], GREEDY, lora_request=request, use_tqdm=False)
+        assert_at_rest(llm)
+
+
 def test_metrics(llm: LLM, adapted: Adapted) -> None:
     made(llm, adapted, PROMPTS[:1], ["a"])
     values = {metric.name: metric for metric in llm.get_metrics()}

@@ -48,7 +48,7 @@ def _rank_rows(
     return chunks_ptr + chunk * stride_chunk + offset + rows % _CHUNK * stride, exist
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_slots", "part_inputs"])
+@triton.jit(do_not_specialize=["num_tiles", "num_slots", "part"])
 def _shrink_kernel(
     x_ptr,
     chunks_ptr,
@@ -60,7 +60,7 @@ def _shrink_kernel(
     num_tiles,
     num_slots,
     num_inputs,
-    part_inputs,
+    part,
     stride_x,
     stride_chunk,
     stride_state,
@@ -78,7 +78,6 @@ def _shrink_kernel(
     group = tl.program_id(0) // SPLITS % GROUPS
     index = tl.program_id(0) // (SPLITS * GROUPS) % SLICES
     tile = tl.program_id(0) // (SPLITS * GROUPS * SLICES)
-    wait_for_inputs(OVERLAPS)
     slot, start, end, is_used = tile_at(
         tiles_ptr, tile, num_tiles, 0, num_slots, pairs_ptr is not None
     )
@@ -94,15 +93,15 @@ def _shrink_kernel(
         slot,
         rows,
         count,
-        tl.load(fields),
-        tl.load(fields + 1),
+        tl.multiple_of(tl.load(fields), 16),  # as all rows of the pool
+        tl.multiple_of(tl.load(fields + 1), 16),
     )
     places, exist, pairs = pairs_of_tile(pairs_ptr, start, end, PAIRS)
     x_rows = x_ptr + pairs.to(tl.int64) * stride_x
     columns = tl.arange(0, INPUTS)
     acc = tl.zeros([PAIRS, ROWS], tl.float32)
-    first = split * part_inputs
-    last = tl.minimum(first + part_inputs, num_inputs)
+    first = split * part * INPUTS
+    last = tl.minimum(first + part * INPUTS, num_inputs)
     last = tl.where(group * ROWS < count * _CHUNK, last, first)  # nothing of these rows
     for begin in range(first, last, INPUTS):
         at = begin + columns
@@ -112,6 +111,9 @@ def _shrink_kernel(
         acc = tl.dot(x, a, acc, input_precision="ieee")
     target = between_ptr + split * stride_split + places.to(tl.int64) * stride_between
     target += index * (GROUPS * ROWS)
+    # The kernel just before is the product with the weight. The inputs are older, so all of the
+    # above may have been done beside it.
+    wait_for_inputs(OVERLAPS)
     tl.store(target[:, None] + rows[None, :], acc, exist[:, None] & exist_rows[None, :])
 
 
@@ -139,6 +141,7 @@ def _expand_kernel(
     PAIRS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     tile = tl.program_id(0)
@@ -154,8 +157,12 @@ def _expand_kernel(
         at += blocks
     fields = layout_ptr + index * _FIELDS
     columns = (block - before) * OUTPUTS + tl.arange(0, OUTPUTS)
-    in_outputs = columns < tl.load(fields + 5)
     first_output = tl.load(fields + 4)
+    num_outputs = tl.load(fields + 5)
+    if IS_ALIGNED:
+        first_output = tl.multiple_of(first_output, 16)
+        num_outputs = tl.multiple_of(num_outputs, 16)
+    in_outputs = columns < num_outputs
     wait_for_inputs(OVERLAPS)
     slot, start, end, is_used = tile_at(
         tiles_ptr, tile, num_tiles, 0, num_slots, pairs_ptr is not None
@@ -175,8 +182,8 @@ def _expand_kernel(
             slot,
             rows,
             count,
-            tl.load(fields + 2),
-            tl.load(fields + 3),
+            tl.multiple_of(tl.load(fields + 2), 16),
+            tl.multiple_of(tl.load(fields + 3), 16),
         )
         mask = exist[:, None] & exist_rows[None, :]
         between = tl.zeros([PAIRS, ROWS], tl.float32)
@@ -186,7 +193,7 @@ def _expand_kernel(
         in_b = exist_rows[:, None] & in_outputs[None, :]
         b = tl.load(b_rows[:, None] + columns[None, :], in_b, 0.0).to(tl.float32)
         acc = tl.dot(between, b, acc, input_precision=PRECISION)
-    kept = tl.where(count > 0, tl.load(fields + 5), 0)
+    kept = tl.where(count > 0, num_outputs, 0)
     is_there = exist[:, None] & (columns < kept)[None, :]
     outputs = first_output + columns
     target = out_ptr + pairs.to(tl.int64)[:, None] * stride_out + outputs[None, :]
@@ -257,7 +264,8 @@ def tiles_by_adapter(slots: Tensor, num_slots: int) -> ExpertTiles:
 def add_adapters(
     x: Tensor, out: Tensor, bias: Tensor | None, adapters: LayerAdapters, tokens: AdapterTokens
 ) -> None:
-    """Adds to out [tokens, outputs] = x W^T + bias what the adapters of the tokens add to it."""
+    """Adds to out [tokens, outputs] = x W^T + bias what the adapters of the tokens add to it. What
+    was launched just before must have computed `out`, and not `x`."""
     pool, tiles = adapters.pool, tokens.tiles
     if not len(x):
         return
@@ -267,7 +275,7 @@ def add_adapters(
     groups = -(-pool.max_chunks * CHUNK_ROWS // ROWS)
     inputs = 64 if pool.chunks.dtype == torch.float32 else 128
     splits = num_splits(tiles.count * num_slices * groups, num_inputs, inputs)
-    part = -(-num_inputs // (splits * inputs)) * inputs
+    part = -(-num_inputs // (splits * inputs))
     width = num_slices * groups * ROWS
     between = torch.empty((splits, len(x), width), dtype=torch.float32, device=x.device)
     common = (pool.chunks, pool.tables, adapters.layout, tiles.tiles, tiles.pairs)
@@ -314,6 +322,9 @@ def add_adapters(
         PAIRS=tiles.size,
         OUTPUTS=OUTPUTS,
         PRECISION=precision(pool.chunks),
+        IS_ALIGNED=all(
+            one.first % 16 == 0 and one.num_outputs % 16 == 0 for one in adapters.slices
+        ),
         num_warps=4,
         **options,
     )
