@@ -177,8 +177,9 @@ class Adapters:
             return
         digest = file.digest
         hosted = self._hosted.get(digest)
-        self._metrics.host_queries.add(1)
-        self._metrics.host_hits.add(hosted is not None and hosted.is_loaded)
+        if call.new is not None:
+            self._metrics.host_queries.add(1)
+            self._metrics.host_hits.add(hosted is not None and hosted.is_loaded)
         if digest in self._queue:
             self._queue[digest].calls.append(call)
         elif hosted is not None and not self._is_late(now):

@@ -280,7 +280,7 @@ class ExpertGauges:
 
 
 class AdapterMetrics:
-    """Adapters (LoRA): where they were when they were needed. Read where there are some."""
+    """Adapters (LoRA): where they were when they were needed."""
 
     def __init__(self) -> None:
         self.device_queries = Counter(
@@ -307,6 +307,7 @@ class AdapterMetrics:
             "quire:adapter_pool_usage_perc", "Share of the devices' memory for adapters in use."
         )
         self.info: list[Gauge] = []
+        """`lora_requests_info`, where adapters are served."""
 
     def acquired(self, was_there: bool) -> None:
         """A sequence with an adapter got a row."""

@@ -9,11 +9,13 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from quire import LLM, AsyncLLM, BeamSearchParams, SamplingParams
@@ -309,6 +311,37 @@ def test_asyncio(tiny: Tiny, adapted: Adapted, tmp_path: Path) -> None:
             engine.shutdown()
 
     asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_a_thousand_adapters(tiny: Tiny, tmp_path: Path) -> None:
+    """Requests drawn by Zipf over a thousand folders of different content: no error, none starves,
+    and each has its own weights."""
+    save_adapter(tiny.model, tmp_path / "0", 0, r=8, target_modules=["q_proj", "down_proj"])
+    tensors = load_file(tmp_path / "0" / "adapter_model.safetensors")
+    config = (tmp_path / "0" / "adapter_config.json").read_text("utf-8")
+    for i in range(1, 1000):
+        (tmp_path / str(i)).mkdir()
+        (tmp_path / str(i) / "adapter_config.json").write_text(config, "utf-8")
+        changed = {name: tensor * (1 + i / 100) for name, tensor in tensors.items()}
+        save_file(changed, tmp_path / str(i) / "adapter_model.safetensors")
+    random = Random(0)
+    drawn = random.choices(range(1000), [1 / (i + 1) for i in range(1000)], k=400)
+    requests = [LoRARequest(str(i), i + 1, str(tmp_path / str(i))) for i in drawn]
+    prompts = [random_tokens(6, seed=i) for i in range(len(drawn))]
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    with adapters_llm(tiny, max_loras=4, max_lora_rank=8, max_cpu_loras=64) as llm:
+        outputs = llm.generate(prompts, params, lora_request=requests, use_tqdm=False)
+        values = {one.name: one.value for one in llm.get_metrics() if hasattr(one, "value")}
+        assert_at_rest(llm)
+    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
+    assert values["quire:adapter_device_queries"] == 400
+    assert values["quire:adapter_device_hits"] > 150 and values["quire:adapter_host_hits"] > 100
+    for place in random.sample(range(400), 5):
+        folder = requests[place].lora_path
+        model = peft.PeftModel.from_pretrained(copy.deepcopy(tiny.model), folder).eval()
+        (expected,) = greedy(model.merge_and_unload(), [prompts[place]], 4)
+        assert outputs[place].outputs[0].token_ids == expected
 
 
 @pytest.mark.slow
