@@ -343,8 +343,8 @@ class _TorchRanks:
         return f"GPU {self._device.index}, {torch.cuda.get_device_properties(self._device).uuid}"
 
     def _connect(self, store: dist.Store) -> None:
-        # Default arguments there keep the group that exists when it is first imported, as by torch's
-        # compiler or transformers; `_end_groups` could not end it then.
+        # Default arguments there keep the group that exists at the first import, such as that of
+        # torch's compiler or of transformers; `_end_groups` could not end it then.
         importlib.import_module("torch.distributed.nn.functional")
         dist.init_process_group(
             self._backend,
