@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 from quire import LLM, AsyncLLM, BeamSearchParams, SamplingParams
+from quire.config.device import core_shares
 from quire.engine.executors import distributed, launch, rank
 from quire.engine.executors.distributed import DistributedExecutor
 from quire.protocol.errors import EngineDeadError, OptionError
@@ -350,6 +351,13 @@ def test_results_of_forgotten_steps_are_dropped(
         monkeypatch.setattr(llm._core.grammars, "masks", fill_or_fail)
         found = [list(o.outputs[0].token_ids) for o in llm.generate(prompts(4), greedy)]
     assert found == expected and num_calls > 15
+
+
+def test_ranks_keep_to_cores_of_their_own(two: LLM) -> None:
+    """Where there is one for each; else the system moves them."""
+    everything = os.sched_getaffinity(0)
+    wanted = [set(share) or everything for share in core_shares(2)]
+    assert [os.sched_getaffinity(pid) for pid in sorted(rank_pids())] == wanted
 
 
 def test_ranks_end_with_the_object(tmp_path: Path) -> None:
