@@ -166,9 +166,7 @@ def test_greedy_tokens_are_those_of_transformers(tp: int, pp: int) -> None:
             lines = model(torch.tensor([[*prompt, *made]])).logits[0, len(prompt) - 1 : -1]
         lines = lines.double().log_softmax(-1)
         assert len(made) == 64
-        num_equal += (
-            made == lines.argmax(-1).tolist()
-        )  # then it is what transformers would generate
+        num_equal += made == lines.argmax(-1).tolist()  # as transformers would go on
         assert completion.logprobs is not None
         for token, line, entry in zip(made, lines, completion.logprobs, strict=True):
             assert entry[token].logprob == pytest.approx(float(line[token]), abs=1e-3)
