@@ -550,15 +550,15 @@ class Mxfp4Config(QuantizationConfig):
 
     def _listed(self, module: str) -> MatrixFormat | None:
         is_excluded = any(fnmatchcase(module, f"*{part}*") for part in self.excluded)
-        return None if is_excluded else _MXFP4
+        return None if is_excluded else MXFP4
 
     def _stored(self, module: str, tensors: Tensors) -> MatrixFormat | None:
         if not {"weight_packed", "blocks"}.intersection(tensors):
             raise self.unknown(module, tensors)
-        return _MXFP4
+        return MXFP4
 
 
-_MXFP4 = GroupFormat("mxfp4", 4, MXFP4_GROUP, is_symmetric=True)
+MXFP4 = GroupFormat("mxfp4", 4, MXFP4_GROUP, is_symmetric=True)
 _PARSERS = {
     "awq": AwqConfig.parse,
     "gptq": GptqConfig.parse,
