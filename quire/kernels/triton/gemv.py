@@ -139,7 +139,7 @@ def _gemv_kernel(
     tl.store(out_ptr + rows, total.to(out_ptr.dtype.element_ty), in_rows)
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
     """What a program works on at a time, and with how many warps."""
 
     outputs: int
@@ -149,22 +149,22 @@ class _Tile(NamedTuple):
     """Of these loads ahead of their use; None: as the compiler likes."""
 
 
-def _tile(num_inputs: int, has_norm: bool) -> _Tile:
+def _tile(num_inputs: int, has_norm: bool) -> Tile:
     """The quickest of those measured on an H200."""
     if num_inputs <= 1024:
-        return _Tile(2, 512, 2) if has_norm else _Tile(4, 512, 1)
+        return Tile(2, 512, 2) if has_norm else Tile(4, 512, 1)
     if has_norm:
-        return _Tile(4, 512, 1)
-    return _Tile(2, 1024, 4) if num_inputs < 4096 else _Tile(2, 2048, 2)
+        return Tile(4, 512, 1)
+    return Tile(2, 1024, 4) if num_inputs < 4096 else Tile(2, 2048, 2)
 
 
-def _tile8(num_outputs: int, block: tuple[int, int] | None, gated: bool) -> _Tile:
+def _tile8(num_outputs: int, block: tuple[int, int] | None, gated: bool) -> Tile:
     """The same for weights of 8 bits."""
     if gated:
-        return _Tile(16, 256, 2, 4)
+        return Tile(16, 256, 2, 4)
     if block is not None:
-        return _Tile(8, 256, 1, 5)
-    return _Tile(8, 512, 2, 4) if num_outputs <= 4096 else _Tile(8, 256, 2, 5)
+        return Tile(8, 256, 1, 5)
+    return Tile(8, 512, 2, 4) if num_outputs <= 4096 else Tile(8, 256, 2, 5)
 
 
 @dataclass(frozen=True)
@@ -185,6 +185,7 @@ def gemv(
     out: Tensor | None = None,
     scales: Tensor | None = None,
     block: tuple[int, int] | None = None,
+    tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x W^T + bias for x [1, inputs] and W [outputs, inputs], and x plus the residual.
 
@@ -198,9 +199,10 @@ def gemv(
         out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
     residual = norm.residual if norm is not None else None
     total = torch.empty_like(x) if residual is not None else x
-    tile = _tile(num_inputs, norm is not None)
-    if scales is not None:
+    if tile is None and scales is not None:
         tile = _tile8(num_outputs, block, gated)
+    elif tile is None:
+        tile = _tile(num_inputs, norm is not None)
     _gemv_kernel[(triton.cdiv(num_outputs, tile.outputs),)](
         x,
         residual,
