@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
     from quire.kernels.triton.grouped_matrix import GroupedMatrix
     from quire.kernels.triton.scaled_linear import ScaledMatrix
+    from quire.layers.quantization.matrices import DenseMatrix
 
-FORMATS = ("int4", "fp8", "fp8-block")
+FORMATS = ("int4", "fp8", "fp8-block", "bf16")
 TOKENS = (1, 8, 64, 256, 2048)
 ENGINE = "engine"
 STREAMS = (
@@ -51,6 +52,8 @@ PRODUCTS = (
 )
 GEMVS = ((8, 256, 2, 5), (8, 512, 2, 4), (4, 512, 2, 4), (4, 1024, 2, 4), (8, 256, 1, 5))
 """Outputs, inputs, warps, stages."""
+VECTOR_STREAMS = ((8, 4, 3), (8, 3, 4), (8, 6, 2), (8, 2, 99), (4, 6, 4), (16, 3, 2))
+"""Outputs, stages, programs of a multiprocessor."""
 
 Multiply = Callable[[Any, "Tensor"], "Tensor"]
 
@@ -69,7 +72,9 @@ def candidates(name: str, num_tokens: int) -> Mapping[str, Multiply]:
         if num_tokens > 64:
             found["dequantise, cuBLAS"] = _dequantise
     elif num_tokens == 1:
-        found |= {_named("gemv", one): partial(_gemv, one) for one in GEMVS}
+        found |= {_named("stream", one): partial(_vector, one) for one in VECTOR_STREAMS}
+        if name != "bf16":
+            found |= {_named("gemv", one): partial(_gemv, one) for one in GEMVS}
     elif name == "fp8-block" and num_tokens >= 64:
         found["tile"] = _tile
         for parts in (2, 4):
@@ -122,6 +127,21 @@ def _gemv(sizes: Sequence[int], matrix: ScaledMatrix, x: Tensor) -> Tensor:
 
     weight, scales, block = matrix.values, matrix.scales, matrix.block
     return gemv(x, weight, None, None, False, None, scales, block, Tile(*sizes))[0]
+
+
+def _vector(sizes: Sequence[int], matrix: ScaledMatrix | DenseMatrix, x: Tensor) -> Tensor:
+    from quire.kernels.hopper.vector_stream import Streams, multiply_vector, why_not
+    from quire.layers.quantization.matrices import DenseMatrix
+
+    if isinstance(matrix, DenseMatrix):
+        weight, scales, block = matrix.weight, None, None
+    else:
+        weight, scales, block = matrix.values, matrix.scales, matrix.block
+    reason = why_not(x, weight, block, Streams(*sizes))
+    assert reason is None, reason
+    out = _out(matrix, x)
+    multiply_vector(x, weight, None, out, scales, block, Streams(*sizes))
+    return out
 
 
 def _tile(matrix: ScaledMatrix, x: Tensor) -> Tensor:
@@ -258,7 +278,7 @@ def main(words: Sequence[str] | None = None) -> None:
         rows: list[list[str]] = []
         sums: dict[int, list[float]] = {}
         results[name] = []
-        speed = ceilings.matmul_flops_per_s * (1 if name == "int4" else 2)
+        speed = ceilings.matmul_flops_per_s * (2 if name in ("fp8", "fp8-block") else 1)
         for layer, (outputs, inputs, count) in layers.items():
             for one in measure(name, layer, outputs, inputs, arguments.tokens):
                 read = one["bytes"] / ceilings.read_bytes_per_s

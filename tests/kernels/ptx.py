@@ -161,7 +161,10 @@ def pretend_hopper() -> None:
                     continue
                 value = given[name]
                 if hasattr(value, "block_shape"):
-                    flat += [Descriptor(value.base, tuple(value.block_shape)), *value.shape]
+                    base = value.base
+                    if base.dtype.itemsize == 1:  # not all is known of floats of 8 bits
+                        base = base.view(torch.uint8)
+                    flat += [Descriptor(base, tuple(value.block_shape)), *value.shape]
                     flat += value.strides
                 else:
                     flat.append(value)
@@ -421,6 +424,11 @@ class _Program:
     def _cvt(self, kinds: list[str], operands: tuple[str, ...], active: Any) -> None:
         to, source = kinds[-2:]
         out, given = operands
+        if source == "e4m3x2":
+            raw = self.words(given).astype(np.uint16).view(np.uint8)
+            codes = torch.from_numpy(raw.reshape(-1, 2).copy()).view(torch.float8_e4m3fn)
+            self.put(out, _joined(codes.to(torch.float16)), active)
+            return
         if source == "bf16":
             value: NDArray[Any] = self.brain_floats(given)
         else:

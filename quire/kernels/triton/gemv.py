@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.hopper.overlap import launch_options, wait_for_inputs
+from quire.kernels.triton.grouped_matrix import is_hopper
 
 MAX_FUSED_INPUTS = 2048
 """Up to here it pays to normalise in passing: every program does it anew."""
@@ -167,6 +168,11 @@ def _tile8(num_outputs: int, block: tuple[int, int] | None, gated: bool) -> Tile
     return Tile(8, 512, 2, 4) if num_outputs <= 4096 else Tile(8, 256, 2, 5)
 
 
+STREAMS: tuple[int, int, int] | None = None
+"""Those of `hopper/vector_stream.py` to multiply by, which read further ahead; None, as no GPU has
+run it yet: by the kernel here."""
+
+
 @dataclass(frozen=True)
 class NormInput:
     """The input is x plus the residual, if any, RMS-normalised."""
@@ -197,6 +203,13 @@ def gemv(
     num_outputs = num_rows // 2 if gated else num_rows
     if out is None:
         out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
+    if STREAMS is not None and norm is None and not gated and is_hopper(x.device):
+        from quire.kernels.hopper import vector_stream
+
+        streams = vector_stream.Streams(*STREAMS)
+        if vector_stream.why_not(x, weight, block, streams) is None:
+            vector_stream.multiply_vector(x, weight, bias, out, scales, block, streams)
+            return out, x
     residual = norm.residual if norm is not None else None
     total = torch.empty_like(x) if residual is not None else x
     if tile is None and scales is not None:
