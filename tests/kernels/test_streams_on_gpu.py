@@ -11,7 +11,7 @@ from quire.kernels.torch.quantized_weights import ScaledWeights
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("streams", [(8, 4, 3), (8, 2, 99), (16, 3, 2), (4, 6, 4)])
+@pytest.mark.parametrize("streams", [(8, 4, 3), (8, 2, 99), (16, 3, 2)])
 @pytest.mark.parametrize("kind", ["rows", "blocks", "bfloat16", "float16"])
 @pytest.mark.parametrize(
     "shape", [(6144, 4096), (28672, 4096), (4096, 14336), (136, 2208), (43, 1296), (128256, 4096)]
@@ -43,7 +43,7 @@ def test_vectors(shape: tuple[int, int], kind: str, streams: tuple[int, int, int
     x = torch.randn(1, inputs, device="cuda").to(dtype)
     expected = F.linear(x.double(), exact, bias.double())
     found = []
-    for _ in range(20):
+    for _ in range(50):
         out = torch.full_like(expected, torch.nan, dtype=dtype)
         multiply_vector(x, weight, bias, out, scales, block, Streams(*streams))
         found.append(out)
