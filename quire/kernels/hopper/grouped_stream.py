@@ -79,26 +79,37 @@ def _load_groups(
 @gluon.jit
 def _load_inputs(
     x_ptr, stride_x, num_tokens, num_inputs, first_input, PARTS: gl.constexpr, RUN: gl.constexpr,
-    TOKENS: gl.constexpr, IS_ONE: gl.constexpr, IS_WHOLE: gl.constexpr, layout: gl.constexpr,
+    TOKENS: gl.constexpr, IS_ONE: gl.constexpr, IS_WHOLE: gl.constexpr, held: gl.constexpr,
+    layout: gl.constexpr,
 ):  # fmt: skip
-    """Those of a field of each part, [PARTS, RUN, TOKENS]; of a single token in every column."""
-    rows: gl.constexpr = gl.SliceLayout(2, layout)
+    """Those of a field of each part, [PARTS, RUN, TOKENS] in the order of tensor cores; of a single
+    token in every column."""
+    rows: gl.constexpr = gl.SliceLayout(2, held)
     part = gl.arange(0, PARTS, layout=gl.SliceLayout(1, rows))[:, None]
     run = gl.arange(0, RUN, layout=gl.SliceLayout(0, rows))[None, :]
+    token = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, gl.SliceLayout(0, held)))
+    token = token[None, :][None, :, :]
     # What does not change from step to step is added first, so that it is computed once.
-    at = part * (FIELDS * RUN) + run
-    if IS_ONE:
-        ptrs = x_ptr + at + first_input
-        x = gl.load(ptrs) if IS_WHOLE else gl.load(ptrs, at + first_input < num_inputs, 0.0)
-        filled = gl.full([PARTS, RUN, TOKENS], 0.0, x.dtype, layout)
-        return gl.broadcast(x[:, :, None], filled)[0]
-    else:
-        token = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, gl.SliceLayout(0, layout)))
-        mask = (token < num_tokens)[None, :][None, :, :]
-        if not IS_WHOLE:
-            mask = (at + first_input < num_inputs)[:, :, None] & mask
-        ptrs = x_ptr + (token * stride_x)[None, :][None, :, :] + at[:, :, None] + first_input
-        return gl.load(ptrs, mask, 0.0)
+    at = (part * (FIELDS * RUN) + run)[:, :, None]
+    mask = token < (TOKENS if IS_ONE else num_tokens)
+    if not IS_WHOLE:
+        mask = mask & (at + first_input < num_inputs)
+    offset = token * 0 if IS_ONE else token * stride_x
+    ptrs = x_ptr + offset + at + first_input
+    x = gl.load(ptrs) if IS_ONE and IS_WHOLE else gl.load(ptrs, mask, 0.0)
+    by_thread = x.reshape([PARTS, RUN // 32, 4, 2, 2, 2, TOKENS]).permute([0, 1, 3, 4, 2, 5, 6])
+    return gl.convert_layout(by_thread.reshape([PARTS, RUN, TOKENS]), layout)
+
+
+@gluon.jit
+def _load_words(words, OUTPUTS: gl.constexpr, held: gl.constexpr, layout: gl.constexpr):
+    """[PARTS, OUTPUTS, RUN] in the order of tensor cores."""
+    PARTS: gl.constexpr = words.type.shape[0]
+    RUN: gl.constexpr = words.type.shape[3]
+    found = words.reshape([PARTS, OUTPUTS, RUN]).load(held)
+    by_thread = found.reshape([PARTS, OUTPUTS, RUN // 32, 4, 2, 2, 2])
+    by_thread = by_thread.permute([0, 1, 2, 4, 5, 3, 6])
+    return gl.convert_layout(by_thread.reshape([PARTS, OUTPUTS, RUN]), layout)
 
 
 @gluon.jit
@@ -145,7 +156,8 @@ def stream_kernel(
     GROUP_RUNS: gl.constexpr,
     TOKENS: gl.constexpr,
     STAGES: gl.constexpr,
-    WIDTH: gl.constexpr,
+    WORDS_HELD: gl.constexpr,
+    INPUTS_HELD: gl.constexpr,
     IS_ONE: gl.constexpr,
     IS_WHOLE: gl.constexpr,
     OVERLAPS: gl.constexpr,
@@ -157,8 +169,8 @@ def stream_kernel(
     RUN: gl.constexpr = low_desc.block_shape[3]
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1, 1], [1, 16, 8])
-    a_layout: gl.constexpr = gl.DotOperandLayout(0, layout, WIDTH)
-    b_layout: gl.constexpr = gl.DotOperandLayout(1, layout, WIDTH)
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    b_layout: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
     pointers = (scales_ptr, zeros_ptr, minima_ptr)
     words_smem = gl.allocate_shared_memory(
         gl.int32, [STAGES, PARTS, HALVES, OUTPUTS // HALVES, RUN], low_desc.layout
@@ -193,7 +205,7 @@ def stream_kernel(
             GROUP_RUNS, ZERO, a_layout, layout,
         )  # fmt: skip
         mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1)
-        words = words_smem.index(count % STAGES).reshape([PARTS, OUTPUTS, RUN]).load(a_layout)
+        words = _load_words(words_smem.index(count % STAGES), OUTPUTS, WORDS_HELD, a_layout)
         barrier()
         if count + STAGES < total:
             _fill(low_desc, words_smem, full, count, coming_tile, coming_first)
@@ -203,7 +215,7 @@ def stream_kernel(
             scale, zero, minimum = groups[field // GROUP_RUNS]
             x = _load_inputs(
                 x_ptr, stride_x, num_tokens, num_inputs, (first * FIELDS + field) * RUN,
-                PARTS, RUN, TOKENS, IS_ONE, IS_WHOLE, b_layout,
+                PARTS, RUN, TOKENS, IS_ONE, IS_WHOLE, INPUTS_HELD, b_layout,
             )  # fmt: skip
             one = mma_v2(unpack(words, field, dtype), x, zeros)
             one = mma_v2(gl.broadcast(lowering(zero, field, dtype), ones)[0], x, one)
@@ -219,6 +231,30 @@ def stream_kernel(
             _finish(out_ptr, bias_ptr, acc, tile, num_tokens, num_outputs, stride_out, HALVES)
             acc = zeros
         tile, first, groups = next_tile, next_first, next_groups
+
+
+def held_by_threads(
+    parts: int, run: int
+) -> tuple[gl.DistributedLinearLayout, gl.DistributedLinearLayout]:
+    """Which words and which inputs a thread loads: eight neighbours at a time, where tensor cores
+    want four pairs that lie apart. As both are in the same order, products are the same."""
+    further = [1 << bit for bit in range(5, run.bit_length() - 1)]
+    warps = [1 << bit for bit in range(parts.bit_length() - 1)]
+    words = gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], *([0, 0, one] for one in further), [0, 8, 0]],
+        [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        [[one, 0, 0] for one in warps],
+        [],
+        [parts, 16, run],
+    )
+    inputs = gl.DistributedLinearLayout(
+        [[0, 1, 0], [0, 2, 0], [0, 4, 0], *([0, one, 0] for one in further)],
+        [[0, 8, 0], [0, 16, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]],
+        [[one, 0, 0] for one in warps],
+        [],
+        [parts, run, 8],
+    )
+    return words, inputs
 
 
 def words_descriptor(elements: Tensor, parts: int, outputs: int, gated: bool) -> TensorDescriptor:

@@ -109,7 +109,6 @@ class StreamTile(NamedTuple):
     programs: int
     registers: int | None = None
     """Of a thread; None: as the compiler likes."""
-    width: int = 2
 
     outputs: ClassVar[int] = 16
     tokens: ClassVar[int] = 8
@@ -369,13 +368,14 @@ class GroupedMatrix:
         self, x: Tensor, bias: Tensor | None, out: Tensor, tile: StreamTile, gated: bool = False
     ) -> None:
         """Of few tokens, by programs that go on from tile to tile."""
-        from quire.kernels.hopper.grouped_stream import stream_kernel, words_descriptor
+        from quire.kernels.hopper import grouped_stream
 
+        words_held, inputs_held = grouped_stream.held_by_threads(tile.parts, self.run)
         options = {} if tile.registers is None else {"maxnreg": tile.registers}
         at_once = tile.programs * multiprocessors(out.device)
-        stream_kernel[(min(triton.cdiv(self.num_outputs, tile.outputs), at_once),)](
+        grouped_stream.stream_kernel[(min(triton.cdiv(self.num_outputs, tile.outputs), at_once),)](
             x,
-            words_descriptor(self.low, tile.parts, tile.outputs, gated),
+            grouped_stream.words_descriptor(self.low, tile.parts, tile.outputs, gated),
             self.scales,
             self.zeros,
             self.minima,
@@ -391,7 +391,8 @@ class GroupedMatrix:
             GROUP_RUNS=self.group_runs,
             TOKENS=tile.tokens,
             STAGES=tile.stages,
-            WIDTH=tile.width,
+            WORDS_HELD=words_held,
+            INPUTS_HELD=inputs_held,
             IS_ONE=len(x) == 1,
             IS_WHOLE=self.num_inputs % (FIELDS * self.run * tile.parts) == 0,
             num_warps=tile.parts,
