@@ -23,6 +23,7 @@ from quire.protocol.errors import AdapterError
 from tests.layers.ranks import on_ranks
 from tests.models.adapters import AdaptedRun, Weights, place, random_adapter
 from tests.models.reference import (
+    FAMILIES,
     PagedRun,
     random_model,
     random_tokens,
@@ -145,6 +146,38 @@ def test_as_peft(case: str, tmp_path: Path) -> None:
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
         if slot >= 0:
             assert (expected - reference_logits(base, tokens)).abs().max() > 0.1
+
+
+LATENT_EXPANSION = "kv_b_proj"
+"""Takes no adapter."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str, tmp_path: Path) -> None:
+    """All linear layers and embeddings that are no experts, by the names of their modules."""
+    base = random_model(family)
+    kinds = ("Linear", "Conv1D", "Embedding")
+    found = {
+        path.rpartition(".")[2]
+        for path, module in base.named_modules()
+        if type(module).__name__ in kinds or path.endswith("embed_tokens")
+    }
+    found -= {"wpe", "embed_positions", LATENT_EXPANSION}
+    config = load_model_config(str(save_safetensors(base, tmp_path)))
+    if config.experts is not None:  # peft takes their names for those of experts
+        found -= {"gate_proj", "up_proj", "down_proj"}
+    model = load_model(config, dtype=torch.float32, device="cpu")
+    transposed = {"fan_in_fan_out": True} if family == "gpt2" else {}
+    adapted, weights = random_adapter(base, 3, r=4, target_modules=sorted(found), **transposed)
+    layers = AdapterLayers.of(model, max_adapters=1, num_chunks=1)
+    place(layers, [weights])
+    tokens = random_tokens(30)
+    run = AdaptedRun(layers, [0, -1], model, config, [tokens, tokens], CpuBackend)
+    run.step({0: 20, 1: 30})
+    run.step({0: 10})
+    for reference, logits in zip((adapted, base), run.all_logits(), strict=True):
+        expected = reference_logits(reference, tokens)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("isa", ISAS)
