@@ -133,7 +133,7 @@ class RowLinear(Linear):
 
     def gated_matrix(self, num_tokens: int) -> GatedMatrix | None:
         """What `after_gates` multiplies; None where gates are better applied before."""
-        if len(self.matrices) != 1:
+        if len(self.matrices) != 1 or self.method.tokens is not None:
             return None
         matrix = cast(GatedMatrix, self.matrices[0])
         # `isinstance` would take as long as a launch, in each layer of each step.

@@ -91,6 +91,8 @@ class CausalLM(nn.Module, ABC):
     weight_map: WeightMap
     lm_head: LMHead
     """Of the last stage."""
+    elsewhere: frozenset[str] = frozenset()
+    """Modules of a checkpoint that other stages alone have, or ranks with other experts."""
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         """Makes the layers of a rank's stage as `build` says; their weights are left

@@ -278,6 +278,59 @@ assert not over, over
 print("done")
 """
 
+ADAPTERS = """
+import sys, torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from quire.kernels.adapter_pool import AdapterPool, AdapterSlice, AdapterTokens, LayerAdapters
+from quire.kernels.triton import lora
+from quire.kernels.triton.compile import CompilingTogether
+
+TARGETS = {
+    "amd": GPUTarget("hip", "gfx90a", 64),
+    "turing": GPUTarget("cuda", 75, 32),
+    "hopper": GPUTarget("cuda", 90, 32),
+}
+KIND = torch.float16 if sys.argv[1] == "turing" else torch.bfloat16
+if sys.argv[1] == "hopper":
+    lora.precision = lambda chunks: "ieee" if chunks.dtype == torch.float32 else "tf32"
+    lora.launch_options = lambda tensor: {"OVERLAPS": True, "launch_pdl": True}
+
+class Driver:
+    get_current_target = staticmethod(lambda: TARGETS[sys.argv[1]])
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+
+driver.set_active(Driver())
+
+def layer(dtype):
+    state = torch.zeros(4, 12, dtype=torch.int32)
+    pool = AdapterPool(torch.zeros(8, 100000, dtype=dtype), state[:, :4])
+    slices = [
+        AdapterSlice(i * 512, 512, 1024, 0, 1024, 9000, 512, 20000, 21000, state[:, 4], state[:, 8])
+        for i in range(3)
+    ]
+    return LayerAdapters.of(pool, slices)
+
+with CompilingTogether(2) as together:
+    for dtype in (torch.float32, KIND):
+        adapters, bias = layer(dtype), torch.zeros(1536, dtype=dtype)
+        for count in (1, 100, 1000, 2000):
+            slots = torch.zeros(count, dtype=torch.int32)
+            tokens = AdapterTokens(slots, lora.tiles_by_adapter(slots, 4))
+            x, out = torch.zeros(count, 1024, dtype=dtype), torch.zeros(count, 1536, dtype=dtype)
+            lora.add_adapters(x, out, bias, adapters, tokens)
+        one = LayerAdapters.of(adapters.pool, adapters.slices[:1])
+        lora.add_to_embedding(slots.long(), out, one, tokens)
+failed = [job.exception() for job in together._jobs.values() if job.exception()]
+assert not failed, failed
+made = [job.result() for job in together._jobs.values()]
+# Of each type: both products for a token and for three sizes of tiles, embeddings; and the sort.
+assert len(made) >= 2 * (2 * 4 + 1), len(made)
+assert max(kernel.metadata.shared for kernel in made) <= 1 << 16, made
+print("done")
+"""
+
 
 def test_kernels_are_compiled_and_not_launched(tmp_path: Path) -> None:
     run(PROGRAM, tmp_path)
@@ -338,6 +391,13 @@ RELEASED_EXPERTS = {
 @pytest.mark.parametrize("name", RELEASED_EXPERTS)
 def test_experts_of_released_models_compile_for_hopper(name: str, tmp_path: Path) -> None:
     run(EXPERTS, tmp_path, "90", str(227 << 10), *RELEASED_EXPERTS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["amd", "turing", "hopper"])
+def test_adapters_compile(target: str, tmp_path: Path) -> None:
+    """For a token by itself and for tiles of all sizes, in 64 KiB of shared memory."""
+    run(ADAPTERS, tmp_path, target)
 
 
 def run(text: str, tmp_path: Path, *arguments: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 LIBRARY_NAME = "libquire_cpu.so"
 ISAS = ("generic", "avx2", "avx512")
-ABI = 21
+ABI = 22
 
 
 def _find_library() -> Path:
@@ -119,6 +119,8 @@ class LayerCall(ctypes.Structure):
         ("is_gated", ctypes.c_bool),
         ("out", ctypes.c_void_p),
         ("out_stride", ctypes.c_int64),
+        ("adapters", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
         ("num_threads", ctypes.c_int32),
     )
 
@@ -206,6 +208,18 @@ PACKED_LINEAR = (
     ctypes.c_void_p,  # bias
     ctypes.c_void_p,  # out
     ctypes.c_int64,  # out_stride
+    ctypes.c_int32,  # num_threads
+)
+ADD_ADAPTERS = (
+    ctypes.c_void_p,  # adapters
+    ctypes.c_void_p,  # slots
+    ctypes.c_void_p,  # x
+    ctypes.c_int64,  # x_stride
+    ctypes.c_int64,  # num_tokens
+    ctypes.c_void_p,  # bias
+    ctypes.c_void_p,  # out
+    ctypes.c_int64,  # out_stride
+    ctypes.c_int64,  # num_outputs
     ctypes.c_int32,  # num_threads
 )
 FLOAT_LINEARS = (
@@ -398,6 +412,7 @@ def load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     library.quire_pack_codes.argtypes = PACK_CODES
     library.quire_pack_codes.restype = None
     library.quire_norm_linear.argtypes = (ctypes.POINTER(NativeMatrix), ctypes.POINTER(LayerCall))
+    library.quire_add_adapters.argtypes = ADD_ADAPTERS
     heads = (QKVCall, WriteCall, AttentionCall)
     library.quire_attend_qkv.argtypes = tuple(ctypes.POINTER(call) for call in heads)
     library.quire_largest.argtypes = LARGEST

@@ -17,6 +17,7 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
+from quire.kernels.adapter_pool import AdapterTokens
 from quire.kernels.cpu.library import (
     FloatLinearCall,
     LayerCall,
@@ -26,6 +27,7 @@ from quire.kernels.cpu.library import (
     num_threads,
     require_rows,
 )
+from quire.kernels.cpu.lora import NativeAdapters, slots_address
 from quire.kernels.cpu.memory import Empty
 from quire.kernels.cpu.packing import GROUP, group_bytes, int8_group_bytes, pack_rows
 from quire.kernels.torch.linear import KINDS, check_inputs, check_rows
@@ -56,9 +58,11 @@ class PackedMatrix(ABC):
         eps: float,
         bias: Tensor | None = None,
         gated: bool = False,
+        adapters: NativeAdapters | None = None,
+        tokens: AdapterTokens | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(norm(x + residual) W^T + bias, x + residual), with silu(gate) * up of the first if
-        `gated`; the residual is overwritten."""
+        `gated`; the residual is overwritten. What `adapters` of the tokens add is in it."""
         weight = self.handle.contents
         num_inputs, num_outputs = weight.num_inputs, weight.num_outputs
         num_tokens, x_stride = x.shape[0], require_rows("x", x, num_inputs)
@@ -84,6 +88,8 @@ class PackedMatrix(ABC):
             gated,
             out.data_ptr(),
             width,
+            None if adapters is None else adapters.address,
+            None if tokens is None else slots_address(tokens, num_tokens),
             num_threads(),
         )
         if _norm_entry()(self.handle, call) != 0:

@@ -270,6 +270,9 @@ class Packed:
     is where the packer gets its memory from; `formats` are those of shards that a checkpoint has
     quantised, with the names of their modules there."""
 
+    adapters = None
+    tokens = None
+
     def __init__(
         self,
         packer: Packer,

@@ -20,6 +20,7 @@ struct Job {
   const Layer& layer;
   const Product& product;
   const Pointwise& pointwise;
+  const Deltas& deltas;
   const Pieces pieces;
   float* normal;   // [num_tokens, num_inputs], with a norm
   float* wide;     // [num_tokens, num_outputs], with gates that do not fill groups
@@ -38,15 +39,29 @@ struct Job {
       }
     }
     product.lay(first, end);
+    if (!deltas.exist()) return;
+    const int64_t n = product.num_inputs();
+    for (int64_t token = first; token < end; ++token)
+      deltas.shrink(token, normal ? normal + token * n : layer.x + token * layer.x_stride);
+  }
+
+  // Adds what adapters have to outputs from `group` on that lie at `out`.
+  void adapt(int64_t group, int64_t end_group, int64_t token, int64_t end_token, float* out,
+             int64_t stride) const {
+    if (!deltas.exist()) return;
+    const int64_t first = group * Product::kGroupRows;
+    const int64_t end = least(end_group * Product::kGroupRows, product.num_outputs());
+    for (int64_t t = token; t < end_token; ++t)
+      deltas.expand(t, first, end, out + (t - token) * stride);
   }
 
   void multiply(int64_t piece, float* own_scratch) const {
     const auto [group, end_group, token, end_token] = pieces.at(piece);
     if (scratch) return multiply_gated(group, end_group, token, end_token, own_scratch);
-    float* out = wide ? wide : layer.out;
     const int64_t stride = wide ? product.num_outputs() : layer.out_stride;
-    product.multiply(group, end_group, token, end_token,
-                     out + token * stride + group * Product::kGroupRows, stride);
+    float* out = (wide ? wide : layer.out) + token * stride + group * Product::kGroupRows;
+    product.multiply(group, end_group, token, end_token, out, stride);
+    adapt(group, end_group, token, end_token, out, stride);
   }
 
   void multiply_gated(int64_t group, int64_t end_group, int64_t first, int64_t end_token,
@@ -58,6 +73,9 @@ struct Job {
       product.multiply(group, end_group, token, end, gates, 2 * width);
       product.multiply(group + pieces.num_groups, end_group + pieces.num_groups, token, end,
                        gates + width, 2 * width);
+      adapt(group, end_group, token, end, gates, 2 * width);
+      adapt(group + pieces.num_groups, end_group + pieces.num_groups, token, end, gates + width,
+            2 * width);
       for (int64_t t = token; t < end; ++t) {
         const float* from = gates + (t - token) * 2 * width;
         pointwise.silu_and_mul(from, from + width, static_cast<int32_t>(width),
@@ -112,22 +130,27 @@ int compute(const Layer& layer, Product product) {
 
   const size_t scratch_floats = static_cast<size_t>(
       fills_groups ? Job<Product>::gated_tokens(product) * 2 * pieces.groups * Product::kGroupRows : 0);
+  Deltas deltas(layer.adapters, layer.slots, layer.bias);
   Space space;
   const size_t laid = space.add(product.laid_bytes());
   const size_t normal = space.add(layer.norm_weight ? sizeof(float) * static_cast<size_t>(num_inputs) : 0);
   const size_t wide = space.add(is_wide ? sizeof(float) * static_cast<size_t>(num_tokens * num_outputs) : 0);
   const size_t scratch = space.add(sizeof(float) * scratch_floats * static_cast<size_t>(threads));
+  const size_t between =
+      space.add(sizeof(float) * static_cast<size_t>(num_tokens * deltas.width()));
   void* memory = nullptr;
   if (space.bytes && posix_memalign(&memory, 64, space.bytes) != 0) return -1;
   char* at = static_cast<char*>(memory);
   const auto floats = [&](size_t offset) { return reinterpret_cast<float*>(at + offset); };
   product.set_inputs(layer.norm_weight ? floats(normal) : layer.x,
                      layer.norm_weight ? product.num_inputs() : layer.x_stride, at + laid);
+  deltas.set_space(floats(between));
   Job<Product> job = {layer,
                       product,
                       chosen_pointwise(),
+                      deltas,
                       pieces,
-                      floats(normal),
+                      layer.norm_weight ? floats(normal) : nullptr,
                       is_wide ? floats(wide) : nullptr,
                       fills_groups ? floats(scratch) : nullptr,
                       scratch_floats,
@@ -178,7 +201,8 @@ int quire_packed_linear(const quire::PackedMatrix* matrix, const float* x, int64
                         int64_t num_tokens, const float* bias, float* out, int64_t out_stride,
                         int32_t num_threads) {
   const quire::Layer layer = {x,    x_stride, num_tokens, nullptr,    0.0f,       nullptr,
-                              bias, false,    out,        out_stride, num_threads};
+                              bias, false,    out,        out_stride, nullptr,
+                              nullptr, num_threads};
   return quire::compute(layer, quire::BlockProduct(*matrix, bias, num_tokens, quire::chosen_blocks()));
 }
 
@@ -186,7 +210,8 @@ int quire_packed_linear(const quire::PackedMatrix* matrix, const float* x, int64
 int quire_float_linear(const quire::FloatLinearCall* call) {
   const quire::Layer layer = {call->x, call->x_stride, call->num_tokens, nullptr,
                               0.0f,    nullptr,        call->bias,       false,
-                              call->out, call->out_stride, call->num_threads};
+                              call->out, call->out_stride, nullptr,           nullptr,
+                              call->num_threads};
   return quire::compute(layer, quire::FloatProduct(*call, quire::chosen_kernel()));
 }
 

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "adapters.h"
 #include "attention.h"
 #include "phase.h"
 #include "quantized.h"
@@ -23,6 +24,8 @@ struct Layer {
   bool is_gated;      // the outputs are gates, then as many values: out = silu(gate) * value
   float* out;
   int64_t out_stride;
+  const Adapters* adapters;  // or null
+  const int32_t* slots;      // of each token: its adapter; null if none has one
   int32_t num_threads;
 };
 
