@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 
@@ -43,6 +44,7 @@ class AdapterFolders:
         if known is not None and known[0] == signature and not reference.load_inplace:
             return known[1]
         file = read_adapter(reference.lora_path, reference.lora_name)
+        file = replace(file, modules={}, places={})  # ranks read these for themselves
         with self._lock:
             self._known[reference.lora_path] = signature, file
             self._known.move_to_end(reference.lora_path)

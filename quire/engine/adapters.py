@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from quire.engine.executors.base import Executor
 from quire.files.adapter import AdapterFile
 from quire.metrics.engine import AdapterMetrics
 from quire.protocol.adapter import AdapterContent, AdapterLimits, LoRARequest, chunks_for
-from quire.protocol.errors import AdapterError, QuireError
+from quire.protocol.errors import AdapterError, EngineDeadError, QuireError
 from quire.protocol.output import FinishedSequence
 from quire.protocol.request import NewRequest
 from quire.scheduler.adapters import AdapterSlots
@@ -84,6 +85,8 @@ class Adapters:
     ) -> None:
         self._scheduler, self._slots, self._executor = scheduler, slots, executor
         self._limits, self._reader, self._metrics = limits, reader, metrics
+        self._open: dict[_Call, None] = {}
+        """What is not answered yet."""
         self._num_awaited = 0
         """Folders that are being read and adapters that load."""
         self._read: deque[tuple[_Call, Future[AdapterFile]]] = deque()
@@ -110,11 +113,23 @@ class Adapters:
         return self._begin(_Call(reference, _running_future(), now))
 
     def _begin(self, call: _Call) -> Future[None]:
+        self._open[call] = None
+        self._read_folder(call)
+        self.poll(call.since)
+        return call.accepted
+
+    def _read_folder(self, call: _Call) -> None:
         self._num_awaited += 1
         reading = self._reader.read(call.reference)
         reading.add_done_callback(lambda done: self._read.append((call, done)))
-        self.poll(call.since)
-        return call.accepted
+
+    def _settle(self, call: _Call, error: Exception | None = None) -> None:
+        """A call is answered."""
+        del self._open[call]
+        if error is None:
+            call.accepted.set_result(None)
+        else:
+            call.accepted.set_exception(error)
 
     def forget(self, finished: Iterable[FinishedSequence]) -> None:
         """Sequences have ended."""
@@ -132,16 +147,11 @@ class Adapters:
         return self._num_awaited > 0 or bool(self._queue)
 
     def shutdown(self) -> None:
-        for call in self._open_calls():
-            if not call.accepted.done():
-                call.accepted.set_result(None)  # its last output says what happened
+        ended = EngineDeadError("the engine has stopped, and loads no adapters any more.")
+        for call in list(self._open):
+            # What became of a request its last output says.
+            self._settle(call, ended if call.new is None else None)
         self._reader.shutdown()
-
-    def _open_calls(self) -> Iterator[_Call]:
-        for hosted in self._hosted.values():
-            yield from hosted.calls
-        for queued in self._queue.values():
-            yield from queued.calls
 
     # --- loading --------------------------------------------------------------------------------
 
@@ -247,8 +257,12 @@ class Adapters:
         del self._hosted[digest]
         self._executor.drop_adapter(digest)  # others may have it
         for call in hosted.calls:
-            if self._is_wanted(call):
+            if not self._is_wanted(call):
+                continue
+            if str(Path(call.reference.lora_path).expanduser()) == hosted.file.folder:
                 self._refuse(call, error)
+            else:
+                self._read_folder(call)  # its own folder holds the same, and may be all right
 
     def _accept(self, hosted: _Hosted) -> None:
         content = AdapterContent(hosted.file.digest, chunks_for(hosted.file.rank))
@@ -264,13 +278,15 @@ class Adapters:
                 hosted.num_users += len(keys)
                 self._scheduler.set_adapter(new.request_id, content)
                 self._scheduler.make_ready(new.request_id)
-            call.accepted.set_result(None)
+            self._settle(call)
 
     def _is_wanted(self, call: _Call) -> bool:
         """Whether the request is still there; it may have been aborted, or out of time."""
+        if call not in self._open:
+            return False
         if call.new is None or self._scheduler.is_held_back(call.new.request_id):
             return True
-        call.accepted.set_result(None)
+        self._settle(call)
         return False
 
     def _refuse(self, call: _Call, error: Exception) -> None:
@@ -281,7 +297,7 @@ class Adapters:
             )
         if call.new is not None:
             self._scheduler.fail_request(call.new.request_id, str(error), is_own_fault=True)
-        call.accepted.set_exception(error)
+        self._settle(call, error)
 
     # --- operating --------------------------------------------------------------------------------
 

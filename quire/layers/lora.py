@@ -8,6 +8,7 @@ an adapter computes as if there were none.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -47,6 +48,8 @@ from quire.layers.weights import (
     WeightedLayer,
 )
 from quire.protocol.errors import AdapterError
+
+logger = logging.getLogger(__name__)
 
 ALIGNMENT = 16
 """Numbers of the pool: kernels read vectors."""
@@ -284,6 +287,11 @@ class AdapterLayers:
                     is_embedding,
                     can_be_replaced=is_embedding or is_head,
                 )
+        if mixtures:
+            logger.info(
+                "slower: tokens whose adapters have experts: computed a second time, expert by "
+                "expert"
+            )
         for mixture in mixtures:
             self._places.update(mixture.attach(self, slices))
             self._elsewhere |= mixture.elsewhere

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 from random import Random
 
+import numpy as np
 import pytest
 
-from quire.protocol.adapter import AdapterLimits
-from quire.protocol.errors import RequestError
+from quire.protocol.adapter import AdapterLimits, LoRARequest
+from quire.protocol.errors import EngineDeadError, RequestError
+from quire.protocol.request import NewRequest
+from quire.protocol.sampling import SamplingParams
 from quire.scheduler.adapters import AdapterSlots
 from tests.engine.driver import Engine, numbers
 
@@ -200,6 +203,37 @@ def test_a_fault_costs_its_own_request_alone(fault: str) -> None:
     assert [one.ended[key].finish_reason for key in good] == ["length"] * 2
     if fault == "large-64":
         assert "max_lora_rank is 8" in (one.ended[bad].error or "")
+
+
+def test_of_two_folders_with_the_same_content_one_may_vanish() -> None:
+    one = engine(load_polls=2)
+    one.folders.holds = {"vanished": "v-8", "there": "v-8"}
+    one.toy.vanished.add("vanished")
+    keys = [one.add(numbers(9), adapter=folder) for folder in ("vanished", "there")]
+    one.step(6)
+    one.finish()
+    assert [one.ended[key].finish_reason for key in keys] == ["error", "length"]
+
+
+@pytest.mark.parametrize("how", ["death", "shutdown"])
+def test_callers_learn_of_the_end_of_the_engine(how: str) -> None:
+    one = engine(load_polls=100)
+    loading = one.core.load_adapter("a", 1, "a-8")
+    params = SamplingParams(max_tokens=1)
+    new = NewRequest(
+        7, "r", np.array([1, 2], np.int32), params, 0.0, adapter=LoRARequest("b", 2, "b-8")
+    )
+    accepted = one.core.add(new)
+    one.step()
+    assert accepted is not None and not accepted.done() and not loading.done()
+    if how == "death":
+        one.core.die("a fault", RuntimeError("a fault"))
+    else:
+        one.core.shutdown()
+    assert isinstance(loading.exception(), EngineDeadError) and accepted.exception() is None
+    assert one.core.take_ended().finished[0].finish_reason == "error"
+    with pytest.raises(EngineDeadError):
+        one.core.load_adapter("c", 3, "c-8")
 
 
 def test_the_host_holds_no_more_than_it_may_and_all_get_their_turn() -> None:

@@ -366,8 +366,8 @@ class ToyExecutor:
         """After each sample `num_drafts` tokens are proposed, some of them wrong. An adapter is
         loaded after `load_polls` polls."""
         self._load_polls = load_polls
-        self._loading: list[tuple[int, str, Future[None]]] = []
-        """With the poll after which each is there."""
+        self._loading: list[tuple[int, str, str, Future[None]]] = []
+        """With the poll after which each is there, or what is wrong with it."""
         self._num_polls = 0
         self.hosted: set[str] = set()
         """Adapters in host memory."""
@@ -443,18 +443,20 @@ class ToyExecutor:
 
     def load_adapter(self, name: str, folder: str, digest: str) -> Future[None]:
         loading: Future[None] = Future()
-        if folder in self.vanished:
-            loading.set_exception(AdapterError(f"adapter {name!r}: {folder} is gone"))
-            return loading
-        self._loading.append((self._num_polls + self._load_polls, digest, loading))
+        gone = f"adapter {name!r}: {folder} is gone" if folder in self.vanished else ""
+        self._loading.append((self._num_polls + self._load_polls, digest, gone, loading))
         self._end_loading()
         return loading
 
     def _end_loading(self) -> None:
         for entry in [one for one in self._loading if one[0] <= self._num_polls]:
+            _, digest, gone, loading = entry
             self._loading.remove(entry)
-            self.hosted.add(entry[1])
-            entry[2].set_result(None)
+            if gone:
+                loading.set_exception(AdapterError(gone))
+            else:
+                self.hosted.add(digest)
+                loading.set_result(None)
 
     def drop_adapter(self, digest: str) -> None:
         self.hosted.discard(digest)

@@ -23,6 +23,7 @@ from quire.protocol.errors import AdapterError
 from tests.layers.ranks import on_ranks
 from tests.models.adapters import AdaptedRun, Weights, place, random_adapter
 from tests.models.reference import (
+    FAMILIES,
     PagedRun,
     random_model,
     random_tokens,
@@ -103,6 +104,14 @@ CASES: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
             {"r": 8, "target_modules": ["v_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
         ],
     ),
+    "tied": (
+        "llama",
+        {"tie_word_embeddings": True},
+        [
+            {"r": 8, "target_modules": ["embed_tokens", "q_proj"]},
+            {"r": 4, "target_modules": ["lm_head", "down_proj"]},
+        ],
+    ),
     "latent": (
         "deepseek_v3",
         {},
@@ -113,6 +122,7 @@ CASES: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
     ),
 }
 LENGTHS = (23, 40, 9, 31)
+INVARIANT = ["llama", "bias", "fused", "gpt2", "ends"]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -138,14 +148,44 @@ def test_as_peft(case: str, tmp_path: Path) -> None:
             assert (expected - reference_logits(base, tokens)).abs().max() > 0.1
 
 
+LATENT_EXPANSION = "kv_b_proj"
+"""Takes no adapter."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str, tmp_path: Path) -> None:
+    """All linear layers and embeddings that are no experts, by the names of their modules."""
+    base = random_model(family)
+    kinds = ("Linear", "Conv1D", "Embedding")
+    found = {
+        path.rpartition(".")[2]
+        for path, module in base.named_modules()
+        if type(module).__name__ in kinds or path.endswith("embed_tokens")
+    }
+    found -= {"wpe", "embed_positions", LATENT_EXPANSION}
+    config = load_model_config(str(save_safetensors(base, tmp_path)))
+    if config.experts is not None:  # peft takes their names for those of experts
+        found -= {"gate_proj", "up_proj", "down_proj"}
+    model = load_model(config, dtype=torch.float32, device="cpu")
+    transposed = {"fan_in_fan_out": True} if family == "gpt2" else {}
+    adapted, weights = random_adapter(base, 3, r=4, target_modules=sorted(found), **transposed)
+    layers = AdapterLayers.of(model, max_adapters=1, num_chunks=1)
+    place(layers, [weights])
+    tokens = random_tokens(30)
+    run = AdaptedRun(layers, [0, -1], model, config, [tokens, tokens], CpuBackend)
+    run.step({0: 20, 1: 30})
+    run.step({0: 10})
+    for reference, logits in zip((adapted, base), run.all_logits(), strict=True):
+        expected = reference_logits(reference, tokens)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("quantization", [None, "int8"])
-@pytest.mark.parametrize("case", ["llama", "bias", "fused", "gpt2", "ends"])
-def test_company_changes_no_bit(
-    case: str, quantization: str | None, isa: str, tmp_path: Path, native: None
-) -> None:
+@pytest.mark.parametrize("case", INVARIANT)
+def test_company_changes_no_bit(case: str, isa: str, tmp_path: Path, native: None) -> None:
     """A token's logits do not depend on which adapters others use, and those of base tokens are
     what they are without adapters."""
+    quantization = (None, "int8")[(INVARIANT.index(case) + ISAS.index(isa)) % 2]
     if isa not in cpu.isas():
         pytest.skip(f"this processor has no {isa}")
     family, changes, settings = CASES[case]
@@ -275,8 +315,10 @@ def with_experts(base: Any, family: str, seed: int) -> tuple[Any, dict[str, Weig
     return merged, weights
 
 
-@pytest.mark.parametrize("is_native", [True, False])
-@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "is_native"),
+    [*((family, True) for family in EXPERT_FAMILIES), ("mixtral", False), ("gpt_oss", False)],
+)
 def test_experts(
     family: str, is_native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,8 +356,10 @@ def test_experts(
     assert changed.abs().max() > 0.05
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("case", ["llama", "bias", "fused", "half-fused", "gpt2", "ends"])
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [("llama", 3), ("bias", 2), ("fused", 2), ("half-fused", 2), ("gpt2", 3), ("ends", 2)],
+)
 def test_ranks(case: str, size: int, tmp_path: Path) -> None:
     """Each rank has its share of A or of B; with three, heads and widths are padded."""
     family, changes, settings = CASES[case]
@@ -397,6 +441,16 @@ def test_stages_take_their_own_modules(family: str, tmp_path: Path) -> None:
         with pytest.raises(AdapterError, match=r"no model.layers.7.self_attn.q_proj"):
             layers.prepare({"model.layers.7.self_attn.q_proj": next(iter(weights.values()))})
     assert min(counts) > 0 and sum(counts) == len(weights)
+
+
+def test_what_latents_expand_with_takes_no_adapter(tmp_path: Path) -> None:
+    base = random_model("deepseek_v3")
+    config = load_model_config(str(save_safetensors(base, tmp_path)))
+    model = load_model(config, dtype=torch.float32, device="cpu")
+    layers = AdapterLayers.of(model, max_adapters=1, num_chunks=1)
+    _, weights = random_adapter(base, 1, r=4, target_modules=["kv_b_proj"])
+    with pytest.raises(AdapterError, match="kv_b_proj is multiplied with queries"):
+        layers.prepare(weights)
 
 
 def test_dora_needs_all_inputs(tmp_path: Path) -> None:
