@@ -150,7 +150,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": ("glm4_moe", {}),
     "glm4-moe-norms": (
         "glm4_moe",
-        {"use_qk_norm": True, "attention_bias": True, "n_group": 4, "topk_group": 2},
+        {
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+        },
     ),
     "deepseek-v2": ("deepseek_v2", {}),
     "deepseek-v2-groups": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import selectors
@@ -81,6 +82,7 @@ class DistributedExecutor:
         self._launcher = _launch(options)
         self._watch = threading.Thread(target=self._run_watch, name="quire-ranks", daemon=True)
         self._watch.start()
+        atexit.register(self._end_watch)
         try:
             self._start_up(fits_max_model_len)
         except BaseException:
@@ -195,10 +197,15 @@ class DistributedExecutor:
         return ExpertCounts.joined([convert(value, ExpertCounts) for value in values])
 
     def shutdown(self) -> None:
+        atexit.unregister(self._end_watch)
+        self._end_watch()
+        self._launcher.stop()
+
+    def _end_watch(self) -> None:
+        """Before the interpreter ends, too: a thread that is inside a library then may abort it."""
         self._stopping.set()
         if self._watch is not threading.current_thread():  # where the collector may have run
             self._watch.join()
-        self._launcher.stop()
 
     def _call(self, name: str, **arguments: Any) -> list[Any]:
         self._send(Call(name, arguments))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 LIBRARY_NAME = "libquire_cpu.so"
 ISAS = ("generic", "avx2", "avx512")
-ABI = 21
+ABI = 22
 
 
 def _find_library() -> Path:
@@ -222,6 +222,12 @@ ADD_ADAPTERS = (
     ctypes.c_int64,  # num_outputs
     ctypes.c_int32,  # num_threads
 )
+FLOAT_LINEARS = (
+    ctypes.POINTER(FloatLinearCall),
+    ctypes.c_int32,  # count
+    ctypes.c_int64,  # x_step
+    ctypes.c_int64,  # out_step
+)
 LARGEST = (
     ctypes.c_void_p,  # x
     ctypes.c_int64,  # stride
@@ -396,6 +402,8 @@ def load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     if abi != ABI:
         return None, f"the native library has ABI {abi}, not {ABI}; install quire again"
     library.quire_float_linear.argtypes = (ctypes.POINTER(FloatLinearCall),)
+    library.quire_float_linears.argtypes = FLOAT_LINEARS
+    library.quire_float_linears.restype = None
     library.quire_packed_linear.argtypes = PACKED_LINEAR
     library.quire_packed_rows.argtypes = PACKED_ROWS
     library.quire_dequantize.argtypes = DEQUANTIZE

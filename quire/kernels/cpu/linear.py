@@ -148,6 +148,42 @@ class FloatMatrix(PackedMatrix):
 
 
 @dataclass(frozen=True)
+class FloatMatrices:
+    """Matrices [num_outputs, num_inputs] in floats, which multiply inputs of their own: those of
+    the heads of a layer."""
+
+    packed: Tensor
+    """[matrices, groups, inputs, FLOAT_GROUP]."""
+    num_outputs: int
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """[tokens, matrices, outputs] for x [tokens, matrices, inputs] in float32."""
+        count, _, num_inputs, _ = self.packed.shape
+        if x.dtype != torch.float32 or x.dim() != 3 or x.shape[1:] != (count, num_inputs):
+            raise ValueError(
+                f"x must be float32 [tokens, {count}, {num_inputs}]; got {x.dtype} {list(x.shape)}"
+            )
+        if x.stride(2) != 1:
+            x = x.contiguous()
+        out = torch.empty(len(x), count, self.num_outputs)
+        call = FloatLinearCall(
+            x=x.data_ptr(),
+            weight=self.packed.data_ptr(),
+            bias=None,
+            out=out.data_ptr(),
+            x_stride=x.stride(0),
+            out_stride=out.stride(0),
+            num_tokens=len(x),
+            num_outputs=self.num_outputs,
+            num_inputs=num_inputs,
+            num_threads=num_threads(),
+            kind=FLOAT_KINDS[self.packed.dtype],
+        )
+        native().quire_float_linears(call, count, x.stride(1), out.stride(1))
+        return out
+
+
+@dataclass(frozen=True)
 class BlockMatrix(PackedMatrix):
     """Quantised weights [num_outputs, num_inputs]."""
 
@@ -253,6 +289,19 @@ def pack_floats(
                 by_output[group, first : first + count] = shard[:count]
             at, shard = at + count, shard[count:]
     return FloatMatrix(packed, total)
+
+
+def pack_matrices(weights: Tensor) -> FloatMatrices:
+    """Float32 weights [matrices, outputs, inputs]; missing outputs of their last groups are 0."""
+    count, num_outputs, num_inputs = weights.shape
+    packed = torch.zeros(count, -(-num_outputs // FLOAT_GROUP), num_inputs, FLOAT_GROUP)
+    full, rest = divmod(num_outputs, FLOAT_GROUP)
+    by_output = packed.transpose(2, 3)
+    whole = weights[:, : full * FLOAT_GROUP]
+    by_output[:, :full] = whole.unflatten(1, (full, FLOAT_GROUP))
+    if rest:
+        by_output[:, full, :rest] = weights[:, full * FLOAT_GROUP :]
+    return FloatMatrices(packed, num_outputs)
 
 
 def float_bytes(num_outputs: int, num_inputs: int) -> int:

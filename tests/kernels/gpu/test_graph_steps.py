@@ -109,6 +109,7 @@ class LatentLayer(LayerPerGroup):
         angles = weights(MAX_LEN, LATENT.rope_dim // 2)
         self.angles = angles.cos(), angles.sin()
 
+    native = None
     to_latent, from_latent = LatentLinear.to_latent, LatentLinear.from_latent
 
     def __call__(self, step: StepContext) -> Tensor:

@@ -55,12 +55,8 @@ struct Job {
       deltas.expand(t, first, end, out + (t - token) * stride);
   }
 
-  // Pieces of the same groups follow each other.
   void multiply(int64_t piece, float* own_scratch) const {
-    const int64_t group = piece / pieces.across() * pieces.groups;
-    const int64_t token = piece % pieces.across() * pieces.tokens;
-    const int64_t end_group = least(group + pieces.groups, pieces.num_groups);
-    const int64_t end_token = least(token + pieces.tokens, pieces.num_tokens);
+    const auto [group, end_group, token, end_token] = pieces.at(piece);
     if (scratch) return multiply_gated(group, end_group, token, end_token, own_scratch);
     const int64_t stride = wide ? product.num_outputs() : layer.out_stride;
     float* out = (wide ? wide : layer.out) + token * stride + group * Product::kGroupRows;
@@ -167,6 +163,33 @@ int compute(const Layer& layer, Product product) {
   return 0;
 }
 
+// Matrices of one shape one behind the other, each with rows of inputs of its own.
+struct ManyJob {
+  const FloatLinearCall& call;
+  const Kernel& kernel;
+  const size_t matrix_bytes;
+  const int64_t x_step, out_step;
+  const Pieces pieces;  // of each
+  Phase multiplying;
+
+  void multiply(int64_t item) const {
+    const int64_t which = item / pieces.count();
+    FloatLinearCall one = call;
+    one.x += which * x_step;
+    one.weight = static_cast<const char*>(call.weight) + static_cast<size_t>(which) * matrix_bytes;
+    const auto [group, end_group, token, end_token] = pieces.at(item % pieces.count());
+    float* out = call.out + which * out_step + token * call.out_stride + group * kPacked;
+    FloatProduct(one, kernel).multiply(group, end_group, token, end_token, out, call.out_stride);
+  }
+};
+
+void work_on_many(void* data) {
+  ManyJob& job = *static_cast<ManyJob*>(data);
+  job.multiplying.run([&](int64_t first, int64_t end) {
+    for (int64_t item = first; item < end; ++item) job.multiply(item);
+  });
+}
+
 }  // namespace
 }  // namespace quire
 
@@ -190,6 +213,25 @@ int quire_float_linear(const quire::FloatLinearCall* call) {
                               call->out, call->out_stride, nullptr,           nullptr,
                               call->num_threads};
   return quire::compute(layer, quire::FloatProduct(*call, quire::chosen_kernel()));
+}
+
+// The same for `count` weights one behind the other, without a bias: inputs of the next one lie
+// `x_step` floats behind those of the one before, and its outputs `out_step`.
+void quire_float_linears(const quire::FloatLinearCall* call, int32_t count, int64_t x_step,
+                         int64_t out_step) {
+  using namespace quire;
+  if (call->num_tokens == 0 || call->num_outputs == 0 || count == 0) return;
+  const int64_t groups = count_groups(*call), tokens = call->num_tokens;
+  const int64_t products = tokens * call->num_inputs * call->num_outputs * count;
+  const int64_t threads = products < kSerialProducts || call->num_threads < 1 ? 1 : call->num_threads;
+  const Kernel& kernel = chosen_kernel();
+  const Pieces pieces(groups, tokens, FloatProduct::kTogether, kernel.tile_tokens,
+                      divide_up(threads * kPieces, count));
+  const size_t item_bytes = call->kind == FloatKind::kFloat32 ? 4 : 2;
+  const size_t matrix_bytes = static_cast<size_t>(groups * call->num_inputs * kPacked) * item_bytes;
+  ManyJob job = {*call,  kernel, matrix_bytes, x_step, out_step,
+                 pieces, Phase(pieces.count() * count, 1)};
+  run_parallel(work_on_many, &job, static_cast<int32_t>(threads));
 }
 
 // A linear layer after a norm, and with gates if `layer` says so. The matrix is of quantised blocks,
