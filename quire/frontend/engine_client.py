@@ -91,8 +91,8 @@ class ThreadEngineClient:
 
     async def command(self, name: str, reply: type[T], /, **arguments: Any) -> T:
         call = self._call(lambda: self.core.run_command(name, arguments))
-        value: T = await asyncio.wrap_future(call)
-        return value
+        value: T | Future[T] = await asyncio.wrap_future(call)
+        return await asyncio.wrap_future(value) if isinstance(value, Future) else value
 
     def _call(self, function: Callable[[], T]) -> Future[T]:
         """Run a function on the engine's thread, between two steps."""

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.expert_matrices import ExpertTiles
+from quire.protocol.adapter import CHUNK_ROWS as CHUNK_ROWS
 
-CHUNK_ROWS = 8
-"""Rank rows of a chunk."""
 HAS_BIAS, HAS_GAINS = 1, 2
 """Bits of `AdapterSlice.vectors`."""
 

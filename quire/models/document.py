@@ -38,7 +38,7 @@ Other architectures are refused by name before anything is loaded. Weights come 
 `.bin` files, and of the families with a GGUF name from such files too. Quantised checkpoints may be
 {methods}: see
 [quantization](quantization.md). Where they have the experts of a layer in one tensor (*stacked*),
-these may be MXFP4 alone. Adapters are refused with every family;
+these may be MXFP4 alone. [Adapters](adapters.md) work with every family;
 [speculation](speculation.md) drafts from the text, and so works with all.
 
 - *attention*: what differs from a layer that sees all tokens and rotates whole heads, in a model

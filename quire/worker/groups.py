@@ -25,7 +25,13 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from quire.config.device import DeviceInfo, launched_as, prefer_interface, ranks_share_devices
+from quire.config.device import (
+    DeviceInfo,
+    launched_as,
+    launcher_address,
+    prefer_interface,
+    ranks_share_devices,
+)
 from quire.config.options import ParallelOptions
 from quire.kernels import cpu
 from quire.kernels.cpu.collectives import (
@@ -263,10 +269,10 @@ class _TorchRanks:
             found = dist.rendezvous("env://", place.rank, place.size, timeout=self._timeout)
             store: dist.Store = next(iter(found))[0]
         except dist.DistError as error:
-            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise RankMissing(
                 f"rank {place.rank} of {place.size} on {socket.gethostname()} did not meet the "
-                f"others at MASTER_ADDR:MASTER_PORT ({where}) within {place.timeout_s:g} s "
+                f"others at MASTER_ADDR:MASTER_PORT ({launcher_address()}) within "
+                f"{place.timeout_s:g} s "
                 f"(distributed_timeout_seconds): {_first_line(error)} Check that the launcher has "
                 "started them all, and that no firewall is between the hosts."
             ) from error

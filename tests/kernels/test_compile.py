@@ -260,8 +260,10 @@ def grouped(outputs, inputs):
 
 with CompilingTogether(2) as together:
     for scoring in ("softmax", "softmax_of_chosen", "sigmoid"):
-        config = ExpertsConfig(E, TOP_K, I, (True,), scoring, num_groups=8, top_groups=4)
-        routing.route(torch.zeros(2, E).half(), config, torch.zeros(E))
+        grouped_choice = ExpertsConfig(160, 6, I, (True,), scoring, num_groups=8, top_groups=3)
+        for config in (grouped_choice, ExpertsConfig(E, TOP_K, I, (True,), scoring)):
+            logits = torch.zeros(2, config.count).half()
+            routing.route(logits, config, torch.zeros(config.count))
     for kind in KINDS:
         make = {"dense": dense, "blocks": blocks, "grouped": grouped}[kind]
         layers = make(2 * I, H), make(H, I)
@@ -371,7 +373,7 @@ def test_products_of_few_bits_fit_into_shared_memory(
 @pytest.mark.parametrize(("capability", "kib"), [("75", 64), ("90", 227)])
 def test_experts_fit_into_shared_memory(capability: str, kib: int, tmp_path: Path) -> None:
     """Of Turing, which has the least, and Hopper, which holds inputs for longer."""
-    sizes = ("8", "2", "512", "256")
+    sizes = ("2", "2", "512", "256")
     run(EXPERTS, tmp_path, capability, str(kib << 10), *sizes, "dense", "blocks", "grouped")
 
 
