@@ -147,6 +147,19 @@ def expert_mlp(
     return experts.expert_mlp(x, routing, gate_up, down, *others)
 
 
+def expert_product(
+    x: Tensor,
+    matrices: ExpertMatrices,
+    expert: int,
+    first_expert: int = 0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """x W^T + bias of one of the experts that are packed for a GPU; `bias` is that of all."""
+    from quire.kernels.triton import experts as triton_experts
+
+    return triton_experts.expert_product(x, matrices, expert, first_expert, bias)
+
+
 def gate_and_mul(gate_up: Tensor, gate: ClampedGate | None) -> Tensor:
     """What the gates of experts make of gate and up joined in the last dimension."""
     if gate is None:

@@ -126,7 +126,10 @@ class ExpertLinear(MatrixLayer):
         self, expert: int, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """With `bias`, or a part of it, for all experts that are kept."""
-        own = None if bias is None else bias[expert - self.kept_experts.start]
+        first = self.kept_experts.start
+        if self.stacked is not None:
+            return dispatch.expert_product(x, self.stacked, expert, first, bias)
+        own = None if bias is None else bias[expert - first]
         return self.method.apply_expert(self, expert, x, own)
 
 

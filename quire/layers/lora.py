@@ -295,7 +295,6 @@ class AdapterLayers:
         for mixture in mixtures:
             self._places.update(mixture.attach(self, slices))
             self._elsewhere |= mixture.elsewhere
-            self._refused.update(mixture.refused)
         self._refused.update(_refused(model, names))
         for module in model.modules():
             if isinstance(module, FusedLayers):
@@ -670,17 +669,11 @@ class _Mixture:
         self._path, self._experts = path, experts
         self._indices: dict[tuple[int, str], int] = {}
         self.elsewhere: set[str] = set()
-        self.refused: dict[str, str] = {}
         names = [
             (expert, name, self._name(expert, name))
             for expert in range(len(experts.gate_up_proj.experts))
             for name in _EXPERT_PARTS
         ]
-        stacks = experts.gate_up_proj.stack, experts.down_proj.stack
-        if any(stack is not None and not isinstance(stack, Tensor) for stack in stacks):
-            why = "has quantised experts on a GPU, to which no adapter can be added: merge it"
-            self.refused = {full: f"{full} {why}" for _, _, full in names}
-            return
         for expert, name, full in names:
             if expert not in experts.kept:
                 self.elsewhere.add(full)

@@ -618,6 +618,20 @@ def expert_mlp(
     return sum_results(results, routing, num_experts, first_expert)
 
 
+def expert_product(
+    x: Tensor,
+    matrices: ExpertMatrices,
+    expert: int,
+    first_expert: int = 0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """x W^T + bias of one expert, without gates and weights of a routing; `bias` is that of all."""
+    experts = torch.full((len(x), 1), expert, dtype=torch.int32, device=x.device)
+    routing = Routing(experts, torch.ones((len(x), 1), device=x.device))
+    tiles = tiles_by_expert(experts, matrices.num_experts, first_expert, TILE_SIZES[0])
+    return matrices.weigh_tiles(x, routing, tiles, bias)
+
+
 def kernel_changes(num_experts: int, top_k: int) -> list[int]:
     """Numbers of tokens with which each of the kernels is met, the smallest first."""
     most = [int(FILLING * size * num_experts) for size in TILE_SIZES[:-1]] + list(PAIRS_AT_ONCE)

@@ -339,6 +339,16 @@ def test_quantised_experts(name: str, num_tokens: int) -> None:
     check(found, network(x, chosen, *numbers))
 
 
+@pytest.mark.parametrize(("name", "num_tokens"), [("fp8 blocks", 1), ("int8", 20), ("mxfp4", 9)])
+def test_product_of_one_expert(name: str, num_tokens: int) -> None:
+    """Of a rank that has some of them, with a bias."""
+    weights = [FORMATS[name](2 * WIDTH, HIDDEN) for _ in range(3)]
+    x, bias = random(num_tokens, HIDDEN, dtype=HALF), random(3, 2 * WIDTH, dtype=HALF)
+    found = experts.expert_product(x, packed(weights), 6, 4, bias)
+    expected = x.float() @ weights[2].dequantize().float().t() + bias[2].float()
+    check(found, expected.to(HALF))
+
+
 @pytest.mark.parametrize(("name", "num_tokens"), [(None, 1), (None, 9), ("mxfp4", 7)])
 def test_biases_and_a_clamped_gate(name: str | None, num_tokens: int) -> None:
     """As gpt-oss has them."""
