@@ -204,6 +204,10 @@ class Sampler:
         others = (self._sampling.drawing, self._logprobs.users, self._constrained, *users)
         return not any(len(rows) and rows.members[host_rows].any() for rows in others)
 
+    def constrained(self, host_rows: NDArray[Any]) -> Int32Array:
+        """Which of these rows have a grammar."""
+        return np.flatnonzero(self._constrained.members[host_rows]).astype(np.int32)
+
     def sample(
         self,
         logits: Tensor,

@@ -470,7 +470,7 @@ class Scheduler:
         self, plan: StepPlan, result: StepResult, now: float, complete: BoolArray | None = None
     ) -> StepOutput:
         """Take in the tokens of a step, end what is done, and report what clients want to see.
-        `complete` says of each sample whether no token can follow it."""
+        `complete` says of each token whether none can follow it."""
         c = self.columns
         self.num_steps_in_flight -= 1
         self.prefill_budget.applied(plan.step, now)
@@ -645,6 +645,11 @@ class Scheduler:
     def epochs(self, rows: Int32Array) -> Int32Array:
         """A row's epoch changes whenever what is in flight of it no longer counts."""
         return self.columns.epoch[rows]
+
+    def keep_drafts(self, sequence: Sequence, count: int) -> None:
+        """Verify at most `count` of the drafts that wait in a row with nothing in flight."""
+        c, row = self.columns, sequence.row
+        c.num_waiting_drafts[row] = min(c.num_waiting_drafts[row], count)
 
     def set_synchronous(self, rows: Int32Array, flags: BoolArray) -> None:
         """Whether rows go on only once the token before is known."""

@@ -229,9 +229,4 @@ class DraftModel:
 def wants_drafts(added: AddedRow) -> bool:
     """Whether the scheduler may verify drafts of a row."""
     params = added.params
-    return (
-        params.speculation
-        and params.structured_outputs is None
-        and added.appends_sampled
-        and added.pooling is None
-    )
+    return params.speculation and added.appends_sampled and added.pooling is None

@@ -230,6 +230,12 @@ class RowTable:
         dispatch.write_drafts(rows, drafts, self._drafted)
         return self.num_drafts[rows]
 
+    def drafts(self, rows: Tensor, count: int) -> Tensor:
+        """The `count` tokens that lie behind the known ones of each of `rows`; int32."""
+        places = self.num_tokens[rows].long()[:, None] + torch.arange(count, device=self.device)
+        # Near its end a row has fewer.
+        return self.token_ids[rows[:, None], places.clamp_max_(self.token_ids.shape[1] - 1)]
+
     @property
     def _drafted(self) -> DraftedRows:
         return DraftedRows(

@@ -19,6 +19,7 @@ from quire.frontend.inputs import TokenizationOptions, parse_prompts
 from quire.protocol.errors import OptionError
 from quire.protocol.plan import StepPlan
 from quire.scheduler.sequence import Status
+from tests.frontend.grammars import TIGHT
 from tests.models.reference import VOCAB, random_tokens
 from tests.tiny import assert_at_rest, save_tiny, tiny_llm
 
@@ -111,6 +112,9 @@ def seen(outputs: list[RequestOutput]) -> list[Any]:
 
 GREEDY = {"temperature": 0.0, "max_tokens": 40}
 DRAWN = {"temperature": 0.9, "max_tokens": 40, "seed": 11}
+LETTERS = StructuredOutputs(regex="[a-f]{8}[0-9]{8}")
+"""One token at a time is free, and none is without a choice but the end."""
+ENDLESS = StructuredOutputs(regex="([a-f]|the|[0-9]{2})*")
 FEATURES: dict[str, dict[str, Any]] = {
     "greedy": {**GREEDY, "ignore_eos": True},
     "drawn": DRAWN,
@@ -128,6 +132,25 @@ FEATURES: dict[str, dict[str, Any]] = {
     "named_logprobs": {**GREEDY, "logprob_token_ids": [5, 6, 7]},
     "prompt_logprobs": {**GREEDY, "prompt_logprobs": 1, "logprobs": 0},
     "n": {**DRAWN, "n": 3, "logprobs": 1},
+    "letters": {**DRAWN, "structured_outputs": LETTERS},
+    "json": {**DRAWN, "max_tokens": 90, "structured_outputs": TIGHT},
+    "greedy_json": {**GREEDY, "max_tokens": 90, "structured_outputs": TIGHT},
+    "grammar_logprobs": {**DRAWN, "structured_outputs": ENDLESS, "logprobs": 2},
+    "grammar_penalties": {
+        **GREEDY,
+        "structured_outputs": ENDLESS,
+        "ignore_eos": True,
+        "frequency_penalty": 0.8,
+        "repetition_penalty": 1.2,
+    },
+    "grammar_stops": {
+        **DRAWN,
+        "structured_outputs": ENDLESS,
+        "min_tokens": 8,
+        "stop": ["e"],
+        "bad_words": ["th"],
+    },
+    "grammar_n": {**DRAWN, "structured_outputs": TIGHT, "n": 2, "max_tokens": 60},
     "one": {**DRAWN, "max_tokens": 1},
     "two": {**GREEDY, "max_tokens": 2},
     "to_the_end": {"temperature": 0.0, "max_tokens": None, "ignore_eos": True},
@@ -173,8 +196,9 @@ def test_a_feature_by_itself(folder: Path, plain: list[RequestOutput], kind: str
         assert_at_rest(llm)
     if kind not in ("one", "two"):
         assert 2 < steps.most_lines <= 5
-        # A stop text may come before the first wrong draft.
-        assert 0 < drafter.num_accepted < steps.num_drafts + (kind == "stop")
+        # A stop text may come before the first wrong draft, and a grammar cuts wrong ones.
+        all_right = kind == "stop" or "structured_outputs" in FEATURES[kind]
+        assert 0 < drafter.num_accepted < steps.num_drafts + all_right
 
 
 SETTINGS: dict[str, tuple[dict[str, Any], bool]] = {
