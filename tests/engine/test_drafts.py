@@ -305,7 +305,9 @@ def test_drafts_by_a_model(
             assert seen(generate(llm, prompts_of(len(params)), params)) == seen(plain)
         metrics = llm._core.metrics
         share = metrics.accepted_tokens.value / metrics.draft_tokens.value
-        assert share > 0.8 if drafter == "folder" else share < 0.3
+        # With steps in flight, drafts that a grammar forbids are seen when they are verified.
+        least = 0.6 if "overlap" in setting else 0.8
+        assert share > least if drafter == "folder" else share < 0.3
         assert (llm.statistics().num_preemptions > 0) == ("pool" in setting)
         assert_at_rest(llm)
 
@@ -376,6 +378,26 @@ def test_beams_and_grammars_beside_drafts(folder: Path) -> None:
         assert found_beams == expected_beams
         assert steps.mixed_with_beams and steps.mixed_with_grammars
         assert 0 < drafter.num_accepted < steps.num_drafts
+        assert_at_rest(llm)
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 4])
+def test_forced_text_is_appended_as_without_drafts(folder: Path, steps_in_flight: int) -> None:
+    """In the same tokens: the sampler would spell `option` in others. With one step in flight that
+    holds for all of it, with more for what follows a token that leaves no choice."""
+    grammar = StructuredOutputs(regex="([a-f]{2}option[0-9]~option)*")
+    params = [
+        SamplingParams(**kind, structured_outputs=grammar, ignore_eos=True)
+        for kind in ({**GREEDY, "max_tokens": 60}, {**DRAWN, "max_tokens": 60, "temperature": 2.0})
+        for _ in range(2)
+    ]
+    options = {"max_model_len": MAX_LEN, "max_steps_in_flight": steps_in_flight}
+    prompts = prompts_of(4)
+    with tiny_llm(folder, device="cpu", **options) as llm:
+        expected = generate(llm, prompts, params)
+        drafter, steps = speculate(llm, expected, 5), Steps(llm)
+        assert seen(generate(llm, prompts, params)) == seen(expected)
+        assert 20 < drafter.num_accepted <= steps.num_drafts
         assert_at_rest(llm)
 
 
