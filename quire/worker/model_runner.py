@@ -199,8 +199,7 @@ class ModelRunner:
         else:
             sampled, verified = self._verify(executed, executed.staged.lines, masks)
         if self.drafter is not None:
-            counts = torch.ones_like(rows) if verified is None else verified.counts
-            self.drafter.accepted(rows, counts)
+            self.drafter.accepted(rows, None if verified is None else verified.counts)
             proposed = self.drafter.propose(rows)
             waiting = self.table.write_drafts(rows, proposed)
             drafted = self._drafted(waiting, host_rows, proposed.shape[1])
