@@ -34,6 +34,12 @@ def test_auto_needs_no_number() -> None:
     assert found.num_tokens >= 2 and found.min_ngram < found.max_ngram
 
 
+def test_keys_of_a_draft_model() -> None:
+    found = read(model="x", num_speculative_tokens=2, max_model_len=9, quantization="fp8")
+    assert found is not None and found.method == "draft_model"
+    assert (found.model, found.max_model_len, found.quantization) == ("x", 9, "fp8")
+
+
 def test_drafts_by_batch_size() -> None:
     table = [[1, 4, 3], [5, 8, 0]]
     found = read(
@@ -57,8 +63,8 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"method": "eagle3", "model": "x"}, ("'eagle3'", "not supported yet", "ngram")),
     ({"method": "draft_model", "num_speculative_tokens": 2}, ("'model'", "None")),
     (
-        {"model": "x", "num_speculative_tokens": 2, "max_model_len": 9},
-        ("max_model_len", "left out"),
+        {"model": "x", "num_speculative_tokens": 2, "max_model_len": 0},
+        ("max_model_len", "at least 1"),
     ),
     ({"method": "medusa", "model": "x"}, ("'medusa'", "not supported", "auto")),
     *(

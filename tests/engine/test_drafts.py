@@ -332,6 +332,19 @@ def test_the_same_model_drafts_what_it_would_sample(folder: Path) -> None:
         assert metrics.accepted_tokens.value == metrics.draft_tokens.value > 50
 
 
+def test_a_model_drafts_for_texts_up_to_its_length(folder: Path) -> None:
+    """Longer ones go on without drafts."""
+    config = {"model": str(folder), "num_speculative_tokens": 3, "max_model_len": 40}
+    params = SamplingParams(**FEATURES["to_the_end"])
+    with tiny_llm(folder, device="cpu", max_model_len=MAX_LEN, speculative_config=config) as llm:
+        steps = Steps(llm)
+        (output,) = generate(llm, prompts_of(1), params)
+        known = len(output.prompt_token_ids or ())
+        assert len(output.outputs[0].token_ids) == MAX_LEN - known
+        drafted = 40 - known
+        assert drafted - 8 <= steps.num_drafts * 4 / 3 <= drafted
+
+
 def test_a_model_with_another_vocabulary_cannot_draft(folder: Path, tmp_path: Path) -> None:
     save_tiny(tmp_path, vocab_size=VOCAB + 3)
     config = {"model": str(tmp_path), "num_speculative_tokens": 3}
