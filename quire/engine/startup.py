@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.config.device import DeviceInfo
+from quire.config.draft import settle_speculation
 from quire.config.model import ModelConfig, load_model_config
 from quire.config.options import EngineOptions
 from quire.config.resolve import check_options, resolve
@@ -67,6 +68,7 @@ def start_engine(options: EngineOptions, model: ModelConfig) -> Engine:
     # Imported here: the executor brings torch, which `quire --help` must not wait for.
     from quire.engine.executors.local import LocalExecutor
 
+    options = settle_speculation(options, model)
     device = LocalExecutor.device(options)
     resolved = resolve(options, model, device)
     for note in resolved.notes:

@@ -10,7 +10,7 @@ from quire.protocol.plan import StepPlan
 
 
 class Drafter(Protocol):
-    """Is asked after each step for the rows that sampled; both calls return without waiting for the
+    """Is asked after each step for drafts of the rows that sampled; all calls return without waiting for the
     device. A draft may be any token: verification keeps none that plain decoding would not sample.
     """
 
@@ -18,7 +18,8 @@ class Drafter(Protocol):
         """Rows come, go and are cut back as a plan says, which is about to be carried out."""
 
     def accepted(self, rows: Tensor, counts: Tensor) -> None:
-        """Row `rows[i]` took in `counts[i]` tokens (int32); they are in the table already."""
+        """Row `rows[i]` took in `counts[i]` tokens (int32); they are in the table already. Asked
+        after each step, also where no row sampled."""
 
     def propose(self, rows: Tensor) -> Tensor:
         """Drafts for each of `rows`: token ids, int32 [R, k], with negative ones behind the last
