@@ -284,3 +284,53 @@ def _stored(head: Eagle3) -> dict[str, Tensor]:
         known[torch.arange(len(tensors["d2t"])) + tensors["d2t"]] = True
         tensors["t2d"] = known
     return {name: one.contiguous() for name, one in tensors.items()}
+
+
+# --- heads that agree -----------------------------------------------------------------------------
+
+
+def forget(folder: Path, **others: Tensor) -> None:
+    """Rewrites a target so that each token depends on the one before it alone; `others` replace
+    tensors too."""
+    file = folder / "model.safetensors"
+    tensors = {**load_file(file), **others}
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+    save_file(tensors, file, {"format": "pt"})
+
+
+def save_agreeing_mtp(folder: Path, family: str) -> None:
+    """A target and a head which both know what follows a token."""
+    model, _ = save_mtp(folder, family)
+    prefix, wide = f"model.layers.{model.config.num_hidden_layers}.", model.config.hidden_size
+    changed = {
+        f"{prefix}eh_proj.weight": torch.cat((torch.eye(wide), torch.zeros(wide, wide)), dim=1),
+        f"{prefix}enorm.weight": torch.ones(wide),
+        f"{prefix}shared_head.norm.weight": model.model.norm.weight.detach().clone(),
+    }
+    forget(folder, **changed)
+
+
+def save_agreeing_eagle3(folder: Path, target: PreTrainedModel) -> None:
+    """A head for a target that forgets: its layer attends to the token itself, as far as others do
+    not resemble it, and passes on its embedding."""
+    head = random_eagle3(target, draft_vocab=140)
+    wide = target.config.hidden_size
+    head.shape["num_key_value_heads"] = head.shape["num_attention_heads"]
+    embedded = torch.cat((torch.eye(wide), torch.zeros(wide, wide)), dim=1)
+    known = head.tensors["d2t"] + torch.arange(140)
+    head.tensors.update(
+        {
+            "fc.weight": torch.zeros(wide, 3 * wide),
+            "midlayer.input_layernorm.weight": torch.ones(wide),
+            "midlayer.self_attn.q_proj.weight": 3 * embedded,
+            "midlayer.self_attn.k_proj.weight": 3 * embedded,
+            "midlayer.self_attn.v_proj.weight": embedded,
+            "midlayer.self_attn.o_proj.weight": torch.eye(wide),
+            "midlayer.mlp.down_proj.weight": torch.zeros(wide, head.shape["intermediate_size"]),
+            "norm.weight": target.model.norm.weight.detach(),
+            "lm_head.weight": target.lm_head.weight.detach()[known],
+        }
+    )
+    save_speculators(folder, head, target)

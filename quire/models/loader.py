@@ -371,14 +371,15 @@ def check_tensors(
     config: ModelConfig,
     *,
     dtype: torch.dtype,
+    device: torch.device | str,
     load_format: str = "auto",
     quantization: str | None = None,
 ) -> None:
     """Refuses files that lack a tensor of the model, or have one of another shape, by their
     headers."""
-    device = torch.device("meta")
     method_for = _methods(config, quantization, dtype, device, load_format)
-    model = model_class(config.architecture)(config, Build(dtype, device, ONE_RANK, method_for))
+    build = Build(dtype, torch.device("meta"), ONE_RANK, method_for)
+    model = model_class(config.architecture)(config, build)
     weight_map, missing, misshapen = model.weight_map, weight_targets(model), []
     for stored_name, info in stored_tensors(config.source, load_format).items():
         target = missing.pop(weight_map.rename(stored_name), None)

@@ -97,6 +97,7 @@ class HeadSource:
             check_tensors(
                 config,
                 dtype=getattr(torch, options.model.dtype),
+                device=options.device.device,
                 load_format=options.model.load_format,
                 quantization=quantization,
             )
@@ -149,6 +150,10 @@ class HeadSource:
         has the last known tokens too."""
         num_ahead = self.num_drafts - 1
         return 0 if num_ahead == 0 else -(-(num_ahead - 1) // self.layout.block_size) + 1
+
+    def count_ahead_bytes(self, max_rows: int) -> int:
+        """KV of drafts of so many rows, beside that of the blocks of the cache."""
+        return max_rows * self.blocks_ahead * self.layout.bytes_per_block
 
     def build(
         self, table: RowTable, sampler: Sampler, num_blocks: int, num_drafts: int, max_tokens: int

@@ -188,6 +188,10 @@ class Worker:
         of them can have."""
         max_len = self._max_len
         if self._draft is not None and self._options.cache.num_gpu_blocks_override is None:
+            if isinstance(self._draft, HeadSource):
+                max_rows = self._options.scheduler.max_num_seqs
+                assert max_rows is not None
+                cache_bytes = max(cache_bytes - self._draft.count_ahead_bytes(max_rows), 0)
             both = self.layout.bytes_per_block + self._draft.layout.bytes_per_block
             cache_bytes = cache_bytes * self.layout.bytes_per_block // both
         if fits_max_model_len:

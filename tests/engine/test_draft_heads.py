@@ -21,8 +21,11 @@ from tests.draft_heads import (
     Eagle3,
     Layer,
     drafts,
+    forget,
     mtp_layer,
     random_eagle3,
+    save_agreeing_eagle3,
+    save_agreeing_mtp,
     save_eagle3,
     save_mtp,
     save_speculators,
@@ -138,3 +141,77 @@ def test_mtp_drafts_what_transformers_drafts(tmp_path: Path, family: str) -> Non
     assert_drafted(
         recorder, mtp_layer(mtp), lambda tokens: target_states(model, tokens)[-1], least=60
     )
+
+
+
+ALL_FEATURES = [SamplingParams(**kwargs) for kwargs in FEATURES.values() for _ in range(2)]
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle3": ("eagle3", {}),
+    "eagle3-chunks": (
+        "eagle3",
+        {"block_size": 4, "max_num_batched_tokens": 21, "max_num_seqs": 9},
+    ),
+    "eagle3-pool": ("eagle3", {"block_size": 4, "num_gpu_blocks_override": 46}),
+    "eagle3-overlap": ("eagle3", {"block_size": 8, "max_steps_in_flight": 2}),
+    "eagle3-uncached": ("eagle3", {"enable_prefix_caching": False, "max_steps_in_flight": 4}),
+    "mtp": ("mtp", {"block_size": 8, "max_num_batched_tokens": 40}),
+    "mtp-pool": ("mtp", {"block_size": 8, "num_gpu_blocks_override": 34}),
+}
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Targets whose next token depends on the last one alone, and heads that know the same: what
+    they draft is mostly accepted. Of EAGLE-3's not all, as it has only a part of the vocabulary."""
+    one, other, head = (tmp_path_factory.mktemp(name) for name in ("llama", "glm", "head"))
+    save_agreeing_eagle3(head, save_tiny(one, num_hidden_layers=6))
+    forget(one)
+    save_agreeing_mtp(other, "glm4_moe")
+    return {
+        "eagle3": (one, {"model": str(head), "num_speculative_tokens": 3}),
+        "mtp": (other, {"num_speculative_tokens": 3}),
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(pairs: dict[str, tuple[Path, dict[str, Any]]]) -> dict[str, list[Any]]:
+    """Every feature without drafts, two requests each."""
+    found = {}
+    for kind, (folder, _) in pairs.items():
+        with tiny_llm(folder, device="cpu", max_model_len=MAX_LEN) as llm:
+            found[kind] = seen(generate(llm, prompts_of(len(ALL_FEATURES)), ALL_FEATURES))
+    return found
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_texts_stay_the_same(
+    pairs: dict[str, tuple[Path, dict[str, Any]]], plain: dict[str, list[Any]], setting: str
+) -> None:
+    """Twice, so that the second time finds prompts in the cache; some requests are preempted."""
+    kind, options = SETTINGS[setting]
+    folder, config = pairs[kind]
+    options = {"device": "cpu", "max_model_len": MAX_LEN, **options}
+    with tiny_llm(folder, speculative_config=config, **options) as llm:
+        for _ in range(2):
+            outputs = generate(llm, prompts_of(len(ALL_FEATURES)), ALL_FEATURES)
+            assert seen(outputs) == plain[kind]
+        metrics = llm._core.metrics
+        share = metrics.accepted_tokens.value / metrics.draft_tokens.value
+        assert share > (0.3 if kind == "eagle3" else 0.8)
+        assert (llm.statistics().num_preemptions > 0) == ("pool" in setting)
+        assert_at_rest(llm)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_ranks_draft_together(
+    pairs: dict[str, tuple[Path, dict[str, Any]]], plain: dict[str, list[Any]], kind: str
+) -> None:
+    """Sums have another order there; these texts have no ties."""
+    folder, config = pairs[kind]
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "num_threads": 1, "device": "cpu"}
+    with tiny_llm(folder, max_model_len=MAX_LEN, speculative_config=config, **options) as llm:
+        outputs = generate(llm, prompts_of(4), ALL_FEATURES[:4])
+        tokens = [[c.token_ids for c in output.outputs] for output in outputs]
+        assert tokens == [[c[0] for c in completions] for _, completions in plain[kind][:4]]
+        assert llm._core.metrics.accepted_tokens.value > 20
+        assert_at_rest(llm)
