@@ -146,9 +146,7 @@ class Eagle3:
             shape[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
         )
         normal = self._norm(hidden, "midlayer.hidden_norm")
-        x = torch.cat(
-            (self._norm(self.embedding[ids], "midlayer.input_layernorm"), normal), dim=-1
-        )
+        x = torch.cat((self._norm(self.embedding[ids], "midlayer.input_layernorm"), normal), dim=-1)
         q, k, v = (
             (x @ w[f"midlayer.self_attn.{one}_proj.weight"].T).view(len(x), -1, dim)
             for one in "qkv"
@@ -281,7 +279,8 @@ def _stored(head: Eagle3) -> dict[str, Tensor]:
     tensors = dict(head.tensors)
     if "d2t" in tensors:
         known = torch.zeros(VOCAB, dtype=torch.bool)
-        known[torch.arange(len(tensors["d2t"])) + tensors["d2t"]] = True
+        ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
+        known[ids[ids < VOCAB]] = True
         tensors["t2d"] = known
     return {name: one.contiguous() for name, one in tensors.items()}
 

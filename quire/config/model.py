@@ -468,7 +468,9 @@ def _heads(
     num_kv_heads = num_heads
     if family.kv_heads is not None:
         # Only the first Llama models left the key out.
-        absent_is_error = model_type not in ("llama", "eagle3") and family.kv_heads not in values.values
+        absent_is_error = (
+            model_type not in ("llama", "eagle3") and family.kv_heads not in values.values
+        )
         num_kv_heads = values.count(family.kv_heads, REQUIRED if absent_is_error else num_heads)
     if num_heads % num_kv_heads:
         values.fail(

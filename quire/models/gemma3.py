@@ -3,16 +3,23 @@ layers with a window. Images are not taken."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from quire.config.model import ModelConfig
-from quire.layers.attention.layer import StepContext
+from quire.layers.attention.layer import Rotation, StepContext
 from quire.layers.rotary import Rotary
 from quire.layers.weights import Build
 from quire.models.gemma2 import Gemma2ForCausalLM, Gemma2Model, GemmaLayer
 from quire.models.llama import AttentionTraits
+
+
+@dataclass(frozen=True)
+class TwoRotations(Rotation):
+    """That of layers that see all tokens, and that of layers with a window."""
+
+    local: Rotation | None = None
 
 
 class Gemma3Layer(GemmaLayer):
@@ -21,6 +28,11 @@ class Gemma3Layer(GemmaLayer):
     ) -> None:
         super().__init__(config, layer_index, traits, build)
         self.is_local = config.slides(layer_index)
+
+    def forward(self, x: torch.Tensor, rotation: Rotation, step: StepContext) -> torch.Tensor:
+        if self.is_local and isinstance(rotation, TwoRotations) and rotation.local is not None:
+            rotation = rotation.local
+        return super().forward(x, rotation, step)
 
 
 class Gemma3Model(Gemma2Model):
@@ -34,11 +46,9 @@ class Gemma3Model(Gemma2Model):
         )
 
     def forward(self, step: StepContext) -> torch.Tensor:
-        x = self.embed(step)
         everywhere, local = self.rotary(step.positions), self.local_rotary(step.positions)
-        for layer in self.layers:
-            x = layer(x, local if layer.is_local else everywhere, step)
-        return x if self.norm is None else self.norm(x)
+        both = TwoRotations(everywhere.cos, everywhere.sin, step.positions, local=local)
+        return self.layers(self.embed(step), both, step, self.norm)
 
 
 def _rename(name: str) -> str:

@@ -34,6 +34,17 @@ def test_auto_needs_no_number() -> None:
     assert found.num_tokens >= 2 and found.min_ngram < found.max_ngram
 
 
+def test_methods_of_heads_may_be_left_out() -> None:
+    """They follow from checkpoints, and so may the number of drafts."""
+    found = read(model="x")
+    assert found is not None and found.model == "x" and not found.num_tokens
+    assert found.method not in ("draft_model", "eagle3", "mtp")
+    found = read(num_speculative_tokens=2)
+    assert found == SpeculativeConfig("mtp", 2, 0, 0) and found.uses_head
+    found = read(method="eagle3", model="x", num_speculative_tokens=3)
+    assert found is not None and found.uses_head and found.num_ahead == 0
+
+
 def test_drafts_by_batch_size() -> None:
     table = [[1, 4, 3], [5, 8, 0]]
     found = read(
@@ -43,7 +54,7 @@ def test_drafts_by_batch_size() -> None:
 
 
 BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-    ({"num_speculative_tokens": 2}, ("'method'", "ngram, auto")),
+    ({"prompt_lookup_max": 2}, ("'method'", "ngram, auto")),
     ({"method": "ngrams", "num_speculative_tokens": 2}, ("'method'", "'ngrams'")),
     ({"method": "ngram"}, ("'num_speculative_tokens'", "None")),
     ({"method": "ngram", "num_speculative_tokens": 0}, ("'num_speculative_tokens'", "0")),
@@ -54,7 +65,9 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"method": "auto", "model": "x"}, ("'model'", "left out", "'x'")),
     ({"method": "auto", "quantization": "fp8"}, ("'quantization'", "no model")),
     ({"method": "auto", "k": 1}, ("'k'", "unknown", "num_speculative_tokens")),
-    ({"method": "eagle3", "model": "x"}, ("'eagle3'", "not supported yet", "ngram")),
+    ({"method": "eagle3", "num_speculative_tokens": 2}, ("'model'", "None")),
+    ({"method": "eagle3", "model": "x", "prompt_lookup_max": 2}, ("prompt_lookup_max",)),
+    ({"method": "eagle", "model": "x"}, ("'eagle'", "not supported", "eagle3, mtp")),
     ({"method": "draft_model", "num_speculative_tokens": 2}, ("'model'", "None")),
     (
         {"model": "x", "num_speculative_tokens": 2, "max_model_len": 9},

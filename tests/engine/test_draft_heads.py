@@ -6,7 +6,9 @@ The layers of MTP heads are transformers' own; those of EAGLE-3 are written out 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire import LLM, SamplingParams
+from quire import LLM, BeamSearchParams, SamplingParams, StructuredOutputs
 from quire.protocol.errors import ModelError, OptionError
 from quire.protocol.plan import StepPlan
 from tests.draft_heads import (
-    Eagle3,
     Layer,
     drafts,
     forget,
@@ -33,6 +34,7 @@ from tests.draft_heads import (
 )
 from tests.engine.test_drafts import FEATURES, MAX_LEN, generate, prompts_of, seen
 from tests.models.reference import VOCAB, random_tokens
+from tests.text.tokenizer_samples import write_json
 from tests.tiny import assert_at_rest, save_tiny, tiny_llm
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -93,7 +95,7 @@ def target(folder: Path) -> Any:
     return save_tiny(folder, num_hidden_layers=6)
 
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
 def run_greedy(llm: LLM) -> None:
@@ -104,11 +106,12 @@ def run_greedy(llm: LLM) -> None:
     assert all(output.num_cached_tokens for output in outputs)
 
 
-@pytest.mark.parametrize("save", [save_eagle3, save_speculators], ids=["SafeAILab", "speculators"])
 @pytest.mark.parametrize("kind", HEADS)
 def test_eagle3_drafts_what_the_reference_drafts(
-    folder: Path, target: Any, tmp_path: Path, kind: str, save: Callable[..., Path]
+    folder: Path, target: Any, tmp_path: Path, kind: str
 ) -> None:
+    """In both layouts, by turns."""
+    save = (save_eagle3, save_speculators)[list(HEADS).index(kind) % 2]
     head = random_eagle3(target, **HEADS[kind])
     config: dict[str, Any] = {"model": str(save(tmp_path, head, target))}
     if save is save_eagle3:
@@ -125,7 +128,7 @@ def test_eagle3_drafts_what_the_reference_drafts(
     def states(tokens: list[int]) -> Tensor:
         return head.combine(target_states(target, tokens), num_layers)
 
-    assert_drafted(recorder, head.layer, states, least=60)
+    assert_drafted(recorder, head.layer, states, least=40)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
@@ -139,19 +142,30 @@ def test_mtp_drafts_what_transformers_drafts(tmp_path: Path, family: str) -> Non
         recorder = Recorder(llm)
         run_greedy(llm)
     assert_drafted(
-        recorder, mtp_layer(mtp), lambda tokens: target_states(model, tokens)[-1], least=60
+        recorder, mtp_layer(mtp), lambda tokens: target_states(model, tokens)[-1], least=40
     )
 
 
-
-ALL_FEATURES = [SamplingParams(**kwargs) for kwargs in FEATURES.values() for _ in range(2)]
+KINDS = (
+    "greedy",
+    "drawn",
+    "filters",
+    "repetition",
+    "bad_words",
+    "allowed",
+    "stop",
+    "prompt_logprobs",
+    "n",
+    "one",
+    "to_the_end",
+)
+ALL_FEATURES = [SamplingParams(**FEATURES[kind]) for kind in KINDS for _ in range(2)]
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "eagle3": ("eagle3", {}),
     "eagle3-chunks": (
         "eagle3",
         {"block_size": 4, "max_num_batched_tokens": 21, "max_num_seqs": 9},
     ),
-    "eagle3-pool": ("eagle3", {"block_size": 4, "num_gpu_blocks_override": 46}),
+    "eagle3-pool": ("eagle3", {"block_size": 4, "num_gpu_blocks_override": 44}),
     "eagle3-overlap": ("eagle3", {"block_size": 8, "max_steps_in_flight": 2}),
     "eagle3-uncached": ("eagle3", {"enable_prefix_caching": False, "max_steps_in_flight": 4}),
     "mtp": ("mtp", {"block_size": 8, "max_num_batched_tokens": 40}),
@@ -215,3 +229,120 @@ def test_ranks_draft_together(
         assert tokens == [[c[0] for c in completions] for _, completions in plain[kind][:4]]
         assert llm._core.metrics.accepted_tokens.value > 20
         assert_at_rest(llm)
+
+
+def test_beams_and_grammars_beside_drafts(
+    pairs: dict[str, tuple[Path, dict[str, Any]]],
+) -> None:
+    """Tokens that the host chooses come a step later; what a grammar forbids is cut."""
+    folder, config = pairs["eagle3"]
+    grammar = StructuredOutputs(regex="[a-f]{8}[0-9]{8}")
+    params = [
+        SamplingParams(**FEATURES["drawn"], structured_outputs=grammar),
+        SamplingParams(**FEATURES["greedy"]),
+    ]
+    found = []
+    for speculative_config in ({}, config):
+        options = {"max_model_len": MAX_LEN, "speculative_config": speculative_config}
+        with tiny_llm(folder, device="cpu", **options) as llm:
+            prompts = [{"prompt_token_ids": p} for p in prompts_of(2)]
+            beams = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=12))
+            outputs = generate(llm, prompts_of(2), params)
+            found.append((seen(outputs), [[b.tokens for b in o.sequences] for o in beams]))
+            assert_at_rest(llm)
+    assert found[0] == found[1]
+
+
+def edited(folder: Path, **changes: Any) -> None:
+    """Changes values of config.json, and removes those that are None."""
+    file = folder / "config.json"
+    config = {**json.loads(file.read_text()), **changes}
+    write_json(file, {key: value for key, value in config.items() if value is not None})
+
+
+def start(folder: Path, config: dict[str, Any]) -> None:
+    with tiny_llm(folder, device="cpu", max_model_len=MAX_LEN, speculative_config=config):
+        pass
+
+
+WRONG_HEADS: dict[str, tuple[dict[str, Any], str]] = {
+    "vocabulary": ({"vocab_size": VOCAB + 3}, f"vocabulary of {VOCAB + 3} tokens.* {VOCAB};"),
+    "hidden-size": ({"target_hidden_size": 48}, "hidden states of 48 numbers.* have 64"),
+    "layers": (
+        {"eagle_aux_hidden_state_layer_ids": [2, 4, 9]},
+        "enters the layers 2, 4, 9, and .* has 6",
+    ),
+    "two-layers": ({"num_hidden_layers": 2}, "num_hidden_layers.*1 in an EAGLE-3 head.*2"),
+    "norm": ({"norm_before_fc": True}, "norm_before_fc.*false"),
+    "family": ({"model_type": "deepseek_v3"}, "model_type.*llama.*deepseek_v3"),
+    "draft-vocabulary": ({"draft_vocab_size": 300}, "draft_vocab_size=300"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_HEADS)
+def test_a_head_for_another_model_is_refused(
+    folder: Path, target: Any, tmp_path: Path, kind: str
+) -> None:
+    save_eagle3(tmp_path, random_eagle3(target), target)
+    changes, message = WRONG_HEADS[kind]
+    edited(tmp_path, **changes)
+    with pytest.raises((OptionError, ModelError), match=message):
+        start(folder, {"model": str(tmp_path), "num_speculative_tokens": 2})
+
+
+def test_tensors_of_heads_are_looked_at_before_any_is_loaded(
+    folder: Path, target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = random_eagle3(target)
+    wrong = {**head.tensors, "fc.weight": head.tensors["fc.weight"][:, :64]}
+    del wrong["midlayer.hidden_norm.weight"]
+    save_eagle3(tmp_path, replace(head, tensors=wrong), target)
+    monkeypatch.setattr("quire.worker.worker.load_model", None)
+    with pytest.raises(ModelError, match=r"missing: midlayer.hidden_norm.weight.*fc.weight"):
+        start(folder, {"model": str(tmp_path), "num_speculative_tokens": 2})
+
+
+def test_drafts_beyond_the_vocabulary_are_refused(
+    folder: Path, target: Any, tmp_path: Path
+) -> None:
+    head = random_eagle3(target)
+    head.tensors["d2t"][5] = VOCAB
+    save_eagle3(tmp_path, head, target)
+    with pytest.raises(ModelError, match=f"d2t.*{VOCAB}"):
+        start(folder, {"model": str(tmp_path), "num_speculative_tokens": 2})
+
+
+def test_methods_that_do_not_fit_a_model_are_refused(
+    folder: Path, target: Any, tmp_path: Path
+) -> None:
+    head = str(save_eagle3(tmp_path / "head", random_eagle3(target), target))
+    other = tmp_path / "opt"
+    save_tiny(other, "opt")
+    count = {"num_speculative_tokens": 2}
+    for config, message in (
+        ({"method": "eagle3", "model": str(folder)}, "LlamaForCausalLM, not an EAGLE-3 head"),
+        ({"method": "draft_model", "model": head}, "EAGLE-3 head; use method 'eagle3'"),
+        ({"method": "mtp"}, "num_nextn_predict_layers"),
+        ({}, "num_nextn_predict_layers"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            start(folder, {**config, **count})
+    with pytest.raises(OptionError, match="'num_speculative_tokens'.*does not say"):
+        start(folder, {"model": head})
+    with pytest.raises(OptionError, match="residual streams.*OPTForCausalLM"):
+        edited(Path(head), num_hidden_layers=1)
+        start(other, {"model": head, **count})
+    with pytest.raises(OptionError, match="is an EAGLE-3 head, which drafts for another model"):
+        start(Path(head), {})
+
+
+def test_mtp_layers_must_be_there(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "glm4_moe", num_nextn_predict_layers=1)
+    with pytest.raises(ModelError, match=r"missing: model\.layers\.3\..*"):
+        start(tmp_path, {"method": "mtp"})
+    edited(tmp_path, num_nextn_predict_layers=2)
+    with pytest.raises(OptionError, match="num_nextn_predict_layers=2"):
+        start(tmp_path, {"method": "mtp"})
+    with pytest.raises(OptionError, match="'other' is not the target"):
+        edited(tmp_path, num_nextn_predict_layers=1)
+        start(tmp_path, {"method": "mtp", "model": "other"})
