@@ -1,5 +1,5 @@
-"""Heads that draft, as their checkpoints are published, and what they draft by straightforward code:
-whole sequences in one pass, without any cache."""
+"""Heads that draft, as their checkpoints are published, and what they draft by straightforward
+code: whole sequences in one pass, without any cache."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class DraftVocabulary(WeightedLayer):
 
     def finish_loading(self) -> None:
         ids = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-        if len(ids) and not (0 <= int(ids.min()) and int(ids.max()) < self.target_size):
+        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < self.target_size):
             raise ModelError(
                 f"d2t of an EAGLE-3 head names tokens from {int(ids.min())} to {int(ids.max())}, "
                 f"but the vocabulary has {self.target_size}; check that its files belong together."

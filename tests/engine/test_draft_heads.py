@@ -327,9 +327,9 @@ def test_methods_that_do_not_fit_a_model_are_refused(
     ):
         with pytest.raises(OptionError, match=message):
             start(folder, {**config, **count})
-    with pytest.raises(OptionError, match="'num_speculative_tokens'.*does not say"):
+    with pytest.raises(OptionError, match=r"'num_speculative_tokens'.*does not say"):
         start(folder, {"model": head})
-    with pytest.raises(OptionError, match="residual streams.*OPTForCausalLM"):
+    with pytest.raises(OptionError, match=r"residual streams.*OPTForCausalLM"):
         edited(Path(head), num_hidden_layers=1)
         start(other, {"model": head, **count})
     with pytest.raises(OptionError, match="is an EAGLE-3 head, which drafts for another model"):
