@@ -43,8 +43,8 @@ Other architectures are refused by name before anything is loaded. Weights come 
 `.bin` files, and of the families with a GGUF name from such files too. Quantised checkpoints may be
 {methods}: see
 [quantization](quantization.md). Adapters are refused with every family;
-[speculation](speculation.md) drafts from the text, and so works with all; EAGLE-3 heads work with all but
-OPT and GPT-2, and MTP layers are known of {mtp}.
+[speculation](speculation.md) drafts from the text, and so works with all; EAGLE-3 heads work with
+all but OPT and GPT-2, and MTP layers are known of {mtp}.
 
 - *attention*: what differs from a layer that sees all tokens and rotates whole heads, in a model
   with the settings that the family takes for granted.

@@ -3,7 +3,7 @@ layers with a window. Images are not taken."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -15,13 +15,6 @@ from quire.models.gemma2 import Gemma2ForCausalLM, Gemma2Model, GemmaLayer
 from quire.models.llama import AttentionTraits
 
 
-@dataclass(frozen=True)
-class TwoRotations(Rotation):
-    """That of layers that see all tokens, and that of layers with a window."""
-
-    local: Rotation | None = None
-
-
 class Gemma3Layer(GemmaLayer):
     def __init__(
         self, config: ModelConfig, layer_index: int, traits: AttentionTraits, build: Build
@@ -30,9 +23,8 @@ class Gemma3Layer(GemmaLayer):
         self.is_local = config.slides(layer_index)
 
     def forward(self, x: torch.Tensor, rotation: Rotation, step: StepContext) -> torch.Tensor:
-        if self.is_local and isinstance(rotation, TwoRotations) and rotation.local is not None:
-            rotation = rotation.local
-        return super().forward(x, rotation, step)
+        local = rotation.local if self.is_local else None
+        return super().forward(x, rotation if local is None else local, step)
 
 
 class Gemma3Model(Gemma2Model):
@@ -46,8 +38,8 @@ class Gemma3Model(Gemma2Model):
         )
 
     def forward(self, step: StepContext) -> torch.Tensor:
-        everywhere, local = self.rotary(step.positions), self.local_rotary(step.positions)
-        both = TwoRotations(everywhere.cos, everywhere.sin, step.positions, local=local)
+        local = self.local_rotary(step.positions)
+        both = replace(self.rotary(step.positions), local=local)
         return self.layers(self.embed(step), both, step, self.norm)
 
 

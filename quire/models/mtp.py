@@ -1,4 +1,4 @@
-"""MTP: the layer behind a target's last one, which predicts one token more (DeepSeek-V3, GLM-4.5)."""
+"""MTP: the layer behind a target's last one, which predicts one token more (DeepSeek, GLM)."""
 
 from __future__ import annotations
 

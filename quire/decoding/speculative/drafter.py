@@ -10,8 +10,8 @@ from quire.protocol.plan import StepPlan
 
 
 class Drafter(Protocol):
-    """Is asked after each step for drafts of the rows that sampled; all calls return without waiting
-    for the device. A draft may be any token: verification keeps none that plain decoding would not sample.
+    """Is asked after each step for drafts of the rows that sampled; no call waits for the device. A
+    draft may be any token: verification keeps none that plain decoding would not sample.
     """
 
     def update(self, plan: StepPlan) -> None:
