@@ -85,6 +85,8 @@ ALL_SLIDING = ("mistral", "mixtral", "phi3", "qwen3_moe")
 """Families whose layers all have the window, if there is one."""
 ASKED_WINDOWS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
 """Families whose windows count if `use_sliding_window`."""
+MIXED_WINDOWS = ("gemma2", "gemma3", "gpt_oss", "qwen2", "qwen2_moe", "qwen3", "smollm3")
+"""Families in which some layers may have the window and others not."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 """Entries of `layer_types`."""
 STRETCHED_ROPES = ("linear", "dynamic", "yarn")
@@ -533,12 +535,12 @@ def _text_part(file: Path, raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_defaults(values: CheckedValues, family: _Family, model_type: str) -> CheckedValues:
-    """With what the family takes for granted, the kind of each layer, and how much of a head
-    rotates; refuses what its model has no code for."""
+    """With what the family takes for granted, the kind of each layer where there are several, and
+    how much of a head rotates; refuses what its model has no code for."""
     given = values.values
     raw = {**family.defaults, **given}
     values = CheckedValues(values.file, raw)
-    if family.kv_heads is not None and model_type not in ALL_SLIDING:
+    if model_type in MIXED_WINDOWS:
         raw["layer_types"] = _layer_types(values, family, model_type)
     share = values.number("partial_rotary_factor", family.partial_rotary or 1.0)
     if share > 1 or (share != 1 and family.partial_rotary is None):
