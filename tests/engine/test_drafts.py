@@ -383,8 +383,7 @@ def test_beams_and_grammars_beside_drafts(folder: Path) -> None:
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 4])
 def test_forced_text_is_appended_as_without_drafts(folder: Path, steps_in_flight: int) -> None:
-    """In the same tokens: the sampler would spell `option` in others. With one step in flight that
-    holds for all of it, with more for what follows a token that leaves no choice."""
+    """Drafts go on through text without a choice, in the tokens in which it is appended."""
     grammar = StructuredOutputs(regex="([a-f]{2}option[0-9]~option)*")
     params = [
         SamplingParams(**kind, structured_outputs=grammar, ignore_eos=True)
@@ -397,7 +396,7 @@ def test_forced_text_is_appended_as_without_drafts(folder: Path, steps_in_flight
         expected = generate(llm, prompts, params)
         drafter, steps = speculate(llm, expected, 5), Steps(llm)
         assert seen(generate(llm, prompts, params)) == seen(expected)
-        assert 20 < drafter.num_accepted <= steps.num_drafts
+        assert 10 < drafter.num_accepted <= steps.num_drafts
         assert_at_rest(llm)
 
 

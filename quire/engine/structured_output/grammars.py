@@ -127,7 +127,7 @@ class Grammars:
         if batch is None:
             return None
         masks = executor.token_masks(batch.lines, batch.num_words)
-        has_one_choice = batch.fill(masks.bits, self._pool, self._settings.jump_ahead)
+        has_one_choice = batch.fill(masks.bits, self._pool)
         if self._settings.jump_ahead:
             # Where there is no choice there may be none for long: the row waits, and then jumps.
             self._scheduler.set_synchronous(batch.rows, has_one_choice & batch.may_jump)
@@ -194,14 +194,14 @@ class Grammars:
         for sequence, matcher in self._sampled:
             if sequence.status is not Status.RUNNING or sequence.has_tokens_in_flight:
                 continue
-            jumps = self._settings.jump_ahead and matcher.may_jump
-            if jumps and (tokens := matcher.forced()):
+            may_jump = self._settings.jump_ahead and matcher.may_jump
+            if may_jump and (tokens := matcher.forced()):
                 complete = matcher.is_complete
                 tokens = self._scheduler.append_forced(sequence, tokens, complete, now)
                 if sequence.new.streams:
                     shown += [(sequence.key, token) for token in tokens]
             elif matcher.drafts:
-                self._scheduler.keep_drafts(sequence, matcher.num_verifiable(jumps))
+                self._scheduler.keep_drafts(sequence, matcher.num_allowed_drafts)
         if shown:
             keys, ids = np.array(shown, np.int64).T
             output.keys = np.append(output.keys, keys)

@@ -126,26 +126,10 @@ class Matcher:
             self._tokens += tokens
         return tokens
 
-    def forced_after(self, drafts: list[int]) -> list[int]:
-        """The tokens that alone could follow if these drafts were accepted."""
-        count = self.native.try_consume_tokens(drafts)
-        tokens: list[int] = self.native.compute_ff_tokens() if count == len(drafts) else []
-        self.native.rollback(count)
-        return tokens
-
-    def num_verifiable(self, jumps: bool) -> int:
-        """How many of the drafts are worth a line: those that it allows, up to one behind which
-        the text ends or, if the sequence `jumps`, tokens are appended unseen."""
-        count = 0
-        for draft in self.drafts:
-            if not self.native.try_consume_tokens([draft]):
-                break
-            if self.native.is_stopped() or (jumps and self.native.compute_ff_tokens()):
-                self.native.rollback(1)
-                break
-            count += 1
-        self.native.rollback(count)
-        return count
+    @property
+    def num_allowed_drafts(self) -> int:
+        """How many of the drafts it allows, from the first on."""
+        return self.native.validate_tokens(self.drafts) if self.failure is None else 0
 
     def move_to(self, start: Start) -> None:
         """Go on, from where it stands, as a copy of another start."""
@@ -271,18 +255,14 @@ class Batch:
         its rows now."""
         return self._plan == _composition(plan) and self._epochs == epochs.tobytes()
 
-    def fill(
-        self, bits: Int32Array, pool: Callable[[], LLExecutor], jump_ahead: bool = True
-    ) -> BoolArray:
+    def fill(self, bits: Int32Array, pool: Callable[[], LLExecutor]) -> BoolArray:
         """What the members allow in their lines, to `bits` [lines, words]; returns which members
         have a line with one token alone."""
         self._fill(bits, pool)
         one_token = self._settings.apply(bits)
-        if not self._has_drafts:
-            return one_token
-        if jump_ahead:
-            self._force(bits, one_token)
-        return np.logical_or.reduceat(one_token, self._first)
+        if self._has_drafts:
+            one_token = np.logical_or.reduceat(one_token, self._first)
+        return one_token
 
     def _fill(self, bits: Int32Array, pool: Callable[[], LLExecutor]) -> None:
         """What the grammars alone allow. Lines behind a draft that one of them forbids are never
@@ -308,24 +288,6 @@ class Batch:
                 native.unsafe_compute_mask_ptr(address + i * stride, stride)
         else:
             pool().unsafe_compute_mask_ptr(self._work, address, stride, len(bits))
-
-    def _force(self, bits: Int32Array, one_token: BoolArray) -> None:
-        """Where a line leaves no choice, a sequence without drafts would wait for its token, and
-        then jump: the lines behind it allow what would be appended."""
-        for i in np.flatnonzero(self.may_jump & (self.num_lines > 1)).tolist():
-            matcher, first = self.members[i][1], int(self._first[i])
-            drafts = matcher.drafts[: int(self.num_lines[i]) - 1]
-            line = 0
-            while line < len(drafts):
-                line += 1
-                if not one_token[first + line - 1]:
-                    continue
-                for token in matcher.forced_after(drafts[:line]):
-                    bits[first + line] = token_bits([token], bits.shape[1]).view(np.int32)
-                    if line == len(drafts) or drafts[line] != token:
-                        line = len(drafts)
-                        break
-                    line += 1
 
 
 def _composition(plan: StepPlan) -> tuple[bytes, bytes, bytes]:
