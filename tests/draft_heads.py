@@ -299,9 +299,9 @@ def forget(folder: Path, **others: Tensor) -> None:
     save_file(tensors, file, {"format": "pt"})
 
 
-def save_agreeing_mtp(folder: Path, family: str) -> None:
+def save_agreeing_mtp(folder: Path, family: str, **changes: Any) -> None:
     """A target and a head which both know what follows a token."""
-    model, _ = save_mtp(folder, family)
+    model, _ = save_mtp(folder, family, **changes)
     prefix, wide = f"model.layers.{model.config.num_hidden_layers}.", model.config.hidden_size
     changed = {
         f"{prefix}eh_proj.weight": torch.cat((torch.eye(wide), torch.zeros(wide, wide)), dim=1),
