@@ -231,8 +231,8 @@ def random_eagle3(
     return Eagle3(shape, tensors, embedding, norm_before_residual, layer_ids)
 
 
-def save_eagle3(folder: Path, head: Eagle3, target: PreTrainedModel) -> Path:
-    """In SafeAILab's layout."""
+def save_eagle3(folder: Path, head: Eagle3, target: PreTrainedModel, pickled: bool = False) -> Path:
+    """In SafeAILab's layout; their own are `pickled`."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         **head.shape,
@@ -244,9 +244,17 @@ def save_eagle3(folder: Path, head: Eagle3, target: PreTrainedModel) -> Path:
     if head.norm_before_residual:
         config["norm_before_residual"] = True
     if head.layer_ids is not None:
-        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(head.layer_ids)}
+        outputs = [layer - 1 for layer in head.layer_ids]
+        config["eagle_config"] = {
+            "eagle_aux_hidden_state_layer_ids": outputs,
+            "use_aux_hidden_state": True,
+            "use_mtp_layernorm": False,
+        }
     write_json(folder / "config.json", config)
-    save_file(_stored(head), folder / "model.safetensors", {"format": "pt"})
+    if pickled:
+        torch.save(_stored(head), folder / "pytorch_model.bin")
+    else:
+        save_file(_stored(head), folder / "model.safetensors", {"format": "pt"})
     return folder
 
 

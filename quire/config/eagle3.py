@@ -16,8 +16,20 @@ from quire.files.json_file import CheckedValues
 EAGLE3 = "Eagle3LlamaForCausalLM"
 NAMES = (EAGLE3, "LlamaForCausalLMEagle3", "Eagle3Speculator", "Eagle3DraftModel")
 """What `architectures` may say of such a head."""
-OF_OTHER_HEADS = ("norm_before_fc", "fc_norm", "norm_output", "parallel_drafting", "has_lk_loss")
-"""Settings that change what a head computes, and that there is no code for."""
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+USUAL = {
+    "num_hidden_layers": 1,
+    "use_sliding_window": False,
+    "norm_before_fc": False,
+    "fc_norm": False,
+    "norm_output": False,
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "parallel_draft_step": 1,
+}
+"""Settings that change what a head computes, and the values that there is code for."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +50,7 @@ class Eagle3Config:
     def of(cls, values: CheckedValues) -> Eagle3Config:
         """That of a configuration which `translate_eagle3` gave."""
         hidden_size = values.count("hidden_size")
-        ids = values.values.get("eagle_aux_hidden_state_layer_ids")
+        ids = values.values.get(LAYER_IDS)
         return cls(
             values.count("draft_vocab_size", values.count("vocab_size")),
             values.count("target_hidden_size", hidden_size),
@@ -68,15 +80,26 @@ def translate_eagle3(file: Path, raw: dict[str, Any]) -> dict[str, Any]:
         return raw
     values = CheckedValues(file, raw)
     layer = values.mapping("transformer_layer_config")
-    found = {**raw, **(values.mapping("eagle_config") or {})}
+    found = {**raw, **_inner(values)}
     if layer is not None:
         own = {key: value for key, value in raw.items() if key != "transformer_layer_config"}
-        found = {"norm_before_residual": True, **layer, **own, "model_type": layer["model_type"]}
+        found = {"norm_before_residual": True, **layer, **own}
+        found["model_type"] = layer.get("model_type")
         found["speculative_tokens"] = _trained_tokens(values)
     found = {**found, "architectures": [EAGLE3], "tie_word_embeddings": False}
     found = {key: value for key, value in found.items() if value is not None}
     _check(CheckedValues(file, found))
     return found
+
+
+def _inner(values: CheckedValues) -> dict[str, Any]:
+    """What ModelOpt and SpecForge say in an object of its own. There layers are those whose outputs
+    are read, and not, as speculators has it, those whose inputs are."""
+    inner = dict(values.mapping("eagle_config") or {})
+    ids = inner.get(LAYER_IDS)
+    if isinstance(ids, list) and all(type(one) is int for one in ids):
+        inner[LAYER_IDS] = [one + 1 for one in ids]
+    return inner
 
 
 def _trained_tokens(values: CheckedValues) -> int | None:
@@ -92,12 +115,9 @@ def _check(values: CheckedValues) -> None:
     kind = values.text("model_type", "llama")
     if kind != "llama":
         values.fail("model_type", "llama, which is what the layer of an EAGLE-3 head is", kind)
-    for key, only in (("num_hidden_layers", 1), ("use_sliding_window", False)):
-        if raw.get(key, only) != only:
-            values.fail(key, f"{str(only).lower()} in an EAGLE-3 head", raw[key])
-    for key in OF_OTHER_HEADS:
-        if raw.get(key):
-            values.fail(key, "false in an EAGLE-3 head", raw[key])
-    ids = raw.get("eagle_aux_hidden_state_layer_ids")
+    for key, usual in USUAL.items():
+        if raw.get(key, usual) != usual:
+            values.fail(key, f"{str(usual).lower()} in an EAGLE-3 head", raw[key])
+    ids = raw.get(LAYER_IDS)
     if ids and not (isinstance(ids, list) and all(type(one) is int and one >= 0 for one in ids)):
-        values.fail("eagle_aux_hidden_state_layer_ids", "a list of layers", ids)
+        values.fail(LAYER_IDS, "a list of layers", ids)

@@ -42,6 +42,14 @@ AUTO_NGRAMS = (3, 12)
 Schedule = tuple[tuple[int, int, int], ...]
 
 
+def scheduled_drafts(schedule: Schedule, num_decoding: int, most: int) -> int:
+    """Most drafts of a row while so many rows decode."""
+    for least, last, count in schedule:
+        if least <= num_decoding <= last:
+            return count
+    return most
+
+
 @dataclass(frozen=True)
 class SpeculativeConfig:
     """How tokens are drafted."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.config.draft import eagle3_config, mtp_config
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
-from quire.config.speculative import SpeculativeConfig
+from quire.config.speculative import Schedule, SpeculativeConfig, scheduled_drafts
 from quire.decoding.sampler import Sampler
 from quire.layers.attention.backend import AttentionInputs, GroupedAttention, select_backend
 from quire.layers.attention.layer import StepContext
@@ -45,6 +45,7 @@ class HeadSource:
     """Of the target, whose residual streams the head reads."""
     target_hidden_size: int
     num_drafts: int
+    schedule: Schedule
     parallel: Parallel
     heads: list[DraftHead] = field(default_factory=list)
     """The head, once it is loaded."""
@@ -110,6 +111,7 @@ class HeadSource:
             layers,
             target.hidden_size,
             wanted.num_tokens,
+            wanted.schedule,
             parallel,
         )
 
@@ -233,6 +235,7 @@ class HeadDrafter:
         """Blocks from `num_blocks` on are for drafts."""
         (self._head,), (self._streams,) = source.heads, source.streams
         self._parallel, self._num_drafts = source.parallel, source.num_drafts
+        self._schedule = source.schedule
         self._blocks_ahead, self._num_blocks = source.blocks_ahead, num_blocks
         self._attention, self.kv = attention, kv
         self._table, self._sampler = table, sampler
@@ -300,16 +303,16 @@ class HeadDrafter:
         assert step is not None and hidden is not None, "rows that sample have computed"
         host_rows = step.plan.rows[step.plan.samples]
         places = np.flatnonzero(self._wanted[host_rows]).astype(np.int32)
-        if not len(places):
+        count = scheduled_drafts(self._schedule, len(host_rows), self._num_drafts)
+        if not len(places) or not count:
             return drafts
         host_rows = host_rows[places]
         chosen = self._table.staging.send(places)[0].long()
-        found = self._draft(rows[chosen], host_rows, hidden[chosen])
-        drafts[chosen] = found
+        drafts[chosen, :count] = self._draft(rows[chosen], host_rows, hidden[chosen], count)
         return drafts
 
-    def _draft(self, rows: Tensor, host_rows: Int32Array, hidden: Tensor) -> Tensor:
-        """Of rows whose state behind the last known token is `hidden`: int32 [R, k]."""
+    def _draft(self, rows: Tensor, host_rows: Int32Array, hidden: Tensor, count: int) -> Tensor:
+        """Of rows whose state behind the last known token is `hidden`: int32 [R, count]."""
         table, last = self._table, self._longest - 1
         known = table.num_tokens[rows].long()
         blocks = self._blocks_for_drafts(rows, known)
@@ -317,7 +320,7 @@ class HeadDrafter:
         index = torch.arange(len(host_rows), device=rows.device)
         query_start = torch.arange(len(host_rows) + 1, dtype=torch.int32, device=rows.device)
         found: list[Tensor] = []
-        for i in range(self._num_drafts):
+        for i in range(count):
             if i:
                 # Near its end a row has fewer drafts than are made here.
                 positions = (known + i - 2).clamp(max=last)
