@@ -8,7 +8,7 @@ from dataclasses import replace
 from quire.config.eagle3 import EAGLE3, Eagle3Config
 from quire.config.model import MTP_ARCHITECTURES, ModelConfig, load_model_config
 from quire.config.options import EngineOptions
-from quire.config.speculative import FROM_MODEL, SpeculativeConfig
+from quire.config.speculative import FROM_MODEL, HEADS, SpeculativeConfig
 from quire.protocol.errors import OptionError
 
 
@@ -26,6 +26,8 @@ def settle_speculation(options: EngineOptions, target: ModelConfig) -> EngineOpt
         num_tokens = wanted.num_tokens or mtp_config(target).num_layers - target.num_layers
     else:
         num_tokens = _eagle3_tokens(options, wanted, target)
+    if method in HEADS:
+        _check_division(options)
     settled = {**(options.decoding.speculative_config or {}), "method": method}
     if num_tokens:
         settled["num_speculative_tokens"] = num_tokens
@@ -138,6 +140,17 @@ def _is_target(options: EngineOptions, wanted: SpeculativeConfig, target: ModelC
     if wanted.model in (options.model.model, str(target.source.path)):
         return True
     return wanted.model is not None and wanted.model == target.source.name
+
+
+def _check_division(options: EngineOptions) -> None:
+    """A head is divided as its target is."""
+    key, size = "draft_tensor_parallel_size", options.parallel.tensor_parallel_size
+    found = (options.decoding.speculative_config or {}).get(key)
+    if found not in (None, size):
+        raise OptionError(
+            f"speculative_config[{key!r}] must be tensor_parallel_size ({size}) for a head, got "
+            f"{found!r}; leave it out."
+        )
 
 
 def _eagle3_tokens(options: EngineOptions, wanted: SpeculativeConfig, target: ModelConfig) -> int:
