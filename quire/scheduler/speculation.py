@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.config.speculative import Schedule, SpeculativeConfig
+from quire.config.speculative import Schedule, SpeculativeConfig, scheduled_drafts
 from quire.protocol.plan import BoolArray, Int32Array, StepPlan, StepResult
 from quire.scheduler.sequence import Columns
 
@@ -46,10 +46,7 @@ class Speculation:
         return drafts
 
     def _scheduled(self, num_decoding: int) -> int:
-        for least, most, count in self._schedule:
-            if least <= num_decoding <= most:
-                return count
-        return self.num_drafts
+        return scheduled_drafts(self._schedule, num_decoding, self.num_drafts)
 
     def joined(self, row: int) -> None:
         """A sequence has taken a row."""

@@ -87,6 +87,8 @@ class ModelRunner:
         """None for models without experts."""
         self.graphs: StepGraphs | None = None
         self.drafter: Drafter | None = None
+        self.draft_kv: KVTensors | None = None
+        """What a head that drafts has in the same blocks, and copies of them."""
         self.on_prompt_logits: Callable[[Int32Array, Tensor], None] | None = None
         """Given the positions of prompt tokens whose logprobs are asked for, in pieces, and the
         logits [positions, vocabulary] before each: the first rank's."""
@@ -103,6 +105,8 @@ class ModelRunner:
             self.drafter.update(plan)
         if len(plan.copy_sources):
             self.kv.copy_blocks(staged.copy_sources, staged.copy_targets)
+            if self.draft_kv is not None:
+                self.draft_kv.copy_blocks(staged.copy_sources, staged.copy_targets)
         prefixes = self._shared_prefixes(plan)
         if self.graphs is not None and not (self._prompt_logprob_rows or self._pooled_rows):
             replayed = self.graphs.replay(plan, staged, prefixes)
@@ -188,6 +192,8 @@ class ModelRunner:
         pooled = pool(self._pooled_rows, plan, executed.hidden) if self._pooled_rows else None
         host_rows = plan.rows[plan.samples]
         if not len(host_rows):
+            if self.drafter is not None:
+                self.drafter.accepted(rows, rows)
             return PendingStep(plan.step, rows, None, prompt_logprobs)
         verified: Verified | None = None
         drafted: Drafted | None = None
@@ -199,7 +205,8 @@ class ModelRunner:
         else:
             sampled, verified = self._verify(executed, executed.staged.lines, masks)
         if self.drafter is not None:
-            self.drafter.accepted(rows, None if verified is None else verified.counts)
+            counts = torch.ones_like(rows) if verified is None else verified.counts
+            self.drafter.accepted(rows, counts)
             proposed = self.drafter.propose(rows)
             waiting = self.table.write_drafts(rows, proposed)
             drafted = self._drafted(waiting, host_rows, proposed.shape[1])

@@ -230,6 +230,12 @@ def test_qwen_windows_start_at_a_layer(
     assert config.sliding_window is None
 
 
+def test_families_without_windows_have_no_kinds_of_layers(tmp_path: Path) -> None:
+    """Where they are filled in, transformers asks a folder with this configuration for a window."""
+    deep = LLAMA | {"num_hidden_layers": 40}
+    assert "layer_types" not in load_model_config(write(tmp_path, deep)).raw
+
+
 def test_mistral_without_the_key_has_the_first_mistrals_window(tmp_path: Path) -> None:
     config = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", **SIZES}
     assert load_model_config(write(tmp_path, config)).sliding_window == 4096

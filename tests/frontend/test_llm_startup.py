@@ -59,8 +59,8 @@ def start(tiny: Tiny, **options: Any) -> Callable[[], Any]:
         ({"distributed_executor_backend": "x"}, ("distributed_executor_backend", "'x'", "'ray'")),
         ({"enable_lora": True}, ("enable_lora=True", "not supported yet")),
         (
-            {"speculative_config": {"method": "eagle3", "model": "x"}},
-            ("speculative_config", "not supported yet"),
+            {"speculative_config": {"method": "medusa", "model": "x"}},
+            ("speculative_config", "'medusa' is not supported"),
         ),
         ({"cpu_offload_gb": 4}, ("cpu_offload_gb=4", "not supported yet")),
         (
