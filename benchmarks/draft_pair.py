@@ -1,5 +1,5 @@
-"""Speculation with a real pair on a CPU: the embedded model in float32, and its own 4-bit form as the
-draft model, on the questions of Spec-Bench by category.
+"""Speculation with a real pair on a CPU: the embedded model in float32, and its own 4-bit form as
+the draft model, on the questions of Spec-Bench by category.
 
     QUIRE_TEST_DATA=... python benchmarks/draft_pair.py [--per-category 2] [--drafts 3]
 
