@@ -67,6 +67,8 @@ class SpeculativeConfig:
     """The model that drafts; None: drafts come from the text."""
     quantization: str | None = None
     """Of that model."""
+    max_model_len: int | None = None
+    """Longest text that it drafts for; None: as long as it and the target can."""
 
     @property
     def num_ahead(self) -> int:
@@ -114,7 +116,8 @@ class SpeculativeConfig:
         model, quantization = _text(given, "model"), _text(given, "quantization")
         if model is None and method != "mtp":
             raise _error("model", "the folder, file or name of a model that drafts", None)
-        return cls(method, num_tokens, 0, 0, schedule, model, quantization)
+        longest = _count(given, "max_model_len", None) if "max_model_len" in given else None
+        return cls(method, num_tokens, 0, 0, schedule, model, quantization, longest)
 
 
 def _method(given: dict[str, Any]) -> str:
@@ -135,12 +138,10 @@ def _method(given: dict[str, Any]) -> str:
 
 
 def _check_draft_model(given: dict[str, Any], method: str) -> None:
-    """Keys that say nothing yet."""
+    """A key that says nothing yet."""
     if method == "draft_model" and given.get("draft_tensor_parallel_size", 1) != 1:
         rule = "1: the model that drafts is not divided"
         raise _error("draft_tensor_parallel_size", rule, given["draft_tensor_parallel_size"])
-    if "max_model_len" in given:
-        raise _error("max_model_len", "left out: it is that of the target", given["max_model_len"])
 
 
 def _text(given: dict[str, Any], key: str) -> str | None:

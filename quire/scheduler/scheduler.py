@@ -304,8 +304,11 @@ class Scheduler:
     ) -> tuple[Int32Array, Int32Array]:
         """Drafts take what the tokens of all rows and the next prompt in the queue leave of the
         budget, and of the free blocks."""
-        assert not self.columns.has_stages, "drafts wait in the row of one device alone"
-        c, left = self.columns, plan.budget - int(grant.sum())
+        c = self.columns
+        assert not c.has_stages, "drafts wait in the row of one device alone"
+        if not c.num_waiting_drafts[rows].any():  # as where a text does not repeat itself
+            return grant, need
+        left = plan.budget - int(grant.sum())
         if self.waiting and self.free_rows:
             left = max(left - len(self.waiting.first().held_token_ids), 0)
         catches_up = (grant > 0) & (c.num_computed[rows] + grant == c.num_tokens[rows])

@@ -45,6 +45,12 @@ def test_methods_of_heads_may_be_left_out() -> None:
     assert found is not None and found.uses_head and found.num_ahead == 0
 
 
+def test_keys_of_a_draft_model() -> None:
+    found = read(model="x", num_speculative_tokens=2, max_model_len=9, quantization="fp8")
+    assert found is not None and not found.uses_head
+    assert (found.model, found.max_model_len, found.quantization) == ("x", 9, "fp8")
+
+
 def test_drafts_by_batch_size() -> None:
     table = [[1, 4, 3], [5, 8, 0]]
     found = read(
@@ -70,8 +76,8 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"method": "eagle", "model": "x"}, ("'eagle'", "not supported", "eagle3, mtp")),
     ({"method": "draft_model", "num_speculative_tokens": 2}, ("'model'", "None")),
     (
-        {"model": "x", "num_speculative_tokens": 2, "max_model_len": 9},
-        ("max_model_len", "left out"),
+        {"model": "x", "num_speculative_tokens": 2, "max_model_len": 0},
+        ("max_model_len", "at least 1"),
     ),
     ({"method": "medusa", "model": "x"}, ("'medusa'", "not supported", "auto")),
     *(

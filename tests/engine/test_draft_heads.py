@@ -53,7 +53,7 @@ class Recorder:
     def update(self, plan: StepPlan) -> None:
         self._drafter.update(plan)
 
-    def accepted(self, rows: Tensor, counts: Tensor) -> None:
+    def accepted(self, rows: Tensor, counts: Tensor | None) -> None:
         self._drafter.accepted(rows, counts)
 
     def propose(self, rows: Tensor) -> Tensor:

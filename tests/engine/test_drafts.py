@@ -42,9 +42,10 @@ class ScriptedDrafter:
     def update(self, plan: StepPlan) -> None:
         """The table has all that it needs."""
 
-    def accepted(self, rows: Tensor, counts: Tensor) -> None:
-        assert bool((counts >= 1).all())
-        self.num_accepted += int(counts.sum()) - len(counts)
+    def accepted(self, rows: Tensor, counts: Tensor | None) -> None:
+        if counts is not None:
+            assert bool((counts >= 1).all())
+            self.num_accepted += int(counts.sum()) - len(counts)
 
     def propose(self, rows: Tensor) -> Tensor:
         drafts = torch.full((len(rows), self._num_drafts), -1, dtype=torch.int32)
@@ -157,6 +158,15 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
+def both(kind: str, **more: Any) -> list[SamplingParams]:
+    """A feature as it stands there, and drawn instead of greedy or the other way round."""
+    given = {**FEATURES[kind], **more}
+    other = {**DRAWN, **given, "temperature": 0.0 if given["temperature"] else 0.9}
+    if "n" in given:  # of which greedy decoding would make equal ones
+        other["temperature"] = 0.4
+    return [SamplingParams(**given), SamplingParams(**other)]
+
+
 def prompts_of(count: int) -> list[list[int]]:
     """Of several lengths; half of each is shared, so that blocks are found again."""
     return [
@@ -179,7 +189,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> list[RequestOutput]:
     """Every feature without drafts, two requests each."""
-    params = [SamplingParams(**kwargs) for kwargs in FEATURES.values() for _ in range(2)]
+    params = [one for kind in FEATURES for one in both(kind)]
     with tiny_llm(folder, device="cpu", max_model_len=MAX_LEN) as llm:
         return generate(llm, prompts_of(len(params)), params)
 
@@ -191,7 +201,7 @@ def test_a_feature_by_itself(folder: Path, plain: list[RequestOutput], kind: str
     prompts = prompts_of(len(plain))[chosen]
     with tiny_llm(folder, device="cpu", max_model_len=MAX_LEN) as llm:
         drafter, steps = speculate(llm, plain[chosen], 4), Steps(llm)
-        outputs = generate(llm, prompts, SamplingParams(**FEATURES[kind]))
+        outputs = generate(llm, prompts, both(kind))
         assert seen(outputs) == seen(plain[chosen])
         assert_at_rest(llm)
     if kind not in ("one", "two"):
@@ -223,7 +233,7 @@ def test_all_features_together(folder: Path, plain: list[RequestOutput], setting
     """Twice, so that the second time finds prompts in the cache; some requests are preempted."""
     options, must_preempt = SETTINGS[setting]
     num_drafts = 1 + list(SETTINGS).index(setting) % 4
-    params = [SamplingParams(**kwargs) for kwargs in FEATURES.values() for _ in range(2)]
+    params = [one for kind in FEATURES for one in both(kind)]
     prompts = prompts_of(len(params))
     with tiny_llm(folder, device="cpu", max_model_len=MAX_LEN, **options) as llm:
         drafter, steps = speculate(llm, plain, num_drafts), Steps(llm)
@@ -253,7 +263,7 @@ def test_drafts_from_the_text_itself(
     folder: Path, plain: list[RequestOutput], config: dict[str, Any], options: dict[str, Any]
 ) -> None:
     """Random models repeat themselves when they decode greedily."""
-    params = [SamplingParams(**kwargs) for kwargs in FEATURES.values() for _ in range(2)]
+    params = [one for kind in FEATURES for one in both(kind)]
     ranks = "tensor_parallel_size" in options
     prompts = prompts_of(len(params))
     options = {"device": "cpu", "max_model_len": MAX_LEN, **options}
@@ -298,7 +308,7 @@ def test_drafts_by_a_model(
     """Twice, so that the second time finds prompts in the cache."""
     drafter, options = MODEL_SETTINGS[setting]
     config = {"model": str(request.getfixturevalue(drafter)), "num_speculative_tokens": 3}
-    params = [SamplingParams(**kwargs) for kwargs in FEATURES.values() for _ in range(2)]
+    params = [one for kind in FEATURES for one in both(kind)]
     options = {"device": "cpu", "max_model_len": MAX_LEN, **options}
     with tiny_llm(folder, speculative_config=config, **options) as llm:
         for _ in range(2):
@@ -322,6 +332,19 @@ def test_the_same_model_drafts_what_it_would_sample(folder: Path) -> None:
         assert metrics.accepted_tokens.value == metrics.draft_tokens.value > 50
 
 
+def test_a_model_drafts_for_texts_up_to_its_length(folder: Path) -> None:
+    """Longer ones go on without drafts."""
+    config = {"model": str(folder), "num_speculative_tokens": 3, "max_model_len": 40}
+    params = SamplingParams(**FEATURES["to_the_end"])
+    with tiny_llm(folder, device="cpu", max_model_len=MAX_LEN, speculative_config=config) as llm:
+        steps = Steps(llm)
+        (output,) = generate(llm, prompts_of(1), params)
+        known = len(output.prompt_token_ids or ())
+        assert len(output.outputs[0].token_ids) == MAX_LEN - known
+        drafted = 40 - known
+        assert drafted - 8 <= steps.num_drafts * 4 / 3 <= drafted
+
+
 def test_a_model_with_another_vocabulary_cannot_draft(folder: Path, tmp_path: Path) -> None:
     save_tiny(tmp_path, vocab_size=VOCAB + 3)
     config = {"model": str(tmp_path), "num_speculative_tokens": 3}
@@ -333,7 +356,7 @@ def test_a_model_with_another_vocabulary_cannot_draft(folder: Path, tmp_path: Pa
 def test_a_request_may_do_without_drafts(
     folder: Path, plain: list[RequestOutput], wish: dict[str, Any]
 ) -> None:
-    params = SamplingParams(**FEATURES["greedy"], **wish)
+    params = both("greedy", **wish)
     options = {"device": "cpu", "max_model_len": MAX_LEN, "speculative_config": NGRAM}
     with tiny_llm(folder, **options) as llm:
         assert seen(generate(llm, prompts_of(2), params)) == seen(plain[:2])
