@@ -234,6 +234,18 @@ def test_ranks_draft_together(
         assert_at_rest(llm)
 
 
+def test_a_head_drafts_up_to_the_length_that_is_asked_for(
+    pairs: dict[str, tuple[Path, dict[str, Any]]],
+) -> None:
+    folder, config = pairs["eagle3"]
+    config = {**config, "max_model_len": 25}
+    with tiny_llm(folder, device="cpu", max_model_len=MAX_LEN, speculative_config=config) as llm:
+        recorder = Recorder(llm)
+        generate(llm, prompts_of(2), SamplingParams(temperature=0.0, max_tokens=30))
+    ends = {len(known) + 3 <= 25: found for known, found in recorder.proposed}
+    assert ends[False] == [-1, -1, -1] and min(ends[True]) >= 0
+
+
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_layers_rounded_while_they_load_draft_too(tmp_path: Path, family: str) -> None:
     """More drafts than a block has places, and a cache of other numbers than activations."""
