@@ -138,9 +138,7 @@ def _method(given: dict[str, Any]) -> str:
 
 
 def _check_draft_model(given: dict[str, Any], method: str) -> None:
-    """Keys that say nothing of such a model."""
-    if method in HEADS and "max_model_len" in given:
-        raise _error("max_model_len", "left out: it is that of the target", given["max_model_len"])
+    """A key that says nothing yet."""
     if method == "draft_model" and given.get("draft_tensor_parallel_size", 1) != 1:
         rule = "1: the model that drafts is not divided"
         raise _error("draft_tensor_parallel_size", rule, given["draft_tensor_parallel_size"])

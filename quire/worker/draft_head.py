@@ -46,6 +46,8 @@ class HeadSource:
     target_hidden_size: int
     num_drafts: int
     schedule: Schedule
+    drafts_until: int | None
+    """Tokens of a text that it drafts for."""
     parallel: Parallel
     heads: list[DraftHead] = field(default_factory=list)
     """The head, once it is loaded."""
@@ -112,6 +114,7 @@ class HeadSource:
             target.hidden_size,
             wanted.num_tokens,
             wanted.schedule,
+            wanted.max_model_len,
             parallel,
         )
 
@@ -241,6 +244,7 @@ class HeadDrafter:
         self._table, self._sampler = table, sampler
         self._blocks = table.block_tables[source.kv_group]
         max_rows, self._longest = table.token_ids.shape
+        self._drafts_until = source.drafts_until or self._longest
         self._wanted = np.zeros(max_rows, np.bool_)
         self._step: _Step | None = None
         self._hidden: Tensor | None = None
@@ -269,7 +273,7 @@ class HeadDrafter:
         positions = torch.arange(num_tokens, device=table.device) + first
         return _Step(plan, rows, row_of, positions, lines, query_start_sent, computed + lens)
 
-    def accepted(self, rows: Tensor, counts: Tensor) -> None:
+    def accepted(self, rows: Tensor, counts: Tensor | None) -> None:
         """Compute what the target has computed in this step. Behind drafts that were rejected that
         is of no use, and is overwritten before it is read."""
         step, table = self._step, self._table
@@ -294,7 +298,8 @@ class HeadDrafter:
             self._head.combine(self._streams.first(plan.num_tokens)),
         )
         if len(step.first_lines):
-            self._hidden = hidden[(step.first_lines + counts - 1).long()]
+            lines = step.first_lines if counts is None else step.first_lines + counts - 1
+            self._hidden = hidden[lines.long()]
 
     def propose(self, rows: Tensor) -> Tensor:
         shape, device = (len(rows), self._num_drafts), rows.device
@@ -340,7 +345,10 @@ class HeadDrafter:
             at = (known + i).clamp(max=last)
             current = table.token_ids[rows, at]
             table.token_ids[rows, at] = torch.where(known + i <= last, tokens, current)
-        return torch.stack(found, dim=1)
+        drafts = torch.stack(found, dim=1)
+        if self._drafts_until <= last:
+            drafts.masked_fill_((known + count > self._drafts_until)[:, None], -1)
+        return drafts
 
     def _sample(self, hidden: Tensor, rows: Tensor, host_rows: Int32Array, index: int) -> Tensor:
         """Ranks have the same logits; the first samples, and tells the others."""

@@ -165,7 +165,7 @@ class DraftModel:
         rows, lengths = plan.cut_rows, plan.cut_lengths
         self._num_computed[rows] = np.minimum(self._num_computed[rows], lengths - 1)
 
-    def accepted(self, rows: Tensor, counts: Tensor) -> None:
+    def accepted(self, rows: Tensor, counts: Tensor | None) -> None:
         """What was accepted is computed when the next drafts are."""
 
     def propose(self, rows: Tensor) -> Tensor:

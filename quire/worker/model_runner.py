@@ -193,7 +193,7 @@ class ModelRunner:
         host_rows = plan.rows[plan.samples]
         if not len(host_rows):
             if self.drafter is not None:
-                self.drafter.accepted(rows, rows)
+                self.drafter.accepted(rows, None)
             return PendingStep(plan.step, rows, None, prompt_logprobs)
         verified: Verified | None = None
         drafted: Drafted | None = None
@@ -205,8 +205,7 @@ class ModelRunner:
         else:
             sampled, verified = self._verify(executed, executed.staged.lines, masks)
         if self.drafter is not None:
-            counts = torch.ones_like(rows) if verified is None else verified.counts
-            self.drafter.accepted(rows, counts)
+            self.drafter.accepted(rows, None if verified is None else verified.counts)
             proposed = self.drafter.propose(rows)
             waiting = self.table.write_drafts(rows, proposed)
             drafted = self._drafted(waiting, host_rows, proposed.shape[1])

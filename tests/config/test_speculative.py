@@ -34,12 +34,6 @@ def test_auto_needs_no_number() -> None:
     assert found.num_tokens >= 2 and found.min_ngram < found.max_ngram
 
 
-def test_keys_of_a_draft_model() -> None:
-    found = read(model="x", num_speculative_tokens=2, max_model_len=9, quantization="fp8")
-    assert found is not None
-    assert (found.model, found.max_model_len, found.quantization) == ("x", 9, "fp8")
-
-
 def test_methods_of_heads_may_be_left_out() -> None:
     """They follow from checkpoints, and so may the number of drafts."""
     found = read(model="x")
@@ -49,6 +43,12 @@ def test_methods_of_heads_may_be_left_out() -> None:
     assert found == SpeculativeConfig("mtp", 2, 0, 0) and found.uses_head
     found = read(method="eagle3", model="x", num_speculative_tokens=3)
     assert found is not None and found.uses_head and found.num_ahead == 0
+
+
+def test_keys_of_a_draft_model() -> None:
+    found = read(model="x", num_speculative_tokens=2, max_model_len=9, quantization="fp8")
+    assert found is not None and not found.uses_head
+    assert (found.model, found.max_model_len, found.quantization) == ("x", 9, "fp8")
 
 
 def test_drafts_by_batch_size() -> None:

@@ -53,7 +53,7 @@ class Recorder:
     def update(self, plan: StepPlan) -> None:
         self._drafter.update(plan)
 
-    def accepted(self, rows: Tensor, counts: Tensor) -> None:
+    def accepted(self, rows: Tensor, counts: Tensor | None) -> None:
         self._drafter.accepted(rows, counts)
 
     def propose(self, rows: Tensor) -> Tensor:
@@ -232,6 +232,18 @@ def test_ranks_draft_together(
         assert tokens == [[c[0] for c in completions] for _, completions in plain[kind][:4]]
         assert llm._core.metrics.accepted_tokens.value > 20
         assert_at_rest(llm)
+
+
+def test_a_head_drafts_up_to_the_length_that_is_asked_for(
+    pairs: dict[str, tuple[Path, dict[str, Any]]],
+) -> None:
+    folder, config = pairs["eagle3"]
+    config = {**config, "max_model_len": 25}
+    with tiny_llm(folder, device="cpu", max_model_len=MAX_LEN, speculative_config=config) as llm:
+        recorder = Recorder(llm)
+        generate(llm, prompts_of(2), SamplingParams(temperature=0.0, max_tokens=30))
+    ends = {len(known) + 3 <= 25: found for known, found in recorder.proposed}
+    assert ends[False] == [-1, -1, -1] and min(ends[True]) >= 0
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])

@@ -42,9 +42,10 @@ class ScriptedDrafter:
     def update(self, plan: StepPlan) -> None:
         """The table has all that it needs."""
 
-    def accepted(self, rows: Tensor, counts: Tensor) -> None:
-        assert bool((counts >= 1).all())
-        self.num_accepted += int(counts.sum()) - len(counts)
+    def accepted(self, rows: Tensor, counts: Tensor | None) -> None:
+        if counts is not None:
+            assert bool((counts >= 1).all())
+            self.num_accepted += int(counts.sum()) - len(counts)
 
     def propose(self, rows: Tensor) -> Tensor:
         drafts = torch.full((len(rows), self._num_drafts), -1, dtype=torch.int32)

@@ -17,9 +17,9 @@ class Drafter(Protocol):
     def update(self, plan: StepPlan) -> None:
         """Rows come, go and are cut back as a plan says, which is about to be carried out."""
 
-    def accepted(self, rows: Tensor, counts: Tensor) -> None:
-        """Row `rows[i]` took in `counts[i]` tokens (int32); they are in the table already. Asked
-        after each step, also where no row sampled."""
+    def accepted(self, rows: Tensor, counts: Tensor | None) -> None:
+        """Row `rows[i]` took in `counts[i]` tokens (int32), each of them one where there are no
+        counts; they are in the table already. Asked after each step, also where no row sampled."""
 
     def propose(self, rows: Tensor) -> Tensor:
         """Drafts for each of `rows`: token ids, int32 [R, k], with negative ones behind the last
