@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.config import embedded
+from quire.config.eagle3 import EAGLE3, translate_eagle3
 from quire.config.experts import ExpertsConfig, read_experts
 from quire.config.gguf_model import translate_gguf
 from quire.config.latent import LatentConfig, read_latent
@@ -46,6 +47,13 @@ SUPPORTED_ARCHITECTURES: dict[str, str] = {
     "GPT2LMHeadModel": "gpt2",
 }
 """Architectures that Quire runs, and the module of `quire.models` that holds each."""
+MTP_ARCHITECTURES = {
+    "DeepseekV3ForCausalLM": "DeepseekV3MTP",
+    "Glm4MoeForCausalLM": "Glm4MoeMTP",
+}
+"""What the layers behind the last of some architectures are, which predict further tokens."""
+DRAFT_ARCHITECTURES = {EAGLE3: "eagle3", **dict.fromkeys(MTP_ARCHITECTURES.values(), "mtp")}
+"""Heads that draft from a target's hidden states, and their modules."""
 ROPE_FACTORS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -207,6 +215,7 @@ class _Family:
 
 _FAMILIES = {
     "llama": _Family(bias="attention_bias", mlp_bias="mlp_bias"),
+    "eagle3": _Family(bias="attention_bias", mlp_bias="mlp_bias"),
     "mistral": _Family(default_positions=131072),
     "qwen2": _Family(default_positions=32768, bias=True),
     "qwen3": _Family(default_positions=32768, bias="attention_bias", head_dim=128),
@@ -360,7 +369,7 @@ def _read(source: ModelSource, hf_overrides: dict[str, Any] | None) -> ModelConf
     if source.kind == "gguf":
         raw = translate_gguf(GGUFFile(file))
     else:
-        raw = read_json_object(file)
+        raw = translate_eagle3(file, read_json_object(file))
         if (source.path / "generation_config.json").is_file():
             generation = read_json_object(source.path / "generation_config.json")
     raw = {
@@ -386,7 +395,7 @@ def check_size(config: ModelConfig, file: Path) -> None:
 
 def _build(source: ModelSource, values: CheckedValues, generation: dict[str, Any]) -> ModelConfig:
     architecture = _architecture(values)
-    model_type = SUPPORTED_ARCHITECTURES[architecture]
+    model_type = {**SUPPORTED_ARCHITECTURES, **DRAFT_ARCHITECTURES}[architecture]
     family = _FAMILIES[model_type]
     values = _with_defaults(values, family, model_type)
     hidden = values.count(family.hidden)
@@ -448,7 +457,7 @@ def _architecture(values: CheckedValues) -> str:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         values.fail("architectures", "a list of names", names)
     for name in names:
-        if name in SUPPORTED_ARCHITECTURES:
+        if name in SUPPORTED_ARCHITECTURES or name == EAGLE3:
             return str(name)
     raise ModelError(
         f"{values.file}: architecture {', '.join(names) or 'none'} is not supported; "
@@ -464,7 +473,9 @@ def _heads(
     num_kv_heads = num_heads
     if family.kv_heads is not None:
         # Only the first Llama models left the key out.
-        absent_is_error = model_type != "llama" and family.kv_heads not in values.values
+        absent_is_error = (
+            model_type not in ("llama", "eagle3") and family.kv_heads not in values.values
+        )
         num_kv_heads = values.count(family.kv_heads, REQUIRED if absent_is_error else num_heads)
     if num_heads % num_kv_heads:
         values.fail(

@@ -90,7 +90,7 @@ def cpu_cache_bytes(cache: CacheOptions, available_bytes: int, total_bytes: int)
 
 def _check_device(options: EngineOptions, device: DeviceInfo) -> None:
     speculation = options.decoding.speculation
-    if speculation and speculation.model and device.type != "cpu":
+    if speculation and speculation.method == "draft_model" and device.type != "cpu":
         raise OptionError(
             f"speculative_config: method {speculation.method!r} runs on CPUs only so far; use "
             "method 'ngram' or 'auto' on a GPU."
@@ -119,7 +119,7 @@ def check_options(options: EngineOptions) -> None:
             "ones. Leave one of them unset."
         )
     speculation = options.decoding.speculation
-    if speculation and speculation.model and options.parallel.num_ranks > 1:
+    if speculation and speculation.method == "draft_model" and options.parallel.num_ranks > 1:
         raise OptionError(
             f"speculative_config: method {speculation.method!r} drafts on one rank, but "
             f"{_sizes(options)} are {options.parallel.num_ranks}; use method 'ngram' or 'auto'."

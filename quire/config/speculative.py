@@ -8,9 +8,11 @@ from typing import Any
 
 from quire.protocol.errors import OptionError
 
-METHODS = ("ngram", "auto", "draft_model")
-LATER = ("eagle3", "mtp")
-"""Methods that need a model of their own, and are not there yet."""
+METHODS = ("ngram", "auto", "draft_model", "eagle3", "mtp")
+HEADS = ("eagle3", "mtp")
+"""Methods that draft from the target's hidden states."""
+FROM_MODEL = "as the model"
+"""In place of a method that follows from `model` and is not known before its files are read."""
 ELSEWHERE = (
     "eagle",
     "medusa",
@@ -40,13 +42,21 @@ AUTO_NGRAMS = (3, 12)
 Schedule = tuple[tuple[int, int, int], ...]
 
 
+def scheduled_drafts(schedule: Schedule, num_decoding: int, most: int) -> int:
+    """Most drafts of a row while so many rows decode."""
+    for least, last, count in schedule:
+        if least <= num_decoding <= last:
+            return count
+    return most
+
+
 @dataclass(frozen=True)
 class SpeculativeConfig:
     """How tokens are drafted."""
 
     method: str
     num_tokens: int
-    """Most drafts of a row."""
+    """Most drafts of a row; 0 where it follows from the checkpoint of a head."""
     min_ngram: int
     max_ngram: int
     """Tokens at the end of a text that are looked for in the text before them."""
@@ -57,11 +67,18 @@ class SpeculativeConfig:
     """The model that drafts; None: drafts come from the text."""
     quantization: str | None = None
     """Of that model."""
+    max_model_len: int | None = None
+    """Longest text that it drafts for; None: as long as it and the target can."""
 
     @property
     def num_ahead(self) -> int:
         """Places behind a row's tokens whose KV a draft model computes."""
-        return 0 if self.model is None else self.num_tokens
+        return self.num_tokens if self.method == "draft_model" else 0
+
+    @property
+    def uses_head(self) -> bool:
+        """Whether drafts come from the target's hidden states."""
+        return self.method in HEADS
 
     @property
     def is_measured(self) -> bool:
@@ -75,7 +92,7 @@ class SpeculativeConfig:
             return None
         given = {key: value for key, value in config.items() if value is not None}
         method = _method(given)
-        has_model = method == "draft_model"
+        has_model = method in ("draft_model", FROM_MODEL, *HEADS)
         for key, value in given.items():
             if key not in (*KEYS, *OF_DRAFT_MODELS):
                 names = ", ".join((*KEYS, *OF_DRAFT_MODELS))
@@ -84,36 +101,34 @@ class SpeculativeConfig:
             if key in OF_DRAFT_MODELS and not has_model and not is_ngram:
                 raise _error(key, f"left out: method {method!r} has no model", value)
             if key.startswith("prompt_lookup") and has_model:
-                raise _error(key, "left out: method 'draft_model' looks nothing up", value)
-        _check_draft_model(given)
+                raise _error(key, "left out: a model that drafts looks nothing up", value)
+        _check_draft_model(given, method)
         auto = method == "auto"
-        num_tokens = _count(given, "num_speculative_tokens", AUTO_TOKENS if auto else None)
+        follows = method in (FROM_MODEL, *HEADS) and "num_speculative_tokens" not in given
+        usual = AUTO_TOKENS if auto else None
+        num_tokens = 0 if follows else _count(given, "num_speculative_tokens", usual)
         if num_tokens > MAX_TOKENS:
             raise _error("num_speculative_tokens", f"from 1 to {MAX_TOKENS}", num_tokens)
         least, most = _ngrams(given, AUTO_NGRAMS if auto else (DEFAULT_NGRAM, DEFAULT_NGRAM))
-        schedule = _schedule(given, num_tokens)
+        schedule = _schedule(given, num_tokens or MAX_TOKENS)
         if not has_model:
             return cls(method, num_tokens, least, most, schedule)
         model, quantization = _text(given, "model"), _text(given, "quantization")
-        if model is None:
+        if model is None and method != "mtp":
             raise _error("model", "the folder, file or name of a model that drafts", None)
-        return cls(method, num_tokens, 0, 0, schedule, model, quantization)
+        longest = _count(given, "max_model_len", None) if "max_model_len" in given else None
+        return cls(method, num_tokens, 0, 0, schedule, model, quantization, longest)
 
 
 def _method(given: dict[str, Any]) -> str:
     """As given, or as it follows from `model`."""
     method, model = given.get("method"), given.get("model")
-    if method is None:
-        method = "ngram" if model in ("ngram", "[ngram]") else "draft_model"
-        if model is None:
-            raise _error("method", f"one of {', '.join(METHODS)}", None)
+    if method is None and model is not None:
+        return "ngram" if model in ("ngram", "[ngram]") else FROM_MODEL
+    if method is None and not any(key.startswith("prompt_lookup") for key in given):
+        return "mtp"  # refused where the target has no such layer
     if method in METHODS:
         return str(method)
-    if method in LATER:
-        raise OptionError(
-            f"speculative_config: method {method!r} is not supported yet; use one of "
-            f"{', '.join(METHODS)}."
-        )
     if method in ELSEWHERE:
         raise OptionError(
             f"speculative_config: method {method!r} is not supported; use one of "
@@ -122,13 +137,11 @@ def _method(given: dict[str, Any]) -> str:
     raise _error("method", f"one of {', '.join(METHODS)}", method)
 
 
-def _check_draft_model(given: dict[str, Any]) -> None:
-    """Keys that say nothing yet."""
-    if given.get("draft_tensor_parallel_size", 1) != 1:
+def _check_draft_model(given: dict[str, Any], method: str) -> None:
+    """A key that says nothing yet."""
+    if method == "draft_model" and given.get("draft_tensor_parallel_size", 1) != 1:
         rule = "1: the model that drafts is not divided"
         raise _error("draft_tensor_parallel_size", rule, given["draft_tensor_parallel_size"])
-    if "max_model_len" in given:
-        raise _error("max_model_len", "left out: it is that of the target", given["max_model_len"])
 
 
 def _text(given: dict[str, Any], key: str) -> str | None:

@@ -17,7 +17,7 @@ from quire.decoding.penalties import Penalties
 from quire.decoding.rows import Batch, RowColumns, RowSet
 from quire.kernels import dispatch
 from quire.kernels.torch.sampling import Kinds, RowSettings, merge_scratch
-from quire.protocol.plan import AddedRow, Int32Array
+from quire.protocol.plan import AddedRow, Int32Array, empty_ints
 
 
 class RowSampling:
@@ -203,6 +203,12 @@ class Sampler:
         users = (edit.users for edit in self._edits)
         others = (self._sampling.drawing, self._logprobs.users, self._constrained, *users)
         return not any(len(rows) and rows.members[host_rows].any() for rows in others)
+
+    def constrained(self, host_rows: NDArray[Any]) -> Int32Array:
+        """Which of these rows have a grammar."""
+        if not len(self._constrained):
+            return empty_ints()
+        return np.flatnonzero(self._constrained.members[host_rows]).astype(np.int32)
 
     def sample(
         self,

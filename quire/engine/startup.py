@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.config.device import DeviceInfo
-from quire.config.model import ModelConfig, load_model_config
+from quire.config.draft import settle_speculation
+from quire.config.model import DRAFT_ARCHITECTURES, ModelConfig, load_model_config
 from quire.config.options import EngineOptions
 from quire.config.resolve import check_options, resolve
 from quire.config.structured import GrammarSettings
@@ -41,7 +42,13 @@ def find_model(options: EngineOptions) -> ModelConfig:
         device = LocalExecutor.device(options)
         LocalExecutor.check_before_fetch(resolve(options, model, device).options, model, device)
 
-    return read_model(options, check)
+    model = read_model(options, check)
+    if model.architecture in DRAFT_ARCHITECTURES:
+        raise OptionError(
+            f"{model.source.name} is an EAGLE-3 head, which drafts for another model; name that "
+            "one, and the head in speculative_config['model']."
+        )
+    return model
 
 
 def read_model(
@@ -68,6 +75,7 @@ def start_engine(options: EngineOptions, model: ModelConfig) -> Engine:
     # Imported here: the executor brings torch, which `quire --help` must not wait for.
     from quire.engine.executors.local import LocalExecutor
 
+    options = settle_speculation(options, model)
     device = LocalExecutor.device(options)
     resolved = resolve(options, model, device)
     for note in resolved.notes:

@@ -247,17 +247,26 @@ def accept_tokens(
         from quire.kernels.triton import rows as triton_rows
 
         return triton_rows.accept_tokens(rows, first_lines, num_lines, tokens, table)
+    if cpu.available()[0]:
+        from quire.kernels.cpu.drafts import accept_tokens as native
+
+        return native(rows, first_lines, num_lines, tokens, table)
     return accept_tokens_reference(rows, first_lines, num_lines, tokens, table)
 
 
-def write_drafts(rows: Tensor, drafts: Tensor, table: DraftedRows) -> None:
-    """Puts drafts [R, k] behind the known tokens of `rows`, as many as fit and are not negative."""
+def write_drafts(rows: Tensor, drafts: Tensor, table: DraftedRows) -> Tensor:
+    """Puts drafts [R, k] behind the known tokens of `rows`, as many as fit and are not negative;
+    how many wait in each, int32 [R]."""
     if rows.is_cuda:
         from quire.kernels.triton import rows as triton_rows
 
         triton_rows.write_drafts(rows, drafts, table)
-    else:
-        write_drafts_reference(rows, drafts, table)
+        return table.num_drafts[rows]
+    if cpu.available()[0]:
+        from quire.kernels.cpu.drafts import write_drafts as native
+
+        return native(rows, drafts, table)
+    return write_drafts_reference(rows, drafts, table)
 
 
 def propose_ngrams(
@@ -269,7 +278,7 @@ def propose_ngrams(
 
         return ngrams.propose_ngrams(token_ids, num_tokens, rows, settings)
     if cpu.available()[0]:
-        from quire.kernels.cpu.sampling import propose_ngrams as native
+        from quire.kernels.cpu.drafts import propose_ngrams as native
 
         return native(token_ids, num_tokens, rows, settings)
     return propose_ngrams_reference(token_ids, num_tokens, rows, settings)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor, nn
 
 from quire.kernels.cpu import decoder as native
@@ -41,16 +42,64 @@ class NumberedLayers(nn.Module):
         return len(self.numbers)
 
 
+class KeptStreams:
+    """What heads that draft read of a step: the residual streams that enter some layers, or what
+    the final norm gives. It stays where it is, so that CUDA graphs leave it there too."""
+
+    def __init__(
+        self,
+        layers: Sequence[int],
+        hidden_size: int,
+        max_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Of steps of up to `max_tokens`; `BEHIND_NORM` stands for what the final norm gives."""
+        self.layers = tuple(layers)
+        shape = (max_tokens, len(self.layers), hidden_size)
+        self._data = torch.zeros(shape, dtype=dtype, device=device)
+
+    def keep(self, layer: int, x: Tensor) -> None:
+        """Takes a copy where `layer` is one of those that are wanted. What fills a graph up behind
+        the tokens of a step may be more than there is room for."""
+        for place, wanted in enumerate(self.layers):
+            if wanted == layer:
+                count = min(len(x), len(self._data))
+                self._data[:count, place] = x[:count]
+
+    def first(self, num_tokens: int) -> Tensor:
+        """Of the last step's tokens, side by side: [T, layers * H]."""
+        return self._data[:num_tokens].flatten(1)
+
+
+BEHIND_NORM = -1
+
+
 class DecoderLayers(NumberedLayers):
     """Layers that each add to the residual stream, and the norm of what they give; the stream
     itself where there is no norm, before another stage."""
 
+    streams: KeptStreams | None = None
+
     def forward(
         self, x: Tensor, rotation: Rotation, step: StepContext, norm: Norm | None
     ) -> Tensor:
-        for layer in self:
+        for number, layer in zip(self.numbers, self, strict=True):
+            self.keep(number, x)
             x = layer(x, rotation, step)
-        return x if norm is None else norm(x)
+        if norm is None:
+            return x
+        x = norm(x)
+        self.keep(BEHIND_NORM, x)
+        return x
+
+    def keep(self, layer: int, x: Tensor) -> None:
+        if self.streams is not None:
+            self.streams.keep(layer, x)
+
+    def is_kept(self, layer: int) -> bool:
+        """Whether the residual stream that enters a layer is wanted."""
+        return self.streams is not None and layer in self.streams.layers
 
 
 @dataclass(frozen=True)
@@ -117,10 +166,15 @@ class FusedLayers(DecoderLayers):
     ) -> Tensor:
         residual = None
         for run in self.runs:
+            first = run.layers[0].attend.layer_index
+            if self.is_kept(first):
+                self.keep(first, x if residual is None else x + residual)
             x, residual = run.forward(x, residual, rotation, step)
-        if norm is not None:
-            return norm.add_and_normalize(x, residual)[0]
-        return x if residual is None else x + residual
+        if norm is None:
+            return x if residual is None else x + residual
+        x = norm.add_and_normalize(x, residual)[0]
+        self.keep(BEHIND_NORM, x)
+        return x
 
     def forget_runs(self) -> None:
         """The parts are not what they were."""
@@ -128,12 +182,14 @@ class FusedLayers(DecoderLayers):
 
     @cached_property
     def runs(self) -> list[LayerRun]:
-        """Made at the first step: by then weights are loaded and layers bound to their groups."""
+        """Made at the first step: by then weights are loaded, layers bound to their groups, and it
+        is known which streams are kept."""
         runs: list[list[LayerParts]] = []
         for layer in self.parts:
             place = (layer.attend.kv_group, layer.attend.layer_slot - 1)
             last = runs[-1][-1].attend if runs else None
-            if last is None or (last.kv_group, last.layer_slot) != place:
+            follows = last is not None and (last.kv_group, last.layer_slot) == place
+            if not follows or self.is_kept(layer.attend.layer_index):
                 runs.append([])
             runs[-1].append(layer)
         return [LayerRun(layers, _native_decoder(layers)) for layers in runs]

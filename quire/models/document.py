@@ -16,7 +16,12 @@ from tempfile import TemporaryDirectory
 import torch
 
 from quire.config.gguf_model import GGUF_ARCHITECTURES
-from quire.config.model import SUPPORTED_ARCHITECTURES, ModelConfig, load_model_config
+from quire.config.model import (
+    MTP_ARCHITECTURES,
+    SUPPORTED_ARCHITECTURES,
+    ModelConfig,
+    load_model_config,
+)
 from quire.config.quantization import METHODS
 from quire.layers.attention.layer import Attention
 from quire.layers.decoder import NumberedLayers
@@ -39,7 +44,8 @@ Other architectures are refused by name before anything is loaded. Weights come 
 {methods}: see
 [quantization](quantization.md). Where they have the experts of a layer in one tensor (*stacked*),
 these may be MXFP4 alone. [Adapters](adapters.md) work with every family;
-[speculation](speculation.md) drafts from the text, and so works with all.
+[speculation](speculation.md) drafts from the text, and so works with all; EAGLE-3 heads work with
+all but OPT and GPT-2, and MTP layers are known of {mtp}.
 
 - *attention*: what differs from a layer that sees all tokens and rotates whole heads, in a model
   with the settings that the family takes for granted.
@@ -70,8 +76,9 @@ def models_page() -> str:
     rows = [_row(family) for family in sorted(families)]
     head = ("family", "architectures", "attention", "experts", "GGUF", "parallelism", "fused")
     lines = [head, ("---",) * len(head), *rows]
+    mtp = " and ".join(f"`{name}`" for name in MTP_ARCHITECTURES)
     table = "".join("| " + " | ".join(line) + " |\n" for line in lines)
-    return HEAD.format(methods=", ".join(METHODS)) + table
+    return HEAD.format(methods=", ".join(METHODS), mtp=mtp) + table
 
 
 def _row(family: str) -> tuple[str, ...]:

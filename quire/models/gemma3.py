@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from quire.config.model import ModelConfig
-from quire.layers.attention.layer import StepContext
+from quire.layers.attention.layer import Rotation, StepContext
 from quire.layers.rotary import Rotary
 from quire.layers.weights import Build
 from quire.models.gemma2 import Gemma2ForCausalLM, Gemma2Model, GemmaLayer
@@ -22,6 +22,10 @@ class Gemma3Layer(GemmaLayer):
         super().__init__(config, layer_index, traits, build)
         self.is_local = config.slides(layer_index)
 
+    def forward(self, x: torch.Tensor, rotation: Rotation, step: StepContext) -> torch.Tensor:
+        local = rotation.local if self.is_local else None
+        return super().forward(x, rotation if local is None else local, step)
+
 
 class Gemma3Model(Gemma2Model):
     layer_class = Gemma3Layer
@@ -34,11 +38,9 @@ class Gemma3Model(Gemma2Model):
         )
 
     def forward(self, step: StepContext) -> torch.Tensor:
-        x = self.embed(step)
-        everywhere, local = self.rotary(step.positions), self.local_rotary(step.positions)
-        for layer in self.layers:
-            x = layer(x, local if layer.is_local else everywhere, step)
-        return x if self.norm is None else self.norm(x)
+        local = self.local_rotary(step.positions)
+        both = replace(self.rotary(step.positions), local=local)
+        return self.layers(self.embed(step), both, step, self.norm)
 
 
 def _rename(name: str) -> str:

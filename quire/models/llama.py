@@ -121,24 +121,7 @@ class LlamaModel(nn.Module):
         self.embed_tokens: VocabEmbedding | None = None
         if stage.has_embedding(config.tie_word_embeddings):
             self.embed_tokens = VocabEmbedding(config.vocab_size, hidden, build / "embed_tokens")
-        scaling = config.rope_scaling
-        if scaling is not None:
-            trained = config.raw.get("max_position_embeddings")
-            longest = build.max_model_len or config.max_position_tokens
-            scaling = {
-                "original_max_position_embeddings": trained,
-                "max_position_embeddings": trained,
-                "max_model_len": longest,
-                **scaling,
-            }
-        self.rotary = Rotary(
-            config.rotary_dim,
-            config.max_position_tokens,
-            config.rope_theta,
-            scaling,
-            build.device,
-            self.interleaved,
-        )
+        self.rotary = make_rotary(config, build, self.interleaved)
         self.layers = DecoderLayers(
             {
                 index: self.layer_class(config, index, traits[index], build / f"layers.{index}")
@@ -153,6 +136,26 @@ class LlamaModel(nn.Module):
     def forward(self, step: StepContext) -> torch.Tensor:
         x = step.embed(self.embed_tokens) if step.hidden is None else step.hidden
         return self.layers(x, self.rotary(step.positions), step, self.norm)
+
+
+def make_rotary(config: ModelConfig, build: Build, interleaved: bool = False) -> Rotary:
+    scaling = config.rope_scaling
+    if scaling is not None:
+        trained = config.raw.get("max_position_embeddings")
+        scaling = {
+            "original_max_position_embeddings": trained,
+            "max_position_embeddings": trained,
+            "max_model_len": build.max_model_len or config.max_position_tokens,
+            **scaling,
+        }
+    return Rotary(
+        config.rotary_dim,
+        config.max_position_tokens,
+        config.rope_theta,
+        scaling,
+        build.device,
+        interleaved,
+    )
 
 
 class LlamaForCausalLM(CausalLM):

@@ -155,7 +155,8 @@ def load_model(
             return target is not None and target.reads_blocks
 
         def skips(name: str) -> bool:
-            return model.weight_map.rename(name) in others
+            name = model.weight_map.rename(name)
+            return name in others or model.weight_map.is_elsewhere(name)
 
         weights = iter_weights(config.source, load_format, keeps_blocks, skips)
         bring = Upload(build.device) if build.device.type == "cuda" else stays_here
@@ -365,6 +366,34 @@ def load_weights(
             f"{weight_map.head} differs from {weight_map.embedding} although tie_word_embeddings "
             f"is true (if the weights are right, set it to false by hf_overrides)"
         )
+    _refuse(config, problems)
+
+
+def check_tensors(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    load_format: str = "auto",
+    quantization: str | None = None,
+) -> None:
+    """Refuses files that lack a tensor of the model, or have one of another shape, by their
+    headers."""
+    method_for = _methods(config, quantization, dtype, device, load_format)
+    build = Build(dtype, torch.device("meta"), ONE_RANK, method_for)
+    model = model_class(config.architecture)(config, build)
+    weight_map, missing, misshapen = model.weight_map, weight_targets(model), []
+    for stored_name, info in stored_tensors(config.source, load_format).items():
+        target = missing.pop(weight_map.rename(stored_name), None)
+        if target is not None and not target.accepts_shape(info.shape):
+            shapes = f"expected {list(target.shape)}, found {list(info.shape)}"
+            misshapen.append(f"{stored_name} ({shapes})")
+    absent = _listed("missing", [weight_map.as_stored(name) for name in missing])
+    _refuse(config, [absent, _listed("of the wrong shape", misshapen)])
+
+
+def _refuse(config: ModelConfig, problems: list[str]) -> None:
+    """Says what does not fit, if anything."""
     if any(problems):
         raise ModelError(
             f"The weights of {config.source.name} do not fit {config.architecture}: "

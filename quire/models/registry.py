@@ -10,7 +10,7 @@ from importlib import import_module
 import torch
 from torch import nn
 
-from quire.config.model import SUPPORTED_ARCHITECTURES, ModelConfig
+from quire.config.model import DRAFT_ARCHITECTURES, SUPPORTED_ARCHITECTURES, ModelConfig
 from quire.layers.attention.layer import StepContext
 from quire.layers.embedding import LMHead
 from quire.layers.weights import Build, ShardKey
@@ -69,6 +69,10 @@ class WeightMap:
         is_other_part = own_name.startswith(self.ignored_parts)
         return is_other_part or name.endswith(self.ignored) or name.startswith(self.draft_layers)
 
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether a checkpoint's tensor is another model's, and is not even read."""
+        return name.startswith(self.draft_layers)
+
     def modules(self, path: str) -> dict[ShardKey, str]:
         """The checkpoint's modules that the layer with this path stands for."""
         parent, _, own_name = path.rpartition(".")
@@ -124,12 +128,13 @@ class CausalLM(nn.Module, ABC):
 
 def model_class(architecture: str) -> type[CausalLM]:
     """The class for an architecture as config.json names it, imported when first asked for."""
-    if architecture not in SUPPORTED_ARCHITECTURES:
+    modules = {**SUPPORTED_ARCHITECTURES, **DRAFT_ARCHITECTURES}
+    if architecture not in modules:
         raise ModelError(
             f"Architecture {architecture!r} is not supported; supported are "
             f"{', '.join(sorted(SUPPORTED_ARCHITECTURES))}."
         )
-    module = import_module(f"quire.models.{SUPPORTED_ARCHITECTURES[architecture]}")
+    module = import_module(f"quire.models.{modules[architecture]}")
     return getattr(module, architecture)
 
 

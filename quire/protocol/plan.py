@@ -194,6 +194,22 @@ class PooledRows:
 
 
 @dataclass(slots=True)
+class WaitingDrafts:
+    """Drafts of rows with a grammar, which says where they are cut."""
+
+    places: Int32Array
+    """Which of the rows that sample."""
+    token_ids: Int32Array
+    """[places, most drafts]; as many count as `StepResult.num_drafts` says."""
+
+    def of(self, places: Int32Array, num_drafts: Int32Array) -> list[list[int]]:
+        """The drafts of these places, which are all there."""
+        found = self.token_ids[np.searchsorted(self.places, places)]
+        counts = num_drafts[places].tolist()
+        return [ids[:count] for ids, count in zip(found.tolist(), counts, strict=True)]
+
+
+@dataclass(slots=True)
 class StepResult:
     """What a step produced: of each of `plan.rows[plan.samples]`, in turn, `counts` tokens."""
 
@@ -207,6 +223,8 @@ class StepResult:
     pooled: PooledRows | None = None
     num_drafts: Int32Array | None = None
     """Drafts that now wait in each row that samples; None: there is no drafter."""
+    drafts: WaitingDrafts | None = None
+    """Which ones in rows with a grammar; None: there are no such rows, or no drafter."""
 
 
 class PlanBuilder:

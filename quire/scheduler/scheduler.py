@@ -334,8 +334,11 @@ class Scheduler:
     ) -> tuple[Int32Array, Int32Array]:
         """Drafts take what the tokens of all rows and the next prompt in the queue leave of the
         budget, and of the free blocks."""
-        assert not self.columns.has_stages, "drafts wait in the row of one device alone"
-        c, left = self.columns, plan.budget - int(grant.sum())
+        c = self.columns
+        assert not c.has_stages, "drafts wait in the row of one device alone"
+        if not c.num_waiting_drafts[rows].any():  # as where a text does not repeat itself
+            return grant, need
+        left = plan.budget - int(grant.sum())
         if self.free_rows and (first := self.waiting.first()) is not None:
             left = max(left - len(first.held_token_ids), 0)
         catches_up = (grant > 0) & (c.num_computed[rows] + grant == c.num_tokens[rows])
@@ -526,7 +529,7 @@ class Scheduler:
         self, plan: StepPlan, result: StepResult, now: float, complete: BoolArray | None = None
     ) -> StepOutput:
         """Take in the tokens of a step, end what is done, and report what clients want to see.
-        `complete` says of each sample whether no token can follow it."""
+        `complete` says of each token whether none can follow it."""
         c = self.columns
         self.num_steps_in_flight -= 1
         self.prefill_budget.applied(plan.step, now)
@@ -701,6 +704,11 @@ class Scheduler:
     def epochs(self, rows: Int32Array) -> Int32Array:
         """A row's epoch changes whenever what is in flight of it no longer counts."""
         return self.columns.epoch[rows]
+
+    def keep_drafts(self, sequence: Sequence, count: int) -> None:
+        """Verify at most `count` of the drafts that wait in a row with nothing in flight."""
+        c, row = self.columns, sequence.row
+        c.num_waiting_drafts[row] = min(c.num_waiting_drafts[row], count)
 
     def set_synchronous(self, rows: Int32Array, flags: BoolArray) -> None:
         """Whether rows go on only once the token before is known."""

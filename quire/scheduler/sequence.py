@@ -294,8 +294,7 @@ class Columns:
         self, plan: StepPlan, result: StepResult, live: BoolArray, complete: BoolArray | None
     ) -> AcceptedTokens:
         """Which tokens of a result rows take in. `live` says of each of `plan.rows` whether its
-        sequence still holds it, `complete` of each row that samples whether nothing can follow its
-        token."""
+        sequence still holds it, `complete` of each token whether nothing can follow it."""
         samples, counts = plan.samples, result.counts
         rows = plan.rows[samples]
         keep = live[samples] & ~self.host_chooses[rows]
@@ -315,7 +314,7 @@ class Columns:
         num_known = (self.num_known[rows[index]] + offset + 1).astype(np.int32)
         stops, ends = self._ends(rows[index], result.tokens, num_known)
         if complete is not None:
-            stops |= complete[index]
+            stops |= complete
             ends |= stops
         num_tokens = counts.copy()
         np.minimum.at(num_tokens, index[ends], offset[ends] + 1)

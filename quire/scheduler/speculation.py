@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.config.speculative import Schedule, SpeculativeConfig
+from quire.config.speculative import Schedule, SpeculativeConfig, scheduled_drafts
 from quire.protocol.plan import BoolArray, Int32Array, StepPlan, StepResult
 from quire.scheduler.sequence import Columns
 
@@ -31,12 +31,11 @@ class Speculation:
         `num_decoding` of them have with the token that they are given anyway.
 
         The device proposes them after a row's first sample. Tokens are counted at their upper
-        bound, so that none can lie beyond the row's end. Where the host needs a token before the
-        next one is sampled (beams, grammars), there are none.
+        bound, so that none can lie beyond the row's end. Where the host chooses tokens (beams),
+        there are none.
         """
         c = self._columns
-        may = c.has_sampled[rows] & ~c.synchronous[rows] & ~c.constrained[rows]
-        may &= c.speculates[rows]
+        may = c.has_sampled[rows] & ~c.host_chooses[rows] & c.speculates[rows]
         room = c.max_total[rows] - c.num_tokens[rows] - 1
         waiting = c.num_waiting_drafts[rows]
         most = np.where(waiting < 0, self.num_drafts, waiting)
@@ -47,10 +46,7 @@ class Speculation:
         return drafts
 
     def _scheduled(self, num_decoding: int) -> int:
-        for least, most, count in self._schedule:
-            if least <= num_decoding <= most:
-                return count
-        return self.num_drafts
+        return scheduled_drafts(self._schedule, num_decoding, self.num_drafts)
 
     def joined(self, row: int) -> None:
         """A sequence has taken a row."""

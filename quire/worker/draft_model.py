@@ -34,6 +34,8 @@ class DraftSource:
     quantization: str | None
     kv_group: int
     """Of the target: the one whose blocks have the drafts' KV too."""
+    longest: int
+    """Tokens of a text that it drafts for."""
     models: list[CausalLM] = field(default_factory=list)
     """The model, once it is loaded."""
 
@@ -69,7 +71,10 @@ class DraftSource:
             quantization = "gguf"
         spec = KVSpec(config.num_kv_heads, config.head_dim, options.cache.kv_cache_dtype)
         own = KVLayout.of([spec] * config.num_layers, layout.block_size)
-        return cls(config, own, options, quantization, layout.windows.index(None))
+        longest = min(
+            wanted.max_model_len or config.max_position_tokens, config.max_position_tokens
+        )
+        return cls(config, own, options, quantization, layout.windows.index(None), longest)
 
     def count_weight_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
         return count_weight_bytes(
@@ -142,7 +147,7 @@ class DraftModel:
         self._kv_group = source.kv_group
         self._num_drafts, self._max_tokens = num_drafts, max_tokens
         max_rows, longest = table.token_ids.shape
-        self._longest = min(longest, source.config.max_position_tokens)
+        self._longest = min(longest, source.longest)
         self._num_computed = np.zeros(max_rows, np.int32)
         self._num_blocks = np.zeros(max_rows, np.int32)
         """Blocks that the host has given to each row; it takes none back that drafts are written
@@ -160,7 +165,7 @@ class DraftModel:
         rows, lengths = plan.cut_rows, plan.cut_lengths
         self._num_computed[rows] = np.minimum(self._num_computed[rows], lengths - 1)
 
-    def accepted(self, rows: Tensor, counts: Tensor) -> None:
+    def accepted(self, rows: Tensor, counts: Tensor | None) -> None:
         """What was accepted is computed when the next drafts are."""
 
     def propose(self, rows: Tensor) -> Tensor:
@@ -229,9 +234,4 @@ class DraftModel:
 def wants_drafts(added: AddedRow) -> bool:
     """Whether the scheduler may verify drafts of a row."""
     params = added.params
-    return (
-        params.speculation
-        and params.structured_outputs is None
-        and added.appends_sampled
-        and added.pooling is None
-    )
+    return params.speculation and added.appends_sampled and added.pooling is None

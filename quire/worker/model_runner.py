@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.decoding.logprobs import MAX_LINES, LogprobTensors, measure_prompt
 from quire.decoding.masks import MaskTensors
+from quire.decoding.rows import upload
 from quire.decoding.sampler import Sampled, Sampler
 from quire.decoding.speculative.drafter import Drafter
 from quire.layers.attention.backend import GroupedAttention
@@ -31,6 +32,7 @@ from quire.protocol.plan import (
     StepPlan,
     StepResult,
     TokenMasks,
+    WaitingDrafts,
 )
 from quire.worker.adapters import HostAdapters
 from quire.worker.batch import gather_batch
@@ -86,6 +88,8 @@ class ModelRunner:
         """None for models without experts."""
         self.graphs: StepGraphs | None = None
         self.drafter: Drafter | None = None
+        self.draft_kv: KVTensors | None = None
+        """What a head that drafts has in the same blocks, and copies of them."""
         self.adapters: HostAdapters | None = None
         """None: requests have none."""
         self.on_prompt_logits: Callable[[Int32Array, Tensor], None] | None = None
@@ -106,6 +110,8 @@ class ModelRunner:
             self.drafter.update(plan)
         if len(plan.copy_sources):
             self.kv.copy_blocks(staged.copy_sources, staged.copy_targets)
+            if self.draft_kv is not None:
+                self.draft_kv.copy_blocks(staged.copy_sources, staged.copy_targets)
         prefixes = self._shared_prefixes(plan)
         uses_adapters = self.adapters is not None and self.table.uses_adapters(plan)
         if self.graphs is not None and not (self._prompt_logprob_rows or self._pooled_rows):
@@ -194,9 +200,12 @@ class ModelRunner:
         pooled = pool(self._pooled_rows, plan, executed.hidden) if self._pooled_rows else None
         host_rows = plan.rows[plan.samples]
         if not len(host_rows):
+            if self.drafter is not None:
+                self._begin_drafts()
+                self.drafter.accepted(rows, None)
             return PendingStep(plan.step, rows, None, prompt_logprobs)
         verified: Verified | None = None
-        waiting: Tensor | None = None
+        drafted: Drafted | None = None
         if executed.staged.lines is None:
             sampled = self._sample(executed.logits, rows, host_rows, masks)
             if self._stage.count == 1:
@@ -205,12 +214,27 @@ class ModelRunner:
         else:
             sampled, verified = self._verify(executed, executed.staged.lines, masks)
         if self.drafter is not None:
-            counts = torch.ones_like(rows) if verified is None else verified.counts
-            self.drafter.accepted(rows, counts)
-            waiting = self.table.write_drafts(rows, self.drafter.propose(rows))
+            self._begin_drafts()
+            self.drafter.accepted(rows, None if verified is None else verified.counts)
+            proposed = self.drafter.propose(rows)
+            waiting = self.table.write_drafts(rows, proposed)
+            drafted = self._drafted(waiting, host_rows, proposed.shape[1])
         return PendingStep(
-            plan.step, sampled.tokens, sampled.logprobs, prompt_logprobs, pooled, verified, waiting
+            plan.step, sampled.tokens, sampled.logprobs, prompt_logprobs, pooled, verified, drafted
         )
+
+    def _begin_drafts(self) -> None:
+        """What a head shares with the target it uses without any adapter."""
+        if self.adapters is not None:
+            self.adapters.layers.begin_step(None)
+
+    def _drafted(self, num_drafts: Tensor, host_rows: Int32Array, most: int) -> Drafted:
+        """What the host must know of the drafts that wait now."""
+        places = self.sampler.constrained(host_rows)
+        if not len(places):
+            return Drafted(num_drafts, places, None)
+        rows = upload(host_rows[places].astype(np.int64), self.table.device)
+        return Drafted(num_drafts, places, self.table.drafts(rows, most))
 
     def _sample(
         self,
@@ -373,6 +397,18 @@ class Verified:
     """Of each line, how many lines of its row are before it."""
 
 
+@dataclass(slots=True)
+class Drafted:
+    """The drafts that wait after a step."""
+
+    counts: Tensor
+    """In each row that samples."""
+    constrained: Int32Array
+    """Which of these rows have a grammar."""
+    token_ids: Tensor | None
+    """[constrained, most drafts]"""
+
+
 class PendingStep:
     """A step's result on its way from the device: the copies to the host start when it is made, and
     `result` waits for those and nothing else."""
@@ -385,10 +421,10 @@ class PendingStep:
         prompt_logprobs: list[tuple[int, LogprobTensors]],
         pooled: PooledTensors | None = None,
         verified: Verified | None = None,
-        num_drafts: Tensor | None = None,
+        drafted: Drafted | None = None,
     ) -> None:
         """`prompt_logprobs` are given with their rows; all lines are accepted where `verified` does
-        not say otherwise. `num_drafts` wait in each row that samples."""
+        not say otherwise."""
         self._step = step
         self._tokens = _to_host(tokens)
         self._logprobs = None if logprobs is None else _logprobs_to_host(logprobs)
@@ -399,7 +435,10 @@ class PendingStep:
         self._verified = verified
         if verified is not None:
             self._verified = replace(verified, counts=_to_host(verified.counts))
-        self._num_drafts = None if num_drafts is None else _to_host(num_drafts)
+        self._drafted = drafted
+        if drafted is not None:
+            ids = None if drafted.token_ids is None else _to_host(drafted.token_ids)
+            self._drafted = Drafted(_to_host(drafted.counts), drafted.constrained, ids)
         self._done: torch.cuda.Event | None = None
         if tokens.is_cuda:
             self._done = torch.cuda.Event()
@@ -416,6 +455,9 @@ class PendingStep:
             accepted = self._verified.offsets < np.repeat(counts, self._verified.num_lines)
             tokens = tokens[accepted]
             logprobs = logprobs.select(accepted) if logprobs is not None else None
+        drafted, drafts = self._drafted, None
+        if drafted is not None and drafted.token_ids is not None:
+            drafts = WaitingDrafts(drafted.constrained, drafted.token_ids.numpy())
         return StepResult(
             self._step,
             tokens,
@@ -423,7 +465,8 @@ class PendingStep:
             logprobs,
             [PromptLogprobs(row, one.to_host()) for row, one in self._prompt_logprobs],
             None if pooled is None else PooledRows(pooled.rows, pooled.vectors.numpy()),
-            None if self._num_drafts is None else self._num_drafts.numpy(),
+            None if drafted is None else drafted.counts.numpy(),
+            drafts,
         )
 
 

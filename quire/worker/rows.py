@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -244,10 +245,15 @@ class RowTable:
         """Put `drafts` (int32 [rows, k], the used ones first, then negative ones) behind the known
         tokens of `rows`, as many as fit. Returns how many wait in each."""
         self._had_drafts = True
-        dispatch.write_drafts(rows, drafts, self._drafted)
-        return self.num_drafts[rows]
+        return dispatch.write_drafts(rows, drafts, self._drafted)
 
-    @property
+    def drafts(self, rows: Tensor, count: int) -> Tensor:
+        """The `count` tokens that lie behind the known ones of each of `rows`; int32."""
+        places = self.num_tokens[rows].long()[:, None] + torch.arange(count, device=self.device)
+        # Near its end a row has fewer.
+        return self.token_ids[rows[:, None], places.clamp_max_(self.token_ids.shape[1] - 1)]
+
+    @cached_property
     def _drafted(self) -> DraftedRows:
         return DraftedRows(
             self.token_ids,

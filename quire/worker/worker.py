@@ -33,6 +33,7 @@ from quire.protocol.expert_counts import ExpertCounts
 from quire.protocol.kv_spec import KVGroup, KVLayout
 from quire.protocol.output import DeviceMemory
 from quire.worker.adapters import HostAdapters
+from quire.worker.draft_head import HeadDrafter, HeadSource
 from quire.worker.draft_model import DraftSource
 from quire.worker.fitting import check_model_fits, kv_specs
 from quire.worker.kv_tensors import KVTensors
@@ -78,7 +79,7 @@ class Worker:
         self._options, self._config, self._device_info = options, model_config, device
         self._parallel = parallel
         self._speculation = options.decoding.speculation
-        self._draft: DraftSource | None = None
+        self._draft: DraftSource | HeadSource | None = None
         self.adapters: HostAdapters | None = None
         """None: requests have none."""
         self._max_queries = 1 + self._speculation_tokens
@@ -91,8 +92,11 @@ class Worker:
             parallel.stage.layers(model_config.num_layers),
         )
         self._check_layout()
-        if self._speculation is not None and self._speculation.model is not None:
-            self._draft = DraftSource.of(options, model_config, self.layout, self._speculation)
+        wanted = self._speculation
+        if wanted is not None and wanted.uses_head:
+            self._draft = HeadSource.of(options, model_config, self.layout, wanted, parallel)
+        elif wanted is not None and wanted.model is not None:
+            self._draft = DraftSource.of(options, model_config, self.layout, wanted)
         self._backends = [self._select_backend(group) for group in self.layout.groups]
         self._num_threads = options.device.num_threads
         names = {backend.support.name for backend in self._backends}
@@ -169,7 +173,9 @@ class Worker:
                 quantization=options.model.quantization,
                 max_model_len=options.model.max_model_len,
             )
-        if self._draft is not None:
+        if isinstance(self._draft, HeadSource):
+            self._draft.load(dtype, self.device, self._model)
+        elif self._draft is not None:
             self._draft.load(dtype, self.device)
         bind_kv_groups(self._model, self.layout.groups)
         if (limits := options.adapters.limits) is not None:
@@ -201,6 +207,10 @@ class Worker:
         of them can have."""
         max_len = self._max_len
         if self._draft is not None and self._options.cache.num_gpu_blocks_override is None:
+            if isinstance(self._draft, HeadSource):
+                max_rows = self._options.scheduler.max_num_seqs
+                assert max_rows is not None
+                cache_bytes = max(cache_bytes - self._draft.count_ahead_bytes(max_rows), 0)
             both = self.layout.bytes_per_block + self._draft.layout.bytes_per_block
             cache_bytes = cache_bytes * self.layout.bytes_per_block // both
         if fits_max_model_len:
@@ -372,9 +382,12 @@ class Worker:
         )
         runner.adapters = self.adapters
         if self._draft is not None:
-            runner.drafter = self._draft.build(
+            drafter = self._draft.build(
                 table, runner.sampler, kv.num_blocks, self._speculation_tokens, self._max_tokens
             )
+            runner.drafter = drafter
+            if isinstance(drafter, HeadDrafter):
+                runner.draft_kv = drafter.kv
         elif self._speculation is not None and self._parallel.stage.is_last:
             wanted = self._speculation
             settings = NgramSettings(wanted.num_tokens, wanted.min_ngram, wanted.max_ngram)

@@ -34,6 +34,23 @@ def test_auto_needs_no_number() -> None:
     assert found.num_tokens >= 2 and found.min_ngram < found.max_ngram
 
 
+def test_methods_of_heads_may_be_left_out() -> None:
+    """They follow from checkpoints, and so may the number of drafts."""
+    found = read(model="x")
+    assert found is not None and found.model == "x" and not found.num_tokens
+    assert found.method not in ("draft_model", "eagle3", "mtp")
+    found = read(num_speculative_tokens=2)
+    assert found == SpeculativeConfig("mtp", 2, 0, 0) and found.uses_head
+    found = read(method="eagle3", model="x", num_speculative_tokens=3)
+    assert found is not None and found.uses_head and found.num_ahead == 0
+
+
+def test_keys_of_a_draft_model() -> None:
+    found = read(model="x", num_speculative_tokens=2, max_model_len=9, quantization="fp8")
+    assert found is not None and not found.uses_head
+    assert (found.model, found.max_model_len, found.quantization) == ("x", 9, "fp8")
+
+
 def test_drafts_by_batch_size() -> None:
     table = [[1, 4, 3], [5, 8, 0]]
     found = read(
@@ -43,7 +60,7 @@ def test_drafts_by_batch_size() -> None:
 
 
 BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-    ({"num_speculative_tokens": 2}, ("'method'", "ngram, auto")),
+    ({"prompt_lookup_max": 2}, ("'method'", "ngram, auto")),
     ({"method": "ngrams", "num_speculative_tokens": 2}, ("'method'", "'ngrams'")),
     ({"method": "ngram"}, ("'num_speculative_tokens'", "None")),
     ({"method": "ngram", "num_speculative_tokens": 0}, ("'num_speculative_tokens'", "0")),
@@ -54,11 +71,13 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"method": "auto", "model": "x"}, ("'model'", "left out", "'x'")),
     ({"method": "auto", "quantization": "fp8"}, ("'quantization'", "no model")),
     ({"method": "auto", "k": 1}, ("'k'", "unknown", "num_speculative_tokens")),
-    ({"method": "eagle3", "model": "x"}, ("'eagle3'", "not supported yet", "ngram")),
+    ({"method": "eagle3", "num_speculative_tokens": 2}, ("'model'", "None")),
+    ({"method": "eagle3", "model": "x", "prompt_lookup_max": 2}, ("prompt_lookup_max",)),
+    ({"method": "eagle", "model": "x"}, ("'eagle'", "not supported", "eagle3, mtp")),
     ({"method": "draft_model", "num_speculative_tokens": 2}, ("'model'", "None")),
     (
-        {"model": "x", "num_speculative_tokens": 2, "max_model_len": 9},
-        ("max_model_len", "left out"),
+        {"model": "x", "num_speculative_tokens": 2, "max_model_len": 0},
+        ("max_model_len", "at least 1"),
     ),
     ({"method": "medusa", "model": "x"}, ("'medusa'", "not supported", "auto")),
     *(

@@ -14,6 +14,7 @@ next must be what the next one finds by itself.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -34,6 +35,7 @@ from quire.protocol.plan import (
     StepPlan,
     StepResult,
     TokenMasks,
+    WaitingDrafts,
 )
 
 Windows = tuple[int | None, ...]
@@ -72,6 +74,11 @@ def ranked_tokens(entries: list[int], vocab: int, count: int) -> tuple[list[int]
 
 def next_token(entries: list[int], seed: int, vocab: int) -> int:
     return mix(mix(*entries), seed, len(entries)) % vocab
+
+
+def nearest(token: int, allowed: Callable[[int], bool], vocab: int) -> int:
+    """What is sampled instead of a token that a grammar forbids: the first allowed one after it."""
+    return next(t for t in ((token + i) % vocab for i in range(vocab)) if allowed(t))
 
 
 def entries_of(tokens: list[int], window: int | None = None, adapter: str = "") -> list[int]:
@@ -258,17 +265,22 @@ class ToyStage:
         self.num_tokens_computed += count
         return entries
 
-    def sample(self, plan: StepPlan) -> StepResult:
+    def sample(self, plan: StepPlan, masks: TokenMasks | None) -> StepResult:
         tokens, counts, lines = [], [], []
-        for row_id, num_samples in zip(
-            plan.rows[plan.samples].tolist(), plan.num_samples[plan.samples].tolist(), strict=True
+        of_lines = {} if masks is None else dict(zip(masks.lines.tolist(), masks.bits, strict=True))
+        for row_id, num_samples, first in zip(
+            plan.rows[plan.samples].tolist(),
+            plan.num_samples[plan.samples].tolist(),
+            plan.first_lines.tolist(),
+            strict=True,
         ):
             row = self.rows[row_id]
             require(
                 row.num_computed == len(row.tokens) + num_samples - 1,
                 "only a row that caught up may sample",
             )
-            accepted = self._verify(row, num_samples)
+            own_masks = [of_lines.get(first + i) for i in range(num_samples)]
+            accepted = self._verify(row, own_masks)
             if row.added.num_logprobs >= 0:
                 lines += self._candidates(row, accepted, len(tokens))
             tokens += accepted
@@ -285,14 +297,32 @@ class ToyStage:
             drafted = plan.rows[plan.samples].tolist()
             waiting = [len(self.rows[row].drafts) for row in drafted]
             result.num_drafts = np.array(waiting, np.int32)
+            result.drafts = self._drafts(drafted)
         return result
 
-    def _verify(self, row: ToyRow, num_samples: int) -> list[int]:
-        """Tokens sampled after the known ones and after each draft, while drafts agree."""
+    def _drafts(self, rows: list[int]) -> WaitingDrafts | None:
+        """What those with a grammar have; of `rows`, which sampled."""
+        params = [self.rows[row].added.params for row in rows]
+        places = [i for i, one in enumerate(params) if one.structured_outputs is not None]
+        if not places:
+            return None
+        ids = np.full((len(places), self.num_drafts), NO_DRAFT, np.int32)
+        for line, place in zip(ids, places, strict=True):
+            drafts = self.rows[rows[place]].drafts
+            line[: len(drafts)] = drafts
+        return WaitingDrafts(np.array(places, np.int32), ids)
+
+    def _verify(self, row: ToyRow, masks: list[Int32Array | None]) -> list[int]:
+        """Tokens sampled after the known ones and after each draft, while drafts agree; a line has
+        each of `masks`."""
         accepted: list[int] = []
-        for i in range(num_samples):
+        for i, mask in enumerate(masks):
             context = self._context(row, len(row.tokens) + i)
-            accepted.append(next_token(context, row.added.seed, self.vocab))
+            token = next_token(context, row.added.seed, self.vocab)
+            if mask is not None:
+                bits = mask.tolist()
+                token = nearest(token, lambda t: bool(bits[t // 32] >> t % 32 & 1), self.vocab)  # noqa: B023
+            accepted.append(token)
             if i >= len(row.drafts) or row.drafts[i] != accepted[-1]:
                 break
         return accepted
@@ -385,6 +415,10 @@ class ToyExecutor:
         through either. The stages before them know nothing of it."""
         self._waiting = [deque[tuple[StepPlan, HiddenStates]]() for _ in self.stages]
         """What each stage has still to do."""
+        self._computed: dict[int, StepPlan] = {}
+        """Steps that are through the last stage, and wait for their masks."""
+        self._masks: dict[int, TokenMasks | None] = {}
+        """Of steps that are to be sampled."""
         self._results: dict[int, StepResult] = {}
 
     @property
@@ -412,13 +446,22 @@ class ToyExecutor:
         if stage + 1 < len(self.stages):
             self._waiting[stage + 1].append((plan, states))
         else:
-            self._results[plan.step] = self.last.sample(plan)
+            self._computed[plan.step] = plan
+            self._sample(plan.step)
+
+    def _sample(self, step: int) -> None:
+        """Once it is computed, and its masks are there."""
+        if step in self._computed and step in self._masks:
+            plan = self._computed.pop(step)
+            self._results[step] = self.last.sample(plan, self._masks.pop(step))
 
     def token_masks(self, lines: Int32Array, num_words: int) -> TokenMasks:
         return TokenMasks(lines, np.zeros((len(lines), num_words), np.int32))
 
     def sample(self, step: int, masks: TokenMasks | None = None) -> PendingResult:
         assert self.plan is not None and self.plan.step == step
+        self._masks[step] = masks
+        self._sample(step)
         return ToyPending(self, step)
 
     def result(self, step: int) -> StepResult:
@@ -429,7 +472,7 @@ class ToyExecutor:
         if step in self._results:
             return self._results.pop(step)
         self.down.clear()  # it works again once the failure was seen
-        for waiting in self._waiting:
+        for waiting in (*self._waiting, self._computed, self._masks):
             waiting.clear()
         raise InjectedError(f"injected failure of step {step}")
 

@@ -63,8 +63,8 @@ def start(tiny: Tiny, **options: Any) -> Callable[[], Any]:
             ("enable_lora=True", "external_launcher", "'mp'"),
         ),
         (
-            {"speculative_config": {"method": "eagle3", "model": "x"}},
-            ("speculative_config", "not supported yet"),
+            {"speculative_config": {"method": "medusa", "model": "x"}},
+            ("speculative_config", "'medusa' is not supported"),
         ),
         ({"cpu_offload_gb": 4}, ("cpu_offload_gb=4", "not supported yet")),
         (

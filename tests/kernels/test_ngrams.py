@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.kernels.cpu.sampling import propose_ngrams as native
+from quire.kernels.cpu.drafts import propose_ngrams as native
 from quire.kernels.torch.ngrams import NgramSettings, propose_ngrams
 
 NONE = [-1, -1, -1]

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from random import Random
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import quire.engine.core as engine_module
 from quire.config.speculative import SpeculativeConfig
+from quire.config.structured import GrammarSettings
 from quire.engine.core import EngineCore
+from quire.engine.structured_output.build import Vocabulary
+from quire.engine.structured_output.compiler import GrammarCompiler
 from quire.protocol.adapter import AdapterLimits, LoRARequest
 from quire.protocol.output import FinishedSequence
 from quire.protocol.plan import StepPlan
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams
+from quire.protocol.structured import StructuredOutputs
 from quire.scheduler.sequence import SchedulerLimits, Status, derive_seed
 from tests.engine.toy import (
     InjectedError,
@@ -28,6 +35,7 @@ from tests.engine.toy import (
     ToyFolders,
     Windows,
     context_of,
+    nearest,
     next_token,
     ranked_tokens,
 )
@@ -35,6 +43,9 @@ from tests.engine.toy import (
 VOCAB = 23
 ENDS = (7, 20)
 """End tokens: two, so that a beam may find no other continuation. Token 0 is like any other."""
+LETTERS = [chr(ord("a") + token) for token in range(VOCAB)]
+"""What grammars read; those of the end tokens stand for the end."""
+GRAMMAR = StructuredOutputs(regex="([abdefgi-n][l-w]{1,3}cab){1,3}")
 MAX_LEN = 40
 WINDOWS: tuple[Windows, ...] = ((None,), (None,), (None, 5), (3,), (9,), (None, 2, 9))
 
@@ -53,6 +64,8 @@ class Job:
     cuts: tuple[int, ...] = ()
     """Steps before which it is cut back by a few tokens."""
     speculates: bool = True
+    has_grammar: bool = False
+    deadline: int | None = None
     adapter: str = ""
     """The folder of its adapter."""
 
@@ -103,6 +116,8 @@ prompts = st.builds(
 @st.composite
 def jobs(draw: st.DrawFn) -> Job:
     kind = draw(st.sampled_from(["plain", "plain", "plain", "forked", "beams"]))
+    has_grammar = kind != "beams" and draw(st.sampled_from([False, False, True]))
+    may_be_cut = kind != "beams" and not has_grammar
     return Job(
         prompt=draw(prompts),
         max_tokens=draw(st.integers(1, 14)),
@@ -113,8 +128,10 @@ def jobs(draw: st.DrawFn) -> Job:
         beam_width=draw(st.integers(1, 3)) if kind == "beams" else 0,
         streams=draw(st.booleans()),
         tenant=draw(st.sampled_from(["", "a", "b"])),
-        cuts=tuple(draw(st.lists(st.integers(1, 25), max_size=2))) if kind != "beams" else (),
+        cuts=tuple(draw(st.lists(st.integers(1, 25), max_size=2))) if may_be_cut else (),
         speculates=draw(st.sampled_from([True, True, False])),
+        has_grammar=has_grammar,
+        deadline=draw(st.sampled_from([None, None, None, 40, 90])),
         adapter=draw(st.sampled_from(FOLDERS)),
     )
 
@@ -195,14 +212,42 @@ def speculation_of(setting: Setting) -> SpeculativeConfig | None:
     return SpeculativeConfig(method, setting.num_drafts, 1, 1, schedule, model)
 
 
-def new_request(index: int, job: Job) -> NewRequest:
+@cache
+def compiler() -> GrammarCompiler:
+    """For all engines, since each grammar is compiled apart from the step loop."""
+    backend = Tokenizer(models.BPE(dict(zip(LETTERS, range(VOCAB), strict=True)), []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([LETTERS[token] for token in ENDS])
+    made = GrammarCompiler(GrammarSettings())
+    made.set_vocabulary(lambda: Vocabulary(backend.to_str(), VOCAB, ENDS))
+    return made
+
+
+def add(core: EngineCore, new: NewRequest) -> None:
+    """Without waiting for its grammar."""
+    wanted = new.params.structured_outputs
+    if wanted is None:
+        core.add(new)
+        return
+    compilation = compiler().compile(wanted)
+    compilation.result()
+    core.add(new, compilation)
+
+
+def new_request(index: int, job: Job, now: float = 0.0) -> NewRequest:
     return NewRequest(
         key=index * 100,
         request_id=f"r{index}",
         prompt_token_ids=np.array(job.prompt, np.int32),
         params=SamplingParams(
-            n=job.n, max_tokens=job.max_tokens, seed=index, speculation=job.speculates
+            n=job.n,
+            max_tokens=job.max_tokens,
+            seed=index,
+            speculation=job.speculates,
+            structured_outputs=GRAMMAR if job.has_grammar else None,
         ),
+        deadline=None if job.deadline is None else now + job.deadline,
         arrival_time=0.0,
         eos_token_ids=ENDS,
         priority=job.priority,
@@ -268,7 +313,7 @@ def drive(core: EngineCore, work: list[Job]) -> dict[int, FinishedSequence]:
         if step % 7 == 6:
             core.unload_adapter(1 + len(FOLDERS[step % len(FOLDERS)]))
         for i in [i for i, job in pending.items() if job.arrives <= step]:
-            core.add(new_request(i, pending.pop(i)))
+            add(core, new_request(i, pending.pop(i), core.clock()))
         for i, job in enumerate(work):
             if job.aborts == step and i not in pending:
                 for sequence in core.scheduler.requests.get(f"r{i}", ()):
@@ -357,7 +402,8 @@ def check_drafts(core: EngineCore) -> None:
     known = rows[(columns.in_flight[rows] == 0) & (columns.num_waiting_drafts[rows] > 0)]
     for row in known.tolist():
         if columns.has_sampled[row]:
-            assert columns.num_waiting_drafts[row] == len(toy[row].drafts)
+            waiting, drafts = columns.num_waiting_drafts[row], toy[row].drafts
+            assert waiting == len(drafts) or (columns.constrained[row] and waiting < len(drafts))
 
 
 def check_windows(core: EngineCore) -> None:
@@ -373,14 +419,42 @@ def check_windows(core: EngineCore) -> None:
 
 
 def reference_tokens(
-    prompt: tuple[int, ...], max_tokens: int, seed: int, windows: Windows, adapter: str
-) -> list[int]:
-    tokens = list(prompt)
+    prompt: tuple[int, ...],
+    max_tokens: int,
+    seed: int,
+    windows: Windows,
+    has_grammar: bool,
+    adapter: str,
+) -> tuple[list[int], str]:
+    """And why they end."""
+    tokens, made = list(prompt), list[int]()
     while True:
-        tokens.append(next_token(context_of(tokens, windows, adapter), seed, VOCAB))
-        made = len(tokens) - len(prompt)
-        if tokens[-1] in ENDS or made == max_tokens or len(tokens) == MAX_LEN:
-            return tokens[len(prompt) :]
+        token = next_token(context_of(tokens, windows, adapter), seed, VOCAB)
+        if has_grammar:
+            token = nearest(token, lambda t: is_allowed(made, t), VOCAB)
+        tokens.append(token)
+        made.append(token)
+        if token in ENDS or (has_grammar and is_text(made, "([abdefgi-n][l-w]{1,3}cab){3}")):
+            return made, "stop"
+        if len(made) == max_tokens or len(tokens) == MAX_LEN:
+            return made, "length"
+
+
+def is_text(tokens: list[int], expression: str) -> bool:
+    """Whether it is a whole text without an end token."""
+    text = "".join(LETTERS[token] for token in tokens)
+    return not set(tokens) & set(ENDS) and re.fullmatch(expression, text) is not None
+
+
+def is_allowed(made: list[int], token: int) -> bool:
+    """Whether `GRAMMAR` allows the token after these, by Python's own expressions."""
+    if token in ENDS:
+        return is_text(made, "([abdefgi-n][l-w]{1,3}cab){1,3}")
+    endings = ("", "lcab", "cab", "ab", "b")
+    return any(
+        is_text([*made, token, *map(LETTERS.index, end)], "([abdefgi-n][l-w]{1,3}cab){1,3}")
+        for end in endings
+    )
 
 
 def reference_beams(
@@ -416,7 +490,7 @@ def check_outputs(setting: Setting, work: list[Job]) -> None:
                 assert sequence.finish_reason in ("error", "abort") and not tokens
                 continue
             if job.beam_width:
-                if sequence.finish_reason != "abort":
+                if sequence.finish_reason not in ("abort", "timeout"):
                     assert sequence.beams is not None
                     found = [(beam.token_ids, beam.finished_by_eos) for beam in sequence.beams]
                     assert found == reference_beams(
@@ -424,14 +498,13 @@ def check_outputs(setting: Setting, work: list[Job]) -> None:
                     )
                 continue
             seed = derive_seed(i, child)
-            windows = setting.windows
-            expected = reference_tokens(job.prompt, job.max_tokens, seed, windows, adapter)
-            if sequence.finish_reason == "abort":
+            expected, reason = reference_tokens(
+                job.prompt, job.max_tokens, seed, setting.windows, job.has_grammar, adapter
+            )
+            if sequence.finish_reason in ("abort", "timeout"):
                 assert tokens == expected[: len(tokens)]
             else:
-                assert tokens == expected
-                stopped = expected[-1] in ENDS
-                assert sequence.finish_reason == ("stop" if stopped else "length")
+                assert (tokens, sequence.finish_reason) == (expected, reason)
     assert not ended
 
 
@@ -533,6 +606,8 @@ def crowd(random: Random) -> tuple[Setting, list[Job]]:
         kind = random.choice(["plain", "forked", "forked", "beams", "beams"])
         prefix = random.choice([(), (1, 2, 3), (1, 2, 3, 4, 5, 6, 7, 8, 9), (5,) * 13])
         rest = [random.randint(1, 4) for _ in range(random.randint(0, 14))]
+        has_grammar = kind != "beams" and random.random() < 0.3
+        cuts = tuple(random.sample(range(1, 25), 2))
         work.append(
             Job(
                 prompt=(*prefix, *rest)[:24] or (1,),
@@ -544,7 +619,8 @@ def crowd(random: Random) -> tuple[Setting, list[Job]]:
                 beam_width=random.randint(2, 3) if kind == "beams" else 0,
                 streams=random.random() < 0.5,
                 tenant=random.choice("ab"),
-                cuts=() if kind == "beams" else tuple(random.sample(range(1, 25), 2)),
+                cuts=() if kind == "beams" or has_grammar else cuts,
+                has_grammar=has_grammar,
                 adapter=random.choice(folders),
             )
         )

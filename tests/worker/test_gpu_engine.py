@@ -15,6 +15,8 @@ from quire import LLM, SamplingParams
 from quire.protocol.plan import AddedRow, StepPlan
 from quire.worker.model_runner import ModelRunner
 from quire.worker.rows import RowTable
+from tests.draft_heads import forget, save_agreeing_eagle3, save_agreeing_mtp
+from tests.tiny import save_tiny
 
 pytestmark = pytest.mark.gpu
 
@@ -435,6 +437,51 @@ def test_drafts_do_not_change_tokens(
     assert num_accepted > 1000
     if "enforce_eager" not in options:  # prompts that join may make a step too large for any graph
         assert len(replayed) > 10 and np.mean(replayed) > 0.8
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"block_size": 32}], ids=str)
+def test_heads_draft_without_waiting(
+    tmp_path: Path, kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside graphs, which leave the target's streams for them, and without."""
+    folder, head = tmp_path / "target", tmp_path / "head"
+    folder.mkdir()
+    config: dict[str, Any] = {"num_speculative_tokens": 3}
+    if kind == "eagle3":
+        config["model"] = str(head)
+        target = save_tiny(folder, num_hidden_layers=6, hidden_size=256, head_dim=64)
+        save_agreeing_eagle3(head, target)
+        forget(folder)
+    else:
+        save_agreeing_mtp(folder, "glm4_moe", hidden_size=256, head_dim=64)
+    rng = np.random.default_rng(1)
+    work = [rng.integers(5, 150, int(n)).tolist() for n in rng.integers(3, 120, 40)]
+    limits: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 24, **options}
+    plain = generate(folder, work, **limits)
+    sample = ModelRunner.sample
+
+    def sample_at_once(runner: ModelRunner, *masks: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return sample(runner, *masks)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    with LLM(
+        str(folder),
+        skip_tokenizer_init=True,
+        kv_cache_memory_bytes=1 << 28,
+        speculative_config=config,
+        **limits,
+    ) as llm:
+        monkeypatch.setattr(ModelRunner, "sample", sample_at_once)
+        greedy = SamplingParams(temperature=0.0, max_tokens=32, detokenize=False)
+        outputs = llm.generate([{"prompt_token_ids": p} for p in work], greedy, use_tqdm=False)
+        accepted = llm._core.metrics.accepted_tokens.value
+        share = accepted / llm._core.metrics.draft_tokens.value
+    assert [list(output.outputs[0].token_ids) for output in outputs] == plain
+    assert share > (0.3 if kind == "eagle3" else 0.8)
 
 
 def test_without_speculation_no_graph_is_for_drafts_alone(folder: Path) -> None:

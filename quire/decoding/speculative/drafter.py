@@ -10,15 +10,16 @@ from quire.protocol.plan import StepPlan
 
 
 class Drafter(Protocol):
-    """Is asked after each step for the rows that sampled; both calls return without waiting for the
-    device. A draft may be any token: verification keeps none that plain decoding would not sample.
+    """Is asked after each step for drafts of the rows that sampled; no call waits for the device. A
+    draft may be any token: verification keeps none that plain decoding would not sample.
     """
 
     def update(self, plan: StepPlan) -> None:
         """Rows come, go and are cut back as a plan says, which is about to be carried out."""
 
-    def accepted(self, rows: Tensor, counts: Tensor) -> None:
-        """Row `rows[i]` took in `counts[i]` tokens (int32); they are in the table already."""
+    def accepted(self, rows: Tensor, counts: Tensor | None) -> None:
+        """Row `rows[i]` took in `counts[i]` tokens (int32), each of them one where there are no
+        counts; they are in the table already. Asked after each step, also where no row sampled."""
 
     def propose(self, rows: Tensor) -> Tensor:
         """Drafts for each of `rows`: token ids, int32 [R, k], with negative ones behind the last

@@ -19,7 +19,7 @@ class NgramDrafter:
     def update(self, plan: StepPlan) -> None:
         """The table follows plans."""
 
-    def accepted(self, rows: Tensor, counts: Tensor) -> None:
+    def accepted(self, rows: Tensor, counts: Tensor | None) -> None:
         """The table has all that is known."""
 
     def propose(self, rows: Tensor) -> Tensor:

@@ -127,8 +127,7 @@ class Grammars:
         if batch is None:
             return None
         masks = executor.token_masks(batch.lines, batch.num_words)
-        batch.fill(masks.bits, self._pool)
-        has_one_choice = batch.settings.apply(masks.bits)
+        has_one_choice = batch.fill(masks.bits, self._pool)
         if self._settings.jump_ahead:
             # Where there is no choice there may be none for long: the row waits, and then jumps.
             self._scheduler.set_synchronous(batch.rows, has_one_choice & batch.may_jump)
@@ -153,47 +152,60 @@ class Grammars:
         return batch if batch.members else None
 
     def consume(self, plan: StepPlan, result: StepResult, now: float) -> BoolArray | None:
-        """Match a step's tokens, just before it is applied. Says of each row that samples whether
-        its text ends because nothing can follow. What cannot go on ends here: its token is none,
-        and must not be taken for an end of the text."""
+        """Match a step's tokens, just before it is applied. Says of each of them whether its text
+        ends because nothing can follow. What cannot go on ends here: its token is none, and must
+        not be taken for an end of the text."""
         self._sampled = []
         batch = self._batch_of(plan)
         if batch is None:
             return None
-        starts = np.cumsum(result.counts) - result.counts
-        tokens = result.tokens[starts[batch.places]].tolist()
-        complete = np.zeros(len(result.counts), np.bool_)
-        for i, (sequence, matcher) in enumerate(batch.members):
-            if tokens[i] in sequence.stop_ids and sequence.num_before_stop <= 0:
-                matcher.check_end(tokens[i])  # it ends the sequence, and is no part of the text
-            else:
-                matcher.consume(tokens[i])
-                if matcher.is_complete:
-                    complete[batch.places[i]] = True
-                self._sampled.append((sequence, matcher))
+        ends = np.cumsum(result.counts)[batch.places].tolist()
+        counts = result.counts[batch.places].tolist()
+        complete = np.zeros(len(result.tokens), np.bool_)
+        for (sequence, matcher), end, count in zip(batch.members, ends, counts, strict=True):
+            place = self._consume(sequence, matcher, result.tokens[end - count : end].tolist())
+            if place is not None:
+                complete[end - count + place] = True
             if matcher.failure is not None:
                 ended = self._scheduler.end(sequence, "error", now, error=matcher.failure)
                 ended.is_own_fault = True
+        if result.drafts is not None and result.num_drafts is not None:
+            waiting = result.drafts.of(batch.places, result.num_drafts)
+            for (_, matcher), drafts in zip(batch.members, waiting, strict=True):
+                matcher.drafts = drafts
         return complete
 
+    def _consume(self, sequence: Sequence, matcher: Matcher, tokens: list[int]) -> int | None:
+        """Match the tokens of a row up to the one that ends its text. Returns its place if nothing
+        can follow it."""
+        for place, token in enumerate(tokens):
+            if token in sequence.stop_ids and sequence.num_before_stop <= place:
+                matcher.check_end(token)  # it ends the sequence, and is no part of the text
+                return None
+            matcher.consume(token, place)
+            if matcher.failure is not None or matcher.is_complete:
+                break
+        self._sampled.append((sequence, matcher))
+        return place if matcher.is_complete else None
+
     def advance(self, output: StepOutput, now: float) -> None:
-        """After a step is applied: append what can only follow."""
+        """After a step is applied: append what can only follow, else cut the drafts that wait."""
         shown: list[tuple[int, int]] = []
         for sequence, matcher in self._sampled:
-            if sequence.status is not Status.RUNNING or not self._may_jump(sequence, matcher):
+            if sequence.status is not Status.RUNNING or sequence.has_tokens_in_flight:
                 continue
-            if tokens := matcher.forced():
+            may_jump = self._settings.jump_ahead and matcher.may_jump
+            if may_jump and (tokens := matcher.forced()):
                 complete = matcher.is_complete
                 tokens = self._scheduler.append_forced(sequence, tokens, complete, now)
                 if sequence.new.streams:
                     shown += [(sequence.key, token) for token in tokens]
+            elif matcher.drafts:
+                self._scheduler.keep_drafts(sequence, matcher.num_allowed_drafts)
         if shown:
             keys, ids = np.array(shown, np.int64).T
             output.keys = np.append(output.keys, keys)
             output.tokens = np.append(output.tokens, ids.astype(np.int32))
-
-    def _may_jump(self, sequence: Sequence, matcher: Matcher) -> bool:
-        return self._settings.jump_ahead and matcher.may_jump and not sequence.has_tokens_in_flight
 
     def _pool(self) -> LLExecutor:
         if self._threads is None:

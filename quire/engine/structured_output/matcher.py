@@ -76,6 +76,10 @@ class Matcher:
         self.start = grammar.join()
         self.native: LLMatcher = self.start.matcher.deep_copy()
         self._tokens: list[int] = []
+        self.drafts: list[int] = []
+        """Those that wait in its row, as its last result told."""
+        self.empty_after: int | None = None
+        """After so many of them it allows no token, as their masks have shown."""
         self.failure: str | None = None
         """Why the sequence cannot go on."""
         self.may_jump = not (params.wants_logprobs or params.allowed_token_ids or params.bad_words)
@@ -96,8 +100,10 @@ class Matcher:
         """Whether the text can only end here."""
         return self.failure is None and self.native.is_stopped() and self.native.is_accepting()
 
-    def consume(self, token: int) -> None:
-        """Take a sampled token in."""
+    def consume(self, token: int, num_before: int = 0) -> None:
+        """Take in a sampled token, `num_before` others of its step before it."""
+        if num_before and num_before == self.empty_after:
+            self.found_nothing()
         if self.failure is None and not self.native.consume_token(token):
             self._refuse(token)
         self._tokens.append(token)
@@ -119,6 +125,11 @@ class Matcher:
             tokens = tokens[: self.native.try_consume_tokens(tokens)]
             self._tokens += tokens
         return tokens
+
+    @property
+    def num_allowed_drafts(self) -> int:
+        """How many of the drafts it allows, from the first on."""
+        return self.native.validate_tokens(self.drafts) if self.failure is None else 0
 
     def move_to(self, start: Start) -> None:
         """Go on, from where it stands, as a copy of another start."""
@@ -214,21 +225,29 @@ class Batch:
     def __init__(
         self, plan: StepPlan, places: Int32Array, members: list[tuple[Sequence, Matcher]]
     ) -> None:
-        """`places` are among the plan's rows that sample; each of these has one line."""
+        """`places` are among the plan's rows that sample."""
         matchers = [matcher for _, matcher in members]
         self.places = places
-        self.lines = plan.first_lines[places]
+        self.num_lines = plan.num_samples[plan.samples][places]
+        ends = np.cumsum(self.num_lines, dtype=np.int32)
+        self._first = ends - self.num_lines
+        """Of each member, its first line among those of all members."""
+        offsets = np.arange(ends[-1] if len(ends) else 0, dtype=np.int32)
+        offsets -= np.repeat(self._first, self.num_lines)
+        self.lines = np.repeat(plan.first_lines[places], self.num_lines) + offsets
+        self._has_drafts = len(self.lines) > len(members)
         self.members = members
         self.rows: Int32Array = plan.rows[plan.samples][places]
         self.num_words = matchers[0].grammar.num_words if matchers else 0
-        self.settings = MaskSettings(matchers)
+        of_lines = zip(matchers, self.num_lines.tolist(), strict=False)
+        self._settings = MaskSettings([one for one, n in of_lines for _ in range(n)], offsets)
         self.may_jump: BoolArray = np.array([matcher.may_jump for matcher in matchers], np.bool_)
         self._plan = _composition(plan)
         self._epochs = plan.epochs[plan.samples][places].tobytes()
         # Copies of one start lock each other out: they are kept together, so that threads take
         # different ones.
         order = sorted(range(len(matchers)), key=lambda i: id(matchers[i].start))
-        self._work = [(matchers[i].native, i) for i in order]
+        self._work = [(matchers[i].native, int(self._first[i])) for i in order]
         self._has_one_start = len({id(matcher.start) for matcher in matchers}) == 1
 
     def is_that_of(self, plan: StepPlan, epochs: Int32Array) -> bool:
@@ -236,10 +255,35 @@ class Batch:
         its rows now."""
         return self._plan == _composition(plan) and self._epochs == epochs.tobytes()
 
-    def fill(self, bits: Int32Array, pool: Callable[[], LLExecutor]) -> None:
-        """What the grammars alone allow, to `bits` [members, words]."""
+    def fill(self, bits: Int32Array, pool: Callable[[], LLExecutor]) -> BoolArray:
+        """What the members allow in their lines, to `bits` [lines, words]; returns which members
+        have a line with one token alone."""
+        self._fill(bits, pool)
+        one_token = self._settings.apply(bits)
+        if self._has_drafts:
+            one_token = np.logical_or.reduceat(one_token, self._first)
+        return one_token
+
+    def _fill(self, bits: Int32Array, pool: Callable[[], LLExecutor]) -> None:
+        """What the grammars alone allow. Lines behind a draft that one of them forbids are never
+        looked at, and allow everything."""
         address, stride = bits.ctypes.data, bits.strides[0]
-        if self._has_one_start:
+        if self._has_drafts:
+            bits.fill(-1)
+            drafted, plain = [], []
+            for (_, matcher), first, count in zip(
+                self.members, self._first.tolist(), self.num_lines.tolist(), strict=True
+            ):
+                matcher.empty_after = None
+                if drafts := matcher.drafts[: count - 1]:
+                    drafted.append((matcher.native, first, drafts))
+                else:
+                    plain.append((matcher.native, first))
+            if drafted:
+                pool().unsafe_compute_mask_ptr_with_draft_token(drafted, address, stride, len(bits))
+            if plain:
+                pool().unsafe_compute_mask_ptr(plain, address, stride, len(bits))
+        elif self._has_one_start:
             for native, i in self._work:
                 native.unsafe_compute_mask_ptr(address + i * stride, stride)
         else:
@@ -256,8 +300,10 @@ class MaskSettings:
     masks that grammars alone have made in line with it, for all rows of a step at once: a few array
     operations instead of some for each row."""
 
-    def __init__(self, matchers: list[Matcher]) -> None:
+    def __init__(self, matchers: list[Matcher], offsets: Int32Array | None = None) -> None:
+        """Of each row its matcher, and how many drafts are before it."""
         self._matchers = matchers
+        self._offsets = np.zeros(len(matchers), np.int32) if offsets is None else offsets
         rows_of: dict[Any, list[int]] = {}
         for row, matcher in enumerate(matchers):
             rows_of.setdefault((matcher.eos, matcher.ends), []).append(row)
@@ -273,8 +319,8 @@ class MaskSettings:
     def apply(self, masks: Int32Array) -> BoolArray:
         """Bring `masks` [rows, words] in line; returns which rows are left with one token.
 
-        A matcher whose mask is empty fails. Its mask then allows everything, for the sampler must
-        find some token; that is thrown away.
+        A matcher whose mask is empty fails, behind drafts only if they are accepted. Its mask then
+        allows everything, for the sampler must find some token; that is thrown away.
         """
         for matcher in self._matchers:
             matcher.check()
@@ -288,7 +334,11 @@ class MaskSettings:
         for row in np.flatnonzero(one_token).tolist():
             one_token[row] = np.count_nonzero(words[row]) == 1
             if not union[row]:
-                self._matchers[row].found_nothing()
+                if num_drafts := int(self._offsets[row]):
+                    self._matchers[row].empty_after = num_drafts
+                    masks[row] = -1
+                else:
+                    self._matchers[row].found_nothing()
         for row, matcher in enumerate(self._matchers):
             if matcher.failure is not None:
                 masks[row] = -1

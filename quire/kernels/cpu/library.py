@@ -299,6 +299,23 @@ PROPOSE_NGRAMS = (
     ctypes.c_int64,  # num_drafts
     ctypes.c_void_p,  # drafts
 )
+WRITE_DRAFTS = (
+    ctypes.c_void_p,  # table
+    ctypes.c_void_p,  # rows
+    ctypes.c_int64,  # num_rows
+    ctypes.c_void_p,  # drafts
+    ctypes.c_int64,  # num_drafts
+    ctypes.c_void_p,  # counts
+)
+ACCEPT_TOKENS = (
+    ctypes.c_void_p,  # table
+    ctypes.c_void_p,  # rows
+    ctypes.c_int64,  # num_rows
+    ctypes.c_void_p,  # first_lines
+    ctypes.c_void_p,  # num_lines
+    ctypes.c_void_p,  # sampled
+    ctypes.c_void_p,  # counts
+)
 ALL_REDUCE = (
     ctypes.c_void_p,  # meeting
     ctypes.c_void_p,  # x
@@ -422,6 +439,8 @@ def load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     library.quire_penalize.argtypes = PENALIZE
     library.quire_penalize.restype = None
     library.quire_propose_ngrams.argtypes = PROPOSE_NGRAMS
+    library.quire_write_drafts.argtypes = WRITE_DRAFTS
+    library.quire_accept_tokens.argtypes = ACCEPT_TOKENS
     library.quire_apply_bitmask.argtypes = APPLY_BITMASK
     library.quire_apply_bitmask.restype = None
     library.quire_region_bytes.argtypes = (ctypes.c_int32, ctypes.c_int64)

@@ -16,7 +16,6 @@ from quire.kernels.cpu.library import (
 )
 from quire.kernels.torch.logprobs import Summary
 from quire.kernels.torch.logprobs import summarize as summarize_reference
-from quire.kernels.torch.ngrams import NgramSettings
 from quire.kernels.torch.penalties import PenaltySettings
 from quire.kernels.torch.sampling import RowSettings
 
@@ -103,28 +102,6 @@ def penalize(logits: Tensor, rows: Tensor, uses: Tensor, settings: PenaltySettin
         settings.frequency.data_ptr(),
         settings.presence.data_ptr(),
     )
-
-
-def propose_ngrams(
-    token_ids: Tensor, num_tokens: Tensor, rows: Tensor, settings: NgramSettings
-) -> Tensor:
-    """As the reference."""
-    assert token_ids.dtype == torch.int32 and token_ids.stride(1) == 1
-    require_column("num_tokens", num_tokens, torch.int32, len(token_ids))
-    require_column("rows", rows, torch.int32, len(rows))
-    drafts = torch.empty((len(rows), settings.num_drafts), dtype=torch.int32)
-    native().quire_propose_ngrams(
-        token_ids.data_ptr(),
-        token_ids.stride(0),
-        num_tokens.data_ptr(),
-        rows.data_ptr(),
-        len(rows),
-        settings.least,
-        settings.most,
-        settings.num_drafts,
-        drafts.data_ptr(),
-    )
-    return drafts
 
 
 def summarize(logits: Tensor, tokens: Tensor, num_top: int) -> Summary:

@@ -20,18 +20,16 @@ class DraftedRows(NamedTuple):
     """0 for rows that keep none of what is sampled for them."""
 
 
-def write_drafts(rows: Tensor, drafts: Tensor, table: DraftedRows) -> None:
+def write_drafts(rows: Tensor, drafts: Tensor, table: DraftedRows) -> Tensor:
     """Puts `drafts` (int32 [R, k], the used ones first, then negative ones) behind the known tokens
-    of `rows`, as many as fit."""
-    if not (drafts[:, 0] >= 0).any():  # as in most steps of a text that does not repeat itself
-        table.num_drafts[rows] = 0
-        return
+    of `rows`, as many as fit, and says how many wait in each; int32 [R]."""
     room = table.token_ids.shape[1] - table.num_tokens[rows]
     counts = torch.minimum((drafts >= 0).cumprod(1).sum(1).int(), room)
     column = torch.arange(drafts.shape[1], device=drafts.device)
     of, at = (column < counts[:, None]).nonzero(as_tuple=True)
     table.token_ids[rows[of], table.num_tokens[rows[of]] + at.int()] = drafts[of, at]
     table.num_drafts[rows] = counts
+    return counts
 
 
 def accept_tokens(

@@ -26,6 +26,8 @@ class Rotation:
     positions: Tensor
     interleaved: bool = False
     """Whether neighbours make a pair, and not elements of the two halves."""
+    local: Rotation | None = None
+    """Of layers with a window, where they have a base of their own."""
 
     @cached_property
     def angles(self) -> tuple[Tensor, Tensor]:

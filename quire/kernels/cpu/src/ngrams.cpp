@@ -1,5 +1,7 @@
-// Drafts from a text itself: what followed when its last tokens occurred before.
+// Drafts from a text itself (what followed when its last tokens occurred before), and what becomes
+// of drafts in the row table, as in quire/kernels/torch/rows.py.
 
+#include <algorithm>
 #include <cstdint>
 
 namespace {
@@ -45,6 +47,50 @@ int32_t quire_propose_ngrams(const int32_t* tokens, int64_t stride, const int32_
     any |= place < count;
   }
   return any;
+}
+
+// Row r of the table has `tokens[r * stride]` and following, at most `length`; `num_tokens[r]` of
+// them are known, and `waiting[r]` drafts lie behind those.
+struct QuireDraftedRows {
+  int32_t* tokens;
+  int64_t stride;
+  int64_t length;
+  int32_t* num_tokens;
+  int32_t* num_computed;
+  int32_t* waiting;
+  const int32_t* appends;
+};
+
+void quire_write_drafts(const QuireDraftedRows* table, const int32_t* rows, int64_t num_rows,
+                        const int32_t* drafts, int64_t num_drafts, int32_t* counts) {
+  for (int64_t i = 0; i < num_rows; ++i, drafts += num_drafts) {
+    const int64_t row = rows[i], known = table->num_tokens[row];
+    const int64_t most = std::min(num_drafts, table->length - known);
+    int32_t* behind = table->tokens + row * table->stride + known;
+    int32_t count = 0;
+    for (; count < most && drafts[count] >= 0; ++count) behind[count] = drafts[count];
+    table->waiting[row] = counts[i] = count;
+  }
+}
+
+void quire_accept_tokens(const QuireDraftedRows* table, const int32_t* rows, int64_t num_rows,
+                         const int32_t* first_lines, const int32_t* num_lines,
+                         const int32_t* sampled, int32_t* counts) {
+  for (int64_t i = 0; i < num_rows; ++i) {
+    const int64_t row = rows[i], known = table->num_tokens[row];
+    const int32_t* of_row = sampled + first_lines[i];
+    int32_t* behind = table->tokens + row * table->stride + known;
+    const int32_t verified = std::min(num_lines[i] - 1, table->waiting[row]);
+    int32_t count = 1;
+    while (count <= verified && behind[count - 1] == of_row[count - 1]) ++count;
+    if (table->appends[row]) {
+      std::copy(of_row, of_row + count, behind);
+      table->num_tokens[row] += count;
+      table->num_computed[row] = table->num_tokens[row] - 1;
+    }
+    table->waiting[row] = 0;
+    counts[i] = count;
+  }
 }
 
 }  // extern "C"
