@@ -15,6 +15,7 @@ import os
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 from quire import LLM, SamplingParams
 from quire.config.embedded import embedded_model_path
@@ -38,7 +39,12 @@ def main() -> None:
     args = parser.parse_args()
     data = Path(os.environ["QUIRE_TEST_DATA"]) / "prompts" / "spec_bench_question.jsonl"
     config = {"model": str(embedded_model_path()), "num_speculative_tokens": args.drafts}
-    options = {"dtype": "float32", "max_model_len": 2048, "num_threads": 1, "log_level": "ERROR"}
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": 2048,
+        "num_threads": 1,
+        "log_level": "ERROR",
+    }
     plain, drafting = LLM(**options), LLM(speculative_config=config, **options)
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, ignore_eos=True)
     metrics = drafting._core.metrics
