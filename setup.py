@@ -29,6 +29,7 @@ PORTABLE = {
     "collectives.cpp": [],
     "attention.cpp": [],
     "linear_layer.cpp": [],
+    "adapters.cpp": [],
     "largest.cpp": [],
     "sampling.cpp": [],
     "logprobs.cpp": [],

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quire import __version__, remote
+from quire.config.adapters import check_folders
 from quire.config.cli import (
     Arguments,
     CommandParser,
@@ -117,6 +118,7 @@ def build_parser(words: Sequence[str] = ()) -> CommandParser:
     _add_remote(commands)
     _add_pull(commands)
     _add_quantize(commands)
+    _add_lora(commands)
     _add_quality(commands, words)
     _add_bench(commands, words)
     return parser
@@ -239,6 +241,35 @@ def _add_quantize(commands: Any) -> None:
     parser.add_argument("--quiet", action="store_true", help="Show no progress.")
 
 
+def _add_lora(commands: Any) -> None:
+    text = "Work with LoRA adapters."
+    parser = _add_command(commands, "lora COMMAND", text, lambda _: _print_help(parser))
+    actions = parser.add_subparsers(prog="quire lora", title="commands", metavar="COMMAND")
+    text = "Write a model with an adapter in its weights."
+    merging = _add_command(actions, "merge BASE ADAPTER OUT", text, _merge)
+    merging.description = (
+        f"{text} The result is an ordinary model folder, which needs no adapter to be served."
+    )
+    merging.add_argument(
+        "base", metavar="BASE", help="A folder, a .gguf file, or a name on the hub."
+    )
+    merging.add_argument("adapter", metavar="ADAPTER", help="The adapter's folder, of peft.")
+    merging.add_argument("out", metavar="OUT", help="The folder to write; it must not exist yet.")
+    merging.add_argument(
+        "--dtype",
+        default="auto",
+        metavar="{auto,bfloat16,float16,float32}",
+        help="Of the weights that are written. (default: auto, those of the base; what a .gguf "
+        "file has in blocks becomes 16 bits)",
+    )
+    merging.add_argument(
+        "--revision",
+        metavar="TEXT",
+        help="Branch, tag or commit of the base on the hub. (default: the main branch)",
+    )
+    merging.add_argument("--quiet", action="store_true", help="Show no progress.")
+
+
 def _add_quality(commands: Any, words: Sequence[str]) -> None:
     text = "Tell what a quantised model costs next to another."
     parser = _add_command(commands, "quality [MODEL]", text, _quality)
@@ -330,6 +361,9 @@ def _serve(arguments: Arguments) -> int:
         configure_logging(options.observability.log_level, for_server=True)
         return run_node(options)
     served = server_options(arguments)
+    check_folders(served.adapters.modules, served.adapters.lora_folder)
+    if served.adapters.has_any and not options.adapters.enable_lora:
+        options = options.replace(enable_lora=True)
     try:
         from quire.server.launch.supervisor import serve
     except ImportError as error:
@@ -371,6 +405,23 @@ def _quantize(arguments: Arguments) -> int:
         )
     for line in summary.lines():
         print(line)
+    print(arguments.out)
+    return 0
+
+
+def _merge(arguments: Arguments) -> int:
+    from quire.lora.merge import merge
+
+    with progress_line(not arguments.quiet) as progress:
+        summary = merge(
+            arguments.base,
+            arguments.adapter,
+            arguments.out,
+            dtype=arguments.dtype,
+            revision=arguments.revision,
+            progress=progress,
+        )
+    print(summary.line())
     print(arguments.out)
     return 0
 

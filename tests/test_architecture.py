@@ -35,9 +35,9 @@ BELOW = {
     "decoding": COMMON | {"kernels"},
     "loading": COMMON | {"files", "layers", "kernels"},
     "models": COMMON | {"files", "loading", "layers", "kernels"},
-    "worker": COMMON | {"models", "loading", "layers", "decoding", "kernels"},
+    "worker": COMMON | {"files", "models", "loading", "layers", "decoding", "kernels"},
     "engine.executors": COMMON | {"engine", "worker"},
-    "engine": COMMON | {"engine.executors", "scheduler"},
+    "engine": COMMON | {"files", "engine.executors", "scheduler"},
     "text": COMMON | {"files"},
     "frontend": COMMON | {"files", "text", "engine"},
     "server": COMMON | {"frontend", "text", "quire"},
@@ -45,8 +45,10 @@ BELOW = {
     "bench": COMMON
     | {"client", "frontend", "text", "engine.executors", "loading", "models", "quire"},
     "quantize": COMMON | {"files", "text", "worker", "models", "loading", "layers", "kernels"},
+    "lora": COMMON | {"files", "models", "loading", "quantize"},
     "entrypoints": {"server", "config", "quire"},
-    "quire": COMMON | {"frontend", "server", "client", "bench", "quantize", "engine.executors"},
+    "quire": COMMON
+    | {"frontend", "server", "client", "bench", "quantize", "lora", "engine.executors"},
 }
 """What each package may import in addition to itself; "quire" stands for the files in the root."""
 
@@ -59,6 +61,7 @@ TORCH_AT_TOP_LEVEL = (
     "kernels",
     "decoding",
     "quantize",
+    "lora",
     "engine.executors",
 )
 HEAVY = ("torch", "triton", "transformers")

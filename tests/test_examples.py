@@ -41,6 +41,13 @@ def check_quickstart(shown: str) -> None:
     assert re.search(r"^'The capital of France is' -> ['\"].*Paris.*['\"]$", shown, re.MULTILINE)
 
 
+def check_adapters(shown: str) -> None:
+    assert re.search("^no adapter: '.*Paris", shown, re.MULTILINE)
+    texts = re.findall("^(?:no adapter|gentle|strong): (.+)$", shown, re.MULTILINE)
+    assert len(set(texts)) == 3
+    assert "loaded: [1, 2]" in shown
+
+
 def check_demo(shown: str) -> None:
     assert shown.count("\n> ") == 5
     for figure in ("tokens/s", "KV blocks used", "KV memory wasted", "prefix-cache hit rate"):

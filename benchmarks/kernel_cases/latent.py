@@ -38,6 +38,7 @@ class Expansion:
         by_head = self.dense_weight.view(num_heads, EXPANDED, LATENT.kv_rank)
         self.halves = by_head.split_with_sizes((LATENT.nope_dim, LATENT.value_dim), dim=1)
 
+    native = None
     to_latent, from_latent = LatentLinear.to_latent, LatentLinear.from_latent
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -87,6 +88,16 @@ class InstantExecutor:
 
     def expert_counts(self) -> ExpertCounts:
         return ExpertCounts.none()
+
+    def load_adapter(self, name: str, folder: str, digest: str) -> Future[None]:
+        loading: Future[None] = self._local.load_adapter(name, folder, digest)
+        return loading
+
+    def drop_adapter(self, digest: str) -> None:
+        self._local.drop_adapter(digest)
+
+    def listen(self) -> None:
+        self._local.listen()
 
     def shutdown(self) -> None:
         self._local.shutdown()

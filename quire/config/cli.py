@@ -26,7 +26,9 @@ Arguments = argparse.Namespace
 SAMPLING_HELP = {name: info.help for name, info in PARAMETERS.items() if info.help}
 """Help for every sampling parameter that has a flag."""
 
-_REPEATED = frozenset({"stop", "bad_words", "api_key", "served_model_name", "allowed_origins"})
+_REPEATED = frozenset(
+    {"stop", "bad_words", "api_key", "served_model_name", "allowed_origins", "allowed_hosts"}
+)
 _METAVARS = {int: "N", float: "X", dict: "JSON", RepetitionDetectionParams: "JSON", list: "IDS"}
 
 
@@ -262,6 +264,8 @@ def _reading(owner: type, name: str, declaration: Declaration | None = None) -> 
     accepted = [kind for kind in kinds(owner, name) if kind is not NoneType]
     if accepted == [bool]:
         return {"action": argparse.BooleanOptionalAction}
+    if name == "lora_modules":  # vLLM's flag takes several words
+        return {"action": "extend", "nargs": "+", "metavar": "NAME=FOLDER"}
     if name in _REPEATED:
         return {"action": "append", "metavar": "TEXT"}
     kind = accepted[0]

@@ -203,6 +203,11 @@ def launched_as(name: str) -> int | None:
     return int(value) if value.isdecimal() else None
 
 
+def launcher_address() -> str:
+    """Where processes of torchrun meet."""
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
 def ranks_share_devices() -> bool:
     """Whether a host may have more ranks than GPUs: for tests."""
     return os.environ.get("QUIRE_RANKS_SHARE_DEVICES") == "1"

@@ -44,6 +44,7 @@ GGUF_ARCHITECTURES: dict[str, dict[str, str]] = {
         "DeepseekV2ForCausalLM": "deepseek_v2",
         "DeepseekV3ForCausalLM": "deepseek_v3",
     },
+    "gpt-oss": {"GptOssForCausalLM": "gpt_oss"},
     "gpt2": {"GPT2LMHeadModel": "gpt2"},
 }
 """GGUF's name of an architecture -> those of transformers that are stored under it, each with its
@@ -51,7 +52,7 @@ GGUF_ARCHITECTURES: dict[str, dict[str, str]] = {
 MAX_LAYERS = 4096
 FLOAT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 END_OF_TEXT_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-SOFTMAX, SIGMOID = 1, 2
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
 """Values of `expert_gating_func`."""
 LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
 """Layers of the models of 27 billion weights. Their scores are scaled by width / heads, those of
@@ -387,6 +388,20 @@ def _deepseek2(values: _Metadata, raw: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(values: _Metadata, raw: dict[str, Any]) -> dict[str, Any]:
+    """The metadata does not say how experts are chosen, nor which layers have a window."""
+    func = values.optional("expert_gating_func", SOFTMAX_OF_CHOSEN) or SOFTMAX_OF_CHOSEN
+    if func != SOFTMAX_OF_CHOSEN:
+        values.fail("expert_gating_func", f"{SOFTMAX_OF_CHOSEN} (softmax of the chosen)", func)
+    return {
+        "num_local_experts": values.number("expert_count"),
+        "num_experts_per_tok": values.number("expert_used_count"),
+        "intermediate_size": values.number("expert_feed_forward_length"),
+        "sliding_window": values.number("attention.sliding_window"),
+        "attention_bias": "blk.0.attn_q.bias" in values.file.tensors,
+    }
+
+
 _OWN_KEYS: dict[str, Callable[[_Metadata, dict[str, Any]], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2moe": _qwen2moe,
@@ -395,6 +410,7 @@ _OWN_KEYS: dict[str, Callable[[_Metadata, dict[str, Any]], dict[str, Any]]] = {
     "gemma3": _gemma3,
     "phi3": _phi3,
     "deepseek2": _deepseek2,
+    "gpt-oss": _gpt_oss,
 }
 
 
@@ -408,7 +424,7 @@ def _rope_scaling(values: _Metadata, raw: dict[str, Any]) -> dict[str, Any] | No
         return None
     if kind not in ("linear", "yarn"):
         values.fail("rope.scaling.type", "none, linear or yarn", kind)
-    scaling = {"rope_type": kind}
+    scaling: dict[str, Any] = {"rope_type": kind}
     for key, translated in (
         ("factor", "factor"),
         ("original_context_length", "original_max_position_embeddings"),
@@ -418,6 +434,8 @@ def _rope_scaling(values: _Metadata, raw: dict[str, Any]) -> dict[str, Any] | No
         value = values.optional(f"rope.scaling.{key}")
         if value is not None:
             scaling[translated] = value
+    if values.name == "gpt-oss":
+        scaling["truncate"] = False  # as the model was trained, which the metadata does not say
     if values.name == "deepseek2" and kind == "yarn":
         multiplier = values.optional("rope.scaling.yarn_log_multiplier")
         if multiplier:

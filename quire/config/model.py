@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -413,6 +413,9 @@ def _build(source: ModelSource, values: CheckedValues, generation: dict[str, Any
     bos = values.token_ids("bos_token_id") or generated.token_ids("bos_token_id")
     num_layers = values.count(family.layers, maximum=MAX_LAYERS)
     hidden_act = values.text(family.act, family.default_act)
+    experts = read_experts(values, model_type, num_layers, hidden_act)
+    if experts is not None and source.kind == "gguf":
+        experts = replace(experts, alternates=False)  # gates and ups are tensors of their own there
     return ModelConfig(
         source=source,
         architecture=architecture,
@@ -433,7 +436,7 @@ def _build(source: ModelSource, values: CheckedValues, generation: dict[str, Any
         attention_bias=_bias(values, family.bias),
         mlp_bias=_bias(values, family.mlp_bias),
         hidden_act=hidden_act,
-        experts=read_experts(values, model_type, num_layers, hidden_act),
+        experts=experts,
         latent=latent,
         num_draft_layers=_draft_layers(values),
         dtype=_dtype(values),

@@ -13,6 +13,7 @@ from quire.config.fields import check, option
 from quire.config.log import LEVELS
 from quire.config.speculative import SpeculativeConfig
 from quire.config.structured import GrammarSettings
+from quire.protocol.adapter import AdapterLimits, chunks_for
 from quire.protocol.kv_spec import BLOCK_SIZES, FLOAT8, ITEM_BYTES
 from quire.protocol.request import SchedulingPolicy
 
@@ -366,6 +367,40 @@ class DecodingOptions(CheckedOptions):
 
 
 @dataclass(frozen=True)
+class AdapterOptions(CheckedOptions):
+    """Fine-tuned models that share the weights of this one."""
+
+    enable_lora: bool = option(
+        False, "Serve adapters (LoRA) of the model; memory for them is reserved at the start."
+    )
+    max_loras: int = option(
+        1,
+        "Adapters of the largest rank that steps may use at once; of lower rank there may be more.",
+        minimum=1,
+    )
+    max_lora_rank: int = option(
+        16,
+        "Largest rank of an adapter.",
+        accepts=lambda value: 1 <= value <= 4096,
+        rule="from 1 to 4096",
+    )
+    max_cpu_loras: int | None = option(
+        None,
+        "Adapters in the memory of the host, from where they come to the device.",
+        default_text="as many as the device can have of rank 8",
+        minimum=1,
+    )
+
+    @property
+    def limits(self) -> AdapterLimits | None:
+        """None: no adapters are served."""
+        if not self.enable_lora:
+            return None
+        most = self.max_loras * chunks_for(self.max_lora_rank)
+        return AdapterLimits(self.max_loras, self.max_lora_rank, self.max_cpu_loras or most)
+
+
+@dataclass(frozen=True)
 class ObservabilityOptions(CheckedOptions):
     """What the engine tells about itself."""
 
@@ -399,6 +434,9 @@ class EngineOptions(OptionGroups):
     )
     decoding: DecodingOptions = field(
         default_factory=DecodingOptions, metadata={"title": "decoding"}
+    )
+    adapters: AdapterOptions = field(
+        default_factory=AdapterOptions, metadata={"title": "adapters (LoRA)"}
     )
     observability: ObservabilityOptions = field(
         default_factory=ObservabilityOptions, metadata={"title": "observability"}

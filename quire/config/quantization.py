@@ -247,6 +247,7 @@ class GptqConfig(QuantizationConfig):
         if "qweight" not in tensors or found is None:
             raise self.unknown(module, tensors)
         has_order = "g_idx" in tensors
+        _check_order(self, module, found, "g_idx", has_order)
         return GroupFormat(
             "gptq",
             found.bits,
@@ -263,9 +264,20 @@ def _gptq_format(values: CheckedValues, is_old: bool) -> GroupFormat:
         _one_of(values, "bits", (2, 3, 4, 8)),
         _group_size(values, "group_size"),
         values.boolean("sym", True),
-        has_order=True,
+        has_order=values.boolean("desc_act", False),
         stores_zero_less_one=is_old,
     )
+
+
+def _check_order(
+    config: QuantizationConfig, module: str, listed: GroupFormat, name: str, is_there: bool
+) -> None:
+    """Inputs whose groups are not in their order need to say which group they are in."""
+    if listed.has_order and listed.group_size is not None and not is_there:
+        raise ModelError(
+            f"{config.file.parent}: tensor {module}.{name} is missing, but {config.file} says that "
+            "inputs are in groups by their activations; download the model again."
+        )
 
 
 # --- FP8 ------------------------------------------------------------------------------------------
@@ -430,6 +442,7 @@ class CompressedTensorsConfig(QuantizationConfig):
         found = self._scheme(module)
         if "weight_packed" in tensors and isinstance(found, GroupFormat):
             has_order = "weight_g_idx" in tensors
+            _check_order(self, module, found, "weight_g_idx", has_order)
             symmetric = "weight_zero_point" not in tensors
             scale = tensors.get("weight_scale")
             has_groups = scale is None or scale.shape[-1:] != (1,)
@@ -550,15 +563,15 @@ class Mxfp4Config(QuantizationConfig):
 
     def _listed(self, module: str) -> MatrixFormat | None:
         is_excluded = any(fnmatchcase(module, f"*{part}*") for part in self.excluded)
-        return None if is_excluded else _MXFP4
+        return None if is_excluded else MXFP4
 
     def _stored(self, module: str, tensors: Tensors) -> MatrixFormat | None:
         if not {"weight_packed", "blocks"}.intersection(tensors):
             raise self.unknown(module, tensors)
-        return _MXFP4
+        return MXFP4
 
 
-_MXFP4 = GroupFormat("mxfp4", 4, MXFP4_GROUP, is_symmetric=True)
+MXFP4 = GroupFormat("mxfp4", 4, MXFP4_GROUP, is_symmetric=True)
 _PARSERS = {
     "awq": AwqConfig.parse,
     "gptq": GptqConfig.parse,

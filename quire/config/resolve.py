@@ -163,6 +163,12 @@ def _check_parallel(options: EngineOptions) -> None:
             f"distributed_executor_backend='uni' runs one rank, but {_sizes(options)} are "
             f"{parallel.num_ranks}; leave distributed_executor_backend unset."
         )
+    if backend == "external_launcher" and options.adapters.enable_lora:
+        raise OptionError(
+            "enable_lora=True is not supported with distributed_executor_backend="
+            "'external_launcher': each of its engines would have an adapter loaded at another "
+            "time. Use 'mp' or 'ray'."
+        )
     if backend == "external_launcher" and parallel.pipeline_parallel_size > 1:
         raise OptionError(
             "distributed_executor_backend='external_launcher' has no stages, but "

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.config.adapters import AdapterModule, as_texts, read_modules
 from quire.config.fields import option
 from quire.config.options import CheckedOptions, OptionGroups, as_bytes, as_text, group_class
 from quire.config.reply_formats import REASONING_PARSERS, TOOL_PARSERS
@@ -176,6 +177,40 @@ class ServingOptions(CheckedOptions):
 
 
 @dataclass(frozen=True)
+class ServedAdapterOptions(CheckedOptions):
+    """Adapters that requests can name as their model. Any of these options turns enable_lora on."""
+
+    lora_modules: tuple[str, ...] = option(
+        (),
+        "Adapters to serve, as name=folder, or as JSON with name, path and perhaps "
+        "base_model_name; several, or given several times.",
+        default_text="none",
+        convert=as_texts,
+        accepts=lambda texts: read_modules(texts) is not None,
+    )
+    lora_folder: str | None = option(
+        None,
+        "Folder of which each folder with an adapter in it is served by its name, and loaded when "
+        "it is first asked for.",
+        default_text="none",
+        convert=as_text,
+    )
+    allow_runtime_lora: bool = option(
+        False,
+        "Let those who have the admin key load and unload adapters while the server runs, from any "
+        "folder that it can read (/v1/load_lora_adapter, /v1/unload_lora_adapter).",
+    )
+
+    @property
+    def modules(self) -> tuple[AdapterModule, ...]:
+        return read_modules(self.lora_modules)
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self.lora_modules or self.lora_folder or self.allow_runtime_lora)
+
+
+@dataclass(frozen=True)
 class LoggingOptions(CheckedOptions):
     """What the server tells about requests."""
 
@@ -202,6 +237,9 @@ class ServerOptions(OptionGroups):
     network: NetworkOptions = field(default_factory=NetworkOptions, metadata={"title": "network"})
     access: AccessOptions = field(default_factory=AccessOptions, metadata={"title": "access"})
     serving: ServingOptions = field(default_factory=ServingOptions, metadata={"title": "serving"})
+    adapters: ServedAdapterOptions = field(
+        default_factory=ServedAdapterOptions, metadata={"title": "adapters"}
+    )
     logging: LoggingOptions = field(default_factory=LoggingOptions, metadata={"title": "logging"})
 
     def __post_init__(self) -> None:
@@ -210,6 +248,10 @@ class ServerOptions(OptionGroups):
             given = "ssl_keyfile" if network.ssl_keyfile else "ssl_certfile"
             other = "ssl_certfile" if network.ssl_keyfile else "ssl_keyfile"
             raise OptionError(f"{given} is set but {other} is not; HTTPS needs both.")
+        if self.adapters.allow_runtime_lora and not self.access.admin_key:
+            raise OptionError(
+                "allow_runtime_lora needs admin_key, the key of those who may load adapters."
+            )
 
     @classmethod
     def from_flat(cls, values: dict[str, Any]) -> ServerOptions:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.config.structured import GrammarSettings
+from quire.engine.adapters import AdapterReader, Adapters
 from quire.engine.executors.base import Executor, PendingResult
 from quire.engine.monitor import Monitor, Stopwatch
 from quire.engine.structured_output.build import Vocabulary
@@ -23,6 +24,7 @@ from quire.engine.structured_output.compiler import Compilation
 from quire.engine.structured_output.grammars import POLL_S, Grammars
 from quire.metrics.engine import EngineMetrics, EngineStatistics
 from quire.metrics.instruments import Readings
+from quire.protocol.adapter import LoRARequest
 from quire.protocol.errors import EngineDeadError, RequestError, StepMemoryError
 from quire.protocol.expert_counts import ExpertCounts
 from quire.protocol.messages import ID_SEPARATOR
@@ -58,7 +60,7 @@ LONGEST_SLEEP_S = 3600.0
 COMMANDS = (
     *("reset_prefix_cache", "read_metrics", "snapshot", "abort_named", "abort_client", "abort_all"),
     *("pause", "resume", "set_log_level", "set_vocabulary", "answer", "check_integrity"),
-    "expert_counts",
+    *("expert_counts", "load_adapter", "unload_adapter", "list_adapters", "pin_adapter"),
 )
 """Methods of `EngineCore` that a client may call by name, beside requests. Their arguments and
 values cross a socket as they are."""
@@ -79,14 +81,28 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         grammar_settings: GrammarSettings | None = None,
         num_threads: int = 1,
+        adapter_reader: AdapterReader | None = None,
     ) -> None:
-        """At most `num_threads` threads make masks of grammars."""
+        """At most `num_threads` threads make masks of grammars. `adapter_reader` is needed where
+        `limits` allow adapters."""
         self.executor = executor
         self.metrics = EngineMetrics()
         self.monitor = Monitor(self.metrics)
         self.scheduler = Scheduler(limits, self.metrics)
         settings = grammar_settings or GrammarSettings()
         self.grammars = Grammars(self.scheduler, settings, num_threads, limits.num_stages)
+        self.adapters: Adapters | None = None
+        if limits.adapters is not None:
+            slots = self.scheduler.adapters
+            assert adapter_reader is not None and slots is not None
+            self.adapters = Adapters(
+                self.scheduler,
+                slots,
+                executor,
+                limits.adapters,
+                adapter_reader,
+                self.metrics.adapters,
+            )
         self.pressure = MemoryPressure(limits.max_num_batched_tokens)
         self.max_steps_in_flight = max_steps_in_flight
         self.clock = clock
@@ -111,7 +127,7 @@ class EngineCore:
         waits, next_time = list[float](), self.scheduler.next_time
         if next_time is not None:
             waits.append(min(max(next_time - self.clock(), 0.0), LONGEST_SLEEP_S))
-        if self.grammars.is_compiling:
+        if self.grammars.is_compiling or (self.adapters is not None and self.adapters.is_loading):
             waits.append(POLL_S)
         if self.executor.look_s is not None:
             waits.append(self.executor.look_s)
@@ -131,6 +147,8 @@ class EngineCore:
         """Raise if the request would be refused; `add` takes it if nothing comes between."""
         if self.death is not None:
             raise EngineDeadError(f"the engine has stopped: {self.death}")
+        if request.adapter is not None:
+            self._check_has_adapters(f"lora_request {request.adapter.lora_name!r}")
         self.scheduler.check(request)
 
     def add(
@@ -138,12 +156,18 @@ class EngineCore:
     ) -> Future[None] | None:
         """Take a request in; `compilation` is that of its grammar if that has begun. Where a
         future is returned, it tells later whether the request is refused after all, once its
-        grammar is compiled."""
+        grammar is compiled and its adapter loaded."""
         self.check(request)
-        compilation = compilation or self.grammars.compile(request)
-        self.scheduler.add(request, is_ready=compilation is None, now=self.clock())
+        compilation, now = compilation or self.grammars.compile(request), self.clock()
+        num_awaited = (compilation is not None) + (request.adapter is not None)
+        self.scheduler.add(request, num_awaited, now)
         self.monitor.arrived(request)
-        return None if compilation is None else self.grammars.add(request, compilation)
+        accepted: list[Future[None]] = []
+        if compilation is not None and (one := self.grammars.add(request, compilation)) is not None:
+            accepted.append(one)
+        if request.adapter is not None and self.adapters is not None:
+            accepted.append(self.adapters.add(request, now))
+        return _all_of(accepted)
 
     def abort(self, request_id: str, reason: str = "abort", key: int | None = None) -> None:
         """End a request, or one sequence of it. Unknown ones are ignored: ends and aborts cross."""
@@ -178,6 +202,8 @@ class EngineCore:
     def _with_ended(self, output: StepOutput) -> StepOutput:
         output.finished.extend(self.scheduler.take_ended())
         self.grammars.forget(output.finished)
+        if self.adapters is not None:
+            self.adapters.forget(output.finished)
         return output
 
     def step(self) -> StepOutput:
@@ -208,6 +234,8 @@ class EngineCore:
     def _schedule(self) -> StepPlan | None:
         with self.monitor.host:
             self.grammars.poll()
+            if self.adapters is not None:
+                self.adapters.poll(self.clock())
             plan = self.scheduler.schedule(self.clock())
         if self.on_plan is not None and plan is not None:
             self.on_plan(plan)
@@ -299,6 +327,8 @@ class EngineCore:
             self.death = reason
         self._in_flight.clear()
         self.scheduler.fail_all(self.death)
+        if self.adapters is not None:
+            self.adapters.shutdown()
 
     def shutdown(self) -> None:
         """End what is left and free the workers; harmless if called again."""
@@ -306,12 +336,14 @@ class EngineCore:
         self.scheduler.fail_all(self.death)
         self._in_flight.clear()
         self.grammars.shutdown()
+        if self.adapters is not None:
+            self.adapters.shutdown()
         self.executor.shutdown()
 
     # --- operating --------------------------------------------------------------------------------
 
     def run_command(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Call one of `COMMANDS` for a client."""
+        """Call one of `COMMANDS` for a client. Its value may be a future."""
         if name not in COMMANDS:
             raise RequestError(f"command {name!r} is unknown; use one of {', '.join(COMMANDS)}.")
         return getattr(self, name)(**arguments)
@@ -345,6 +377,35 @@ class EngineCore:
             given = Vocabulary(tokenizer_json, vocab_size, tuple(eos_token_ids))
             compiler.set_vocabulary(lambda: given)
             compiler.prepare()
+
+    def load_adapter(
+        self, lora_name: str, lora_int_id: int, lora_path: str, load_inplace: bool = False
+    ) -> Future[None]:
+        """Bring an adapter into host memory; the future tells whether it can be used."""
+        adapters = self._check_has_adapters(f"adapter {lora_name!r}")
+        if self.death is not None:
+            raise EngineDeadError(f"the engine has stopped: {self.death}")
+        reference = LoRARequest(lora_name, lora_int_id, lora_path, load_inplace=load_inplace)
+        return adapters.load(reference, self.clock())
+
+    def unload_adapter(self, lora_int_id: int) -> bool:
+        """Forget an adapter; requests that use it go on. Whether there was one."""
+        return self._check_has_adapters(f"lora_int_id={lora_int_id}").remove(lora_int_id)
+
+    def list_adapters(self) -> list[int]:
+        """Numbers of the adapters in host memory."""
+        return self._check_has_adapters("list_loras").numbers()
+
+    def pin_adapter(self, lora_int_id: int) -> bool:
+        """Evict an adapter last."""
+        return self._check_has_adapters(f"lora_int_id={lora_int_id}").pin(lora_int_id)
+
+    def _check_has_adapters(self, what: str) -> Adapters:
+        if self.adapters is None:
+            raise RequestError(
+                f"{what} needs an engine that serves adapters; start it with enable_lora=True."
+            )
+        return self.adapters
 
     @staticmethod
     def set_log_level(level: str) -> None:
@@ -387,6 +448,8 @@ class EngineCore:
         for kind, gauge in metrics.memory.items():
             gauge.set(getattr(split, kind))
         metrics.experts.set(self.expert_counts())
+        if self.adapters is not None:
+            self.adapters.set_gauges(time.time())
 
     def snapshot(
         self, max_waiting: int = 256, tables_of: Collection[int] | None = None
@@ -424,6 +487,26 @@ class EngineCore:
         states[counts == 1] = BlockState.OWNED
         states[counts > 1] = BlockState.SHARED
         return states.astype(np.uint8)
+
+
+def _all_of(futures: list[Future[None]]) -> Future[None] | None:
+    """Fails with the first that fails, and is done when all are; None where there are none."""
+    if len(futures) < 2:
+        return futures[0] if futures else None
+    both: Future[None] = Future()
+    both.set_running_or_notify_cancel()  # a waiting caller may not cancel it
+
+    def one_done(done: Future[None]) -> None:
+        if both.done():
+            return
+        if (error := done.exception()) is not None:
+            both.set_exception(error)
+        elif all(future.done() for future in futures):
+            both.set_result(None)
+
+    for future in futures:
+        future.add_done_callback(one_done)
+    return both
 
 
 def _sequence_snapshot(

@@ -196,10 +196,11 @@ class Advisor:
     def arrived(self, new: NewRequest) -> None:
         """A request has come: do its first tokens repeat?"""
         found = 0
+        scope = new.cache_scope("" if new.adapter is None else new.adapter.lora_path)
         for length in PREFIX_LENGTHS:
             if len(new.prompt_token_ids) <= length:
                 continue
-            key = (hash(new.prompt_token_ids[:length].tobytes()), new.cache_scope, length)
+            key = (hash(new.prompt_token_ids[:length].tobytes()), scope, length)
             if key in self._prefixes:
                 found = found or length
                 self._prefixes.move_to_end(key)

@@ -96,6 +96,9 @@ class EngineLoop:
                     return
             else:
                 value = self._core.run_command(message.name, message.arguments)
+                if isinstance(value, Future):
+                    value.add_done_callback(lambda done: self._reply(client, reply, done))
+                    return
                 reply.value = NOTHING if value is None else msgspec.Raw(encode(value))
         except Exception as error:
             if not isinstance(error, QuireError):

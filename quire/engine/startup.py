@@ -13,6 +13,7 @@ from quire.config.model import DRAFT_ARCHITECTURES, ModelConfig, load_model_conf
 from quire.config.options import EngineOptions
 from quire.config.resolve import check_options, resolve
 from quire.config.structured import GrammarSettings
+from quire.engine.adapter_folders import AdapterFolders
 from quire.engine.core import EngineCore
 from quire.engine.executors.base import Executor
 from quire.protocol.errors import OptionError
@@ -91,6 +92,7 @@ def start_engine(options: EngineOptions, model: ModelConfig) -> Engine:
         max_steps_in_flight=final.scheduler.max_steps_in_flight or 1,
         grammar_settings=GrammarSettings.from_config(final.decoding.structured_outputs_config),
         num_threads=_mask_threads(final),
+        adapter_reader=None if final.adapters.limits is None else AdapterFolders(),
     )
     return Engine(core, model, final)
 
@@ -163,6 +165,7 @@ def _scheduler_limits(
         speculation=options.decoding.speculation,
         num_stages=options.parallel.pipeline_parallel_size,
         graph_tokens=executor.graph_tokens,
+        adapters=options.adapters.limits,
         seed=options.model.seed,
         cache_identity=identity,
     )

@@ -67,6 +67,7 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
 
 LOADABLE_TYPES = (
     "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K",
+    "MXFP4",
 )  # fmt: skip
 """Tensor types that `quire.loading.gguf` can turn into numbers."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from quire.protocol.errors import ModelError
+from quire.protocol.errors import AdapterError, ModelError, QuireError
 
 REPAIR = "repair the file, download the model again, or pass a corrected value in hf_overrides"
 
@@ -25,40 +25,48 @@ class _Required:
 REQUIRED = _Required()
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Subject:
+    """What a file belongs to, for errors about it."""
+
+    name: str
+    error: type[QuireError]
+
+
+MODEL = Subject("model", ModelError)
+ADAPTER = Subject("adapter", AdapterError)
+
+
+def read_json_object(path: Path, subject: Subject = MODEL) -> dict[str, Any]:
     """The object in a JSON file."""
+    failure, again = subject.error, f"download the {subject.name} again"
     try:
         size = path.stat().st_size
         if size > MAX_BYTES:
-            raise ModelError(
-                f"{path} has {size} bytes, and JSON files of a model at most {MAX_BYTES}; "
-                "download the model again."
+            raise failure(
+                f"{path} has {size} bytes, and JSON files of a {subject.name} at most "
+                f"{MAX_BYTES}; {again}."
             )
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ModelError(f"{path} cannot be read ({error.strerror or error}).") from error
+        raise failure(f"{path} cannot be read ({error.strerror or error}).") from error
     except json.JSONDecodeError as error:
-        raise ModelError(
+        raise failure(
             f"{path} is not valid JSON: {error.msg} in line {error.lineno}, column {error.colno}; "
-            "repair the file or download the model again."
+            f"repair the file or {again}."
         ) from error
     except UnicodeDecodeError as error:
-        raise ModelError(
-            f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); "
-            "download the model again."
+        raise failure(
+            f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); {again}."
         ) from error
     except RecursionError as error:
-        raise ModelError(
-            f"{path} is nested too deeply to be read; download the model again."
-        ) from error
+        raise failure(f"{path} is nested too deeply to be read; {again}.") from error
     except ValueError as error:  # such as an integer of a million digits
-        if isinstance(error, ModelError):
+        if isinstance(error, QuireError):
             raise
-        raise ModelError(f"{path} cannot be read ({error}); download the model again.") from error
+        raise failure(f"{path} cannot be read ({error}); {again}.") from error
     if not isinstance(value, dict):
-        raise ModelError(
-            f"{path} must hold a JSON object, got {str(value)[:80]!r}; download the model again."
-        )
+        raise failure(f"{path} must hold a JSON object, got {str(value)[:80]!r}; {again}.")
     return value
 
 
@@ -71,6 +79,9 @@ class CheckedValues:
 
     def fail(self, key: str, rule: str, value: object) -> NoReturn:
         raise ModelError(f"{self.file}: {key} must be {rule}, got {_shown(value)}; {REPAIR}.")
+
+    def fail_missing(self, key: str) -> NoReturn:
+        raise ModelError(f"{self.file}: {key} is missing; {REPAIR}.")
 
     def integer(
         self, key: str, default: int | _Required | None = REQUIRED, maximum: int = MAX_SIZE
@@ -141,7 +152,7 @@ class CheckedValues:
         if isinstance(default, _Required):
             if key in self.values:
                 self.fail(key, "set", value)
-            raise ModelError(f"{self.file}: {key} is missing; {REPAIR}.")
+            self.fail_missing(key)
         return default
 
 

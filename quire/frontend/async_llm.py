@@ -13,12 +13,19 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from quire.frontend.engine_client import EngineClient, ThreadEngineClient
-from quire.frontend.inputs import Prompt, RequestTerms, TokenizationOptions, parse_prompts
+from quire.frontend.inputs import (
+    Prompt,
+    RequestTerms,
+    TokenizationOptions,
+    adapters_per_prompt,
+    parse_prompts,
+)
 from quire.frontend.output_processor import OpenRequest, OutputProcessor
 from quire.frontend.outputs import EmbeddingRequestOutput, RequestOutput
 from quire.frontend.pooling import PoolingParams, checked_params
 from quire.frontend.session import Session, start_session
 from quire.metrics.instruments import Metric, Readings
+from quire.protocol.adapter import LoRARequest
 from quire.protocol.errors import (
     EngineDeadError,
     OverloadedError,
@@ -215,10 +222,9 @@ class AsyncLLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Outputs of one prompt, as `output_kind` says. Leaving the loop aborts the request."""
-        if lora_request is not None:
-            raise RequestError(f"lora_request is not supported yet, got {lora_request!r}.")
+        (adapter,) = adapters_per_prompt(lora_request, 1)
         prompts = self._parse_one("generate", prompt, request_id, tokenization_kwargs)
-        terms = RequestTerms(priority)
+        terms = RequestTerms(priority, adapter=adapter)
         stream = await self.open_stream(prompts, sampling_params, request_id, terms)
         try:
             async for outputs in stream:
@@ -234,12 +240,15 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> EmbeddingRequestOutput:
         """The vector of one prompt. Cancelling the call aborts the request."""
+        (adapter,) = adapters_per_prompt(lora_request, 1)
         params = checked_params(pooling_params, self.model_config.hidden_size)
         prompts = self._parse_one("embed", prompt, request_id, tokenization_kwargs)
-        stream = await self.open_stream(prompts, params, request_id, RequestTerms(priority))
+        terms = RequestTerms(priority, adapter=adapter)
+        stream = await self.open_stream(prompts, params, request_id, terms)
         try:
             return (await stream.embeddings(params))[0]
         finally:
@@ -274,6 +283,7 @@ class AsyncLLM:
                     name=name,
                     first_key=here.first_key,
                     streams=params.output_kind is not RequestOutputKind.FINAL_ONLY,
+                    adapter=terms.adapter,
                     **task,
                 )
                 made.append(new)
@@ -303,6 +313,30 @@ class AsyncLLM:
         """End a request; its iterator yields a last output with finish_reason "abort"."""
         for request in self._named(request_id):
             self.client.abort(request.engine_id)
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter into host memory before it is asked for; raises if it cannot be used."""
+        await self.client.command(
+            "load_adapter",
+            NoneType,
+            lora_name=lora_request.lora_name,
+            lora_int_id=lora_request.lora_int_id,
+            lora_path=lora_request.lora_path,
+            load_inplace=lora_request.load_inplace,
+        )
+        return True
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; requests that use it go on. Whether there was one."""
+        return await self.client.command("unload_adapter", bool, lora_int_id=lora_id)
+
+    async def list_loras(self) -> set[int]:
+        """`lora_int_id`s of the adapters in host memory."""
+        return set(await self.client.command("list_adapters", list[int]))
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """Keep a loaded adapter on the device, unless another could not run otherwise."""
+        return await self.client.command("pin_adapter", bool, lora_int_id=lora_id)
 
     async def reset_prefix_cache(self) -> bool:
         return await self.client.command("reset_prefix_cache", bool)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +16,9 @@ from quire.protocol.output import StepOutput
 from quire.protocol.request import NewRequest
 
 T = TypeVar("T")
+
+LEAVE_S = 10.0
+"""How long a program that does not shut its engine down waits for the end of a step at its own."""
 
 
 class EngineListener(Protocol):
@@ -65,6 +69,7 @@ class ThreadEngineClient:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._thread.start()
+        atexit.register(self._leave)
 
     @property
     def death(self) -> str | None:
@@ -86,8 +91,8 @@ class ThreadEngineClient:
 
     async def command(self, name: str, reply: type[T], /, **arguments: Any) -> T:
         call = self._call(lambda: self.core.run_command(name, arguments))
-        value: T = await asyncio.wrap_future(call)
-        return value
+        value: T | Future[T] = await asyncio.wrap_future(call)
+        return await asyncio.wrap_future(value) if isinstance(value, Future) else value
 
     def _call(self, function: Callable[[], T]) -> Future[T]:
         """Run a function on the engine's thread, between two steps."""
@@ -140,6 +145,7 @@ class ThreadEngineClient:
                 for listener, loop in self._listeners.values():
                     _tell(loop, listener.engine_died, reason)
                 self._refuse_calls()
+                atexit.unregister(self._leave)
                 return
             if stopping:
                 return
@@ -159,11 +165,18 @@ class ThreadEngineClient:
 
     def shutdown(self) -> None:
         """End all requests, free the engine and wait for the thread."""
+        atexit.unregister(self._leave)
+        self._leave(None)
+        self.core.shutdown()  # for a loop that failed
+
+    def _leave(self, timeout_s: float | None = LEAVE_S) -> None:
+        """End the thread: inside torch it would abort a process whose interpreter ends."""
+        if not self._thread.is_alive():
+            return  # as in a forked child
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        self._thread.join()
-        self.core.shutdown()  # for a loop that failed
+        self._thread.join(timeout_s)
 
 
 def _tell(loop: asyncio.AbstractEventLoop, function: Callable[[T], None], argument: T) -> bool:

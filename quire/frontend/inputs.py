@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from quire.config.options import EngineOptions
+from quire.protocol.adapter import LoRARequest
 from quire.protocol.errors import ContextLengthError, QuireError, RequestError
 from quire.protocol.messages import ID_SEPARATOR
 from quire.protocol.plan import Int32Array
@@ -88,6 +89,7 @@ class RequestTerms:
     shares_prefixes: bool = False
     timeout_s: float | None = None
     wants_progress: bool = False
+    adapter: LoRARequest | None = None
 
 
 def parse_prompts(prompts: Any) -> list[Prompt]:
@@ -195,6 +197,25 @@ def params_per_prompt(params: Params, count: int, default: SamplingParams) -> li
             "for each prompt."
         )
     return given
+
+
+def adapters_per_prompt(lora_request: Any, count: int) -> list[LoRARequest | None]:
+    """One for each of `count` prompts, from one for all, or a list, or nothing."""
+    if lora_request is None or isinstance(lora_request, LoRARequest):
+        return [lora_request] * count
+    if not isinstance(lora_request, Sequence) or isinstance(lora_request, str):
+        raise RequestError(
+            f"lora_request must be a LoRARequest, or a list of them, got {lora_request!r}."
+        )
+    for i, one in enumerate(lora_request):
+        if one is not None and not isinstance(one, LoRARequest):
+            raise RequestError(f"lora_request[{i}] must be a LoRARequest or None, got {one!r}.")
+    if len(lora_request) != count:
+        raise RequestError(
+            f"lora_request has {len(lora_request)} entries for {count} prompts; give one, or one "
+            "for each prompt."
+        )
+    return list(lora_request)
 
 
 class naming_index:
@@ -428,6 +449,7 @@ class InputProcessor:
         streams: bool = False,
         pooling: str | None = None,
         beams: BeamSearchParams | None = None,
+        adapter: LoRARequest | None = None,
     ) -> NewRequest:
         """A request from a checked prompt and prepared parameters. The engine knows it by its key,
         which is counted from `first_key` on, and by `name`. `beams`, if it is a beam search; then
@@ -450,6 +472,7 @@ class InputProcessor:
             eos_token_ids=self.eos_token_ids,
             priority=self.check_priority(terms.priority),
             cache_salt=prompt.cache_salt,
+            adapter=adapter,
             # The frontend must see tokens as they come also where it looks for an end in them.
             streams=streams
             or bool(params.stop)

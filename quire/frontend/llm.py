@@ -17,6 +17,7 @@ from quire.frontend.inputs import (
     Prompt,
     RequestTerms,
     TokenizationOptions,
+    adapters_per_prompt,
     naming_index,
     params_per_prompt,
     parse_prompts,
@@ -28,6 +29,7 @@ from quire.frontend.session import start_session
 from quire.frontend.step_loop import StepLoop, no_full_collections
 from quire.metrics.engine import EngineStatistics
 from quire.metrics.instruments import Metric
+from quire.protocol.adapter import LoRARequest
 from quire.protocol.errors import QuireError, RequestError
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -121,10 +123,12 @@ class LLM:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts: strings, lists of token ids, `{"prompt": ...}` or
-        `{"prompt_token_ids": ...}`, one or many. Outputs come in the order of the prompts."""
-        _refuse_extras(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        `{"prompt_token_ids": ...}`, one or many. Outputs come in the order of the prompts.
+        `lora_request` is an adapter for all of them, or a list with one, or None, for each."""
+        _refuse_extras(mm_processor_kwargs=mm_processor_kwargs)
         options = TokenizationOptions.from_kwargs(tokenization_kwargs)
-        return self._complete(parse_prompts(prompts), sampling_params, priority, options, use_tqdm)
+        parsed = parse_prompts(prompts)
+        return self._complete(parsed, sampling_params, priority, options, use_tqdm, lora_request)
 
     def chat(
         self,
@@ -144,7 +148,7 @@ class LLM:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several."""
-        _refuse_extras(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        _refuse_extras(mm_processor_kwargs=mm_processor_kwargs)
         prompts = self._session.inputs.render_chats(
             messages,
             chat_template=chat_template,
@@ -155,46 +159,63 @@ class LLM:
             template_kwargs=chat_template_kwargs,
         )
         options = TokenizationOptions.from_kwargs(tokenization_kwargs, add_special_tokens=False)
-        return self._complete(prompts, sampling_params, priority, options, use_tqdm)
+        return self._complete(prompts, sampling_params, priority, options, use_tqdm, lora_request)
 
     def stream(
-        self, prompt: Any, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding new text as it comes (or as `output_kind` says)."""
         options = TokenizationOptions()
-        return self._stream(parse_prompts(prompt), sampling_params, options)
+        return self._stream(parse_prompts(prompt), sampling_params, options, lora_request)
 
     def stream_chat(
         self,
         messages: Any,
         sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
         **template_options: Any,
     ) -> Iterator[RequestOutput]:
         """Answer one conversation, yielding new text as it comes."""
         options = TokenizationOptions(add_special_tokens=False)
         prompts = self._session.inputs.render_chats(messages, **template_options)
-        return self._stream(prompts, sampling_params, options)
+        return self._stream(prompts, sampling_params, options, lora_request)
 
     def enqueue(
         self,
         prompts: Any,
         sampling_params: Params = None,
         *,
+        lora_request: Any = None,
         priority: Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Take prompts in without waiting; `wait_for_completion` returns their outputs."""
-        options = TokenizationOptions.from_kwargs(tokenization_kwargs)
-        requests = self._submit(parse_prompts(prompts), sampling_params, priority, options)
+        options, parsed = (
+            TokenizationOptions.from_kwargs(tokenization_kwargs),
+            parse_prompts(prompts),
+        )
+        requests = self._submit(
+            parsed, sampling_params, priority, options, lora_request=lora_request
+        )
         self._enqueued.extend(requests)
         return [request.request_id for request in requests]
 
     def enqueue_chat(
-        self, messages: Any, sampling_params: Params = None, **template_options: Any
+        self,
+        messages: Any,
+        sampling_params: Params = None,
+        *,
+        lora_request: Any = None,
+        **template_options: Any,
     ) -> list[str]:
         options = TokenizationOptions(add_special_tokens=False)
         prompts = self._session.inputs.render_chats(messages, **template_options)
-        requests = self._submit(prompts, sampling_params, None, options)
+        requests = self._submit(prompts, sampling_params, None, options, lora_request=lora_request)
         self._enqueued.extend(requests)
         return [request.request_id for request in requests]
 
@@ -213,7 +234,6 @@ class LLM:
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """The `beam_width` best continuations of each prompt, sharing their common blocks."""
-        _refuse_extras(lora_request=lora_request)
         if concurrency_limit is not None and concurrency_limit < 1:
             raise RequestError(f"concurrency_limit must be at least 1, got {concurrency_limit}.")
         if not isinstance(params, BeamSearchParams):
@@ -221,8 +241,9 @@ class LLM:
         parsed, options = parse_prompts(prompts), TokenizationOptions()
         self._inputs.encode_texts(parsed, options)
         sampling = [params.sampling()] * len(parsed)
+        adapters = self._loaded_adapters(lora_request, len(parsed))
         new_requests = self._all_checked(
-            self._checked_requests(parsed, sampling, None, options, beams=params)
+            self._checked_requests(parsed, sampling, None, options, adapters, beams=params)
         )
         size = concurrency_limit or max(len(new_requests), 1)
         outputs: list[BeamSearchOutput] = []
@@ -241,6 +262,7 @@ class LLM:
         *,
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool = True,
+        lora_request: Any = None,
         priority: Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
@@ -250,8 +272,11 @@ class LLM:
         options = TokenizationOptions.from_kwargs(tokenization_kwargs)
         self._inputs.encode_texts(parsed, options)
         sampling = [params.sampling()] * len(parsed)
+        adapters = self._loaded_adapters(lora_request, len(parsed))
         new_requests = self._all_checked(
-            self._checked_requests(parsed, sampling, priority, options, pooling=params.pooling)
+            self._checked_requests(
+                parsed, sampling, priority, options, adapters, pooling=params.pooling
+            )
         )
         with ProgressBar(len(new_requests), use_tqdm) as bar:
             requests = self._add(new_requests, parsed)
@@ -294,6 +319,39 @@ class LLM:
             core.reset_prefix_cache()
         return True
 
+    # --- adapters ---------------------------------------------------------------------------------
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter into the memory of the host before it is asked for; raises if it cannot
+        be used."""
+        with self._loop.engine() as core:
+            loading = core.load_adapter(
+                lora_request.lora_name,
+                lora_request.lora_int_id,
+                lora_request.lora_path,
+                lora_request.load_inplace,
+            )
+        while not loading.done():
+            self._loop.step()
+            self._loop.rest()
+        loading.result()
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; requests that use it go on. Whether there was one."""
+        with self._loop.engine() as core:
+            return core.unload_adapter(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """`lora_int_id`s of the adapters in the memory of the host."""
+        with self._loop.engine() as core:
+            return set(core.list_adapters())
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep a loaded adapter on the device, unless another could not run otherwise."""
+        with self._loop.engine() as core:
+            return core.pin_adapter(lora_id)
+
     # --- ending -----------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
@@ -328,13 +386,17 @@ class LLM:
         priority: Sequence[int] | None,
         options: TokenizationOptions,
         kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY,
+        lora_request: Any = None,
     ) -> list[OpenRequest]:
         """Hand all requests to the engine; none if one is bad. With several steps in flight the
         first are computed while those after them are checked."""
         params = params_per_prompt(sampling_params, len(prompts), self._session.default_params)
         self._inputs.encode_texts(prompts, options)
         streams = kind is not RequestOutputKind.FINAL_ONLY
-        new_requests = self._checked_requests(prompts, params, priority, options, streams=streams)
+        adapters = self._loaded_adapters(lora_request, len(prompts))
+        new_requests = self._checked_requests(
+            prompts, params, priority, options, adapters, streams=streams
+        )
         has_grammars = any(one.structured_outputs is not None for one in params)
         if priority is None and self._core.can_start_ahead and not has_grammars:
             return self._add(new_requests, prompts, kind, starts=True)
@@ -348,6 +410,7 @@ class LLM:
         params: Sequence[SamplingParams],
         priority: Sequence[int] | None,
         options: TokenizationOptions,
+        adapters: Sequence[LoRARequest | None],
         *,
         streams: bool = False,
         pooling: str | None = None,
@@ -373,9 +436,24 @@ class LLM:
                     streams=streams,
                     pooling=pooling,
                     beams=beams,
+                    adapter=adapters[i],
                 )
                 self._core.check(new)
             yield new
+
+    def _loaded_adapters(self, lora_request: Any, count: int) -> list[LoRARequest | None]:
+        """The adapter of each of `count` prompts. Raises if one cannot be used: as many as the host
+        has room for are loaded here, and the others are loaded when it is their turn."""
+        adapters = adapters_per_prompt(lora_request, count)
+        limits = self.options.adapters.limits
+        if limits is None:
+            return adapters
+        wanted = {one: index for index, one in reversed([*enumerate(adapters)]) if one is not None}
+        for adapter, index in islice(wanted.items(), limits.max_host_adapters):
+            with naming_index(index):
+                self.add_lora(adapter)
+        # What is to be read again was read just now, once for all of them.
+        return [None if one is None else one.read_once() for one in adapters]
 
     def _compiled(self, new_requests: Sequence[NewRequest]) -> list[Compilation | None]:
         """The grammars of requests, ready; raises if one cannot be enforced. They are kept here, as
@@ -462,9 +540,12 @@ class LLM:
         priority: Sequence[int] | None,
         options: TokenizationOptions,
         use_tqdm: bool,
+        lora_request: Any = None,
     ) -> list[RequestOutput]:
         with no_full_collections():
-            requests = self._submit(prompts, sampling_params, priority, options)
+            requests = self._submit(
+                prompts, sampling_params, priority, options, lora_request=lora_request
+            )
             return self._finish(requests, use_tqdm)
 
     def _finish(self, requests: list[OpenRequest], use_tqdm: bool) -> list[RequestOutput]:
@@ -475,12 +556,16 @@ class LLM:
         return [request.read() for request in requests]
 
     def _stream(
-        self, prompts: list[Prompt], params: SamplingParams | None, options: TokenizationOptions
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams | None,
+        options: TokenizationOptions,
+        lora_request: LoRARequest | None,
     ) -> Iterator[RequestOutput]:
         if len(prompts) != 1:
             raise RequestError(f"stream takes one prompt, got {len(prompts)}.")
         kind = RequestOutputKind.DELTA if params is None else params.output_kind
-        requests = self._submit(prompts, params, None, options, kind)
+        requests = self._submit(prompts, params, None, options, kind, lora_request)
 
         def outputs() -> Iterator[RequestOutput]:
             try:
@@ -539,8 +624,6 @@ class LLMEngine:
             raise RequestError(f"request_id must be a string, got {request_id!r}.")
         if request_id in self._open:
             raise RequestError(f"request_id {request_id!r} is already in use.")
-        if lora_request is not None:
-            raise RequestError(f"lora_request is not supported yet, got {lora_request!r}.")
         if not isinstance(params, SamplingParams):
             raise RequestError(
                 f"params must be SamplingParams, got {params!r}; LLM.embed takes PoolingParams."
@@ -550,7 +633,7 @@ class LLMEngine:
             raise RequestError(f"add_request takes one prompt, got {len(prompts)}.")
         options = TokenizationOptions.from_kwargs(tokenization_kwargs)
         kind, priorities = params.output_kind, [priority] if priority else None
-        (request,) = self._submit(prompts, params, priorities, options, kind)
+        (request,) = self._submit(prompts, params, priorities, options, kind, lora_request)
         request.request_id = request_id
         self._open[request_id] = request
         self._loop.follow((request,), self._call)
@@ -583,6 +666,18 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> bool:
         return self._llm.reset_prefix_cache()
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        return self._llm.add_lora(lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        return self._llm.remove_lora(lora_id)
+
+    def list_loras(self) -> set[int]:
+        return self._llm.list_loras()
+
+    def pin_lora(self, lora_id: int) -> bool:
+        return self._llm.pin_lora(lora_id)
 
     def shutdown(self) -> None:
         self._llm.shutdown()

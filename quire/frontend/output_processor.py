@@ -20,6 +20,7 @@ from quire.frontend.outputs import (
     SampleLogprobs,
 )
 from quire.frontend.pooling import PoolingParams
+from quire.protocol.adapter import LoRARequest
 from quire.protocol.errors import EngineDeadError, OverloadedError, QuireError, RequestError
 from quire.protocol.output import FinishedSequence, RequestProgress, StepOutput
 from quire.protocol.plan import Float32Array, LogprobArrays
@@ -133,6 +134,7 @@ class OpenSequence:
             logprobs=None if self.logprobs is None else self.logprobs[first:],
             finish_reason=self._reason_shown if self.ended else None,
             stop_reason=self.stop_reason if self.ended else None,
+            lora_request=self.request.adapter,
         )
 
     @property
@@ -154,6 +156,7 @@ class OpenRequest:
     prompt_token_ids: list[int]
     params: SamplingParams
     kind: RequestOutputKind
+    adapter: LoRARequest | None = None
     sequences: list[OpenSequence] = field(default_factory=list)
     prompt_logprobs: LazyLogprobs | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
@@ -203,6 +206,7 @@ class OpenRequest:
             outputs=[sequence.read(delta) for sequence in shown],
             finished=self.finished,
             metrics=self.metrics,
+            lora_request=self.adapter,
             num_cached_tokens=self.num_cached_tokens_shown,
         )
 
@@ -219,6 +223,7 @@ class OpenRequest:
             sequences.append(
                 BeamSearchSequence(
                     tokens=tokens,
+                    lora_request=self.adapter,
                     cum_logprob=beam.cumulative_logprob,
                     text=tokenizer.decode(tokens) if tokenizer else None,
                     finish_reason="stop" if beam.finish_reason == "stop" else "length",
@@ -274,7 +279,8 @@ class OutputProcessor:
         """Listen for a request, which its caller knows by `name`, or as the engine does."""
         params = new.params
         ids = new.prompt_token_ids.tolist()
-        request = OpenRequest(new.request_id, name or new.request_id, prompt, ids, params, kind)
+        known_as = name or new.request_id
+        request = OpenRequest(new.request_id, known_as, prompt, ids, params, kind, new.adapter)
         request.metrics.arrival_time = new.arrival_time
         request.hides_cached_tokens = new.shares_prefixes
         if params.wants_prompt_logprobs:

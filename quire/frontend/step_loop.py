@@ -26,6 +26,7 @@ from quire.protocol.request import NewRequest
 from quire.protocol.sampling import RequestOutputKind
 
 NEVER = 1 << 30
+MAX_REST_S = 0.002
 PATIENCE_S = 5.0
 """Collections of the youngest objects before one of the oldest."""
 _lock = Lock()
@@ -189,6 +190,12 @@ class StepLoop:
         with self.engine():
             self.step_held()
 
+    def rest(self) -> None:
+        """Where the engine has nothing to do before something is loaded, leave the processor to the
+        threads that load it."""
+        if not self.core.has_work and (wait_s := self.core.wait_s) is not None:
+            time.sleep(min(wait_s, MAX_REST_S))
+
     def step_held(self) -> None:
         """A step for a thread that holds the engine."""
         try:
@@ -256,6 +263,8 @@ class StepLoop:
                         with self._held():
                             if not call.changed:
                                 self.step_held()
+                        if not call.changed:
+                            self.rest()
                     else:
                         call.sleep()
                 return []

@@ -8,12 +8,15 @@ from torch import Tensor
 
 from quire.config.experts import ClampedGate, ExpertsConfig
 from quire.kernels import cpu
+from quire.kernels.adapter_pool import AdapterTokens, LayerAdapters
 from quire.kernels.expert_matrices import ExpertMatrices
 from quire.kernels.torch import experts
 from quire.kernels.torch.bitmask import apply_bitmask as apply_bitmask_reference
 from quire.kernels.torch.experts import Routing
 from quire.kernels.torch.logprobs import Summary
 from quire.kernels.torch.logprobs import summarize as summarize_reference
+from quire.kernels.torch.lora import add_adapters as add_adapters_reference
+from quire.kernels.torch.lora import add_to_embedding as add_to_embedding_reference
 from quire.kernels.torch.ngrams import NgramSettings
 from quire.kernels.torch.ngrams import propose_ngrams as propose_ngrams_reference
 from quire.kernels.torch.penalties import PenaltySettings
@@ -158,6 +161,43 @@ def embedding(ids: Tensor, table: Tensor) -> Tensor:
 
         return embedding.embedding(ids, table)
     return F.embedding(ids, table)
+
+
+def adapter_tokens(slots: Tensor, num_slots: int) -> AdapterTokens:
+    """The tokens of a step by the slots of their adapters, int32 [tokens]."""
+    if not slots.is_cuda:
+        return AdapterTokens(slots)
+    from quire.kernels.triton.lora import tiles_by_adapter
+
+    return AdapterTokens(slots, tiles_by_adapter(slots, num_slots))
+
+
+def add_adapters(
+    x: Tensor, out: Tensor, bias: Tensor | None, adapters: LayerAdapters, tokens: AdapterTokens
+) -> None:
+    """Adds to out [tokens, outputs] = x W^T + bias what the adapters of the tokens add to it."""
+    if x.is_cuda:
+        from quire.kernels.triton import lora as triton_lora
+
+        triton_lora.add_adapters(x, out, bias, adapters, tokens)
+    elif x.is_cpu and x.dtype == torch.float32 and cpu.available()[0]:
+        from quire.kernels.cpu.lora import add_adapters as native
+
+        native(x, out, bias, adapters, tokens)
+    else:
+        add_adapters_reference(x, out, bias, adapters, tokens)
+
+
+def add_to_embedding(
+    ids: Tensor, out: Tensor, adapters: LayerAdapters, tokens: AdapterTokens
+) -> None:
+    """Adds to out [tokens, dim], rows of a table, what adapters have for the same rows."""
+    if out.is_cuda:
+        from quire.kernels.triton import lora as triton_lora
+
+        triton_lora.add_to_embedding(ids, out, adapters, tokens)
+    else:
+        add_to_embedding_reference(ids, out, adapters, tokens)
 
 
 def argmax(logits: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.cpu import decoder as native
+from quire.kernels.cpu.lora import native_adapters
 from quire.layers.activation import GatedActivation
 from quire.layers.attention.cpu import CpuStep
 from quire.layers.attention.layer import QKV, Attention, QKNorms, Rotation, StepContext
@@ -146,7 +147,8 @@ class LayerRun:
         attention = step.attention[first.kv_group]
         if self.decoder is not None and isinstance(attention, CpuStep):
             stream = x if residual is None else x + residual
-            return attention.decode(self.decoder, stream, rotation, first.layer_slot)
+            tokens = self.layers[0].qkv.method.tokens
+            return attention.decode(self.decoder, stream, rotation, first.layer_slot, tokens)
         for layer in self.layers:
             x, residual = layer.forward(x, residual, rotation, step)
         return x, residual
@@ -173,6 +175,10 @@ class FusedLayers(DecoderLayers):
         x = norm.add_and_normalize(x, residual)[0]
         self.keep(BEHIND_NORM, x)
         return x
+
+    def forget_runs(self) -> None:
+        """The parts are not what they were."""
+        self.__dict__.pop("runs", None)
 
     @cached_property
     def runs(self) -> list[LayerRun]:
@@ -232,4 +238,9 @@ def _product(linear: Linear) -> native.Product | None:
     if len(linear.matrices) != 1:
         return None
     handle = linear.matrices[0].handle
-    return None if handle is None else native.Product(handle, linear.bias)
+    if handle is None:
+        return None
+    adapters = linear.method.adapters
+    return native.Product(
+        handle, linear.bias, None if adapters is None else native_adapters(adapters)
+    )

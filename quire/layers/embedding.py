@@ -60,9 +60,13 @@ class LMHead(MatrixLayer):
         else:
             self.method = tied.method
 
+    @property
+    def weighted(self) -> MatrixLayer:
+        """The layer that has the weight."""
+        return self._weighted[0]
+
     def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        (weighted,) = self._weighted
-        return self.method.apply(weighted, hidden, None, out)
+        return self.method.apply(self.weighted, hidden, None, out)
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits over the vocabulary of all ranks' `logits`."""

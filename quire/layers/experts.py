@@ -14,6 +14,7 @@ from quire.kernels.cpu.experts import NativeExperts
 from quire.kernels.cpu.library import MatrixHandle
 from quire.kernels.expert_matrices import ExpertMatrices
 from quire.kernels.torch.experts import Routing, weighted_sum
+from quire.layers.expert_adapters import ExpertAdapters
 from quire.layers.linear import Linear, width
 from quire.layers.quantization.matrices import stack_experts
 from quire.layers.weights import (
@@ -156,6 +157,7 @@ class Experts(nn.Module):
         if build.device.type == "cuda":
             for linear in (self.gate_up_proj, self.down_proj):
                 linear.when_loaded = self._stack
+        self.adapters: ExpertAdapters | None = None
 
     @property
     def waits_for_device(self) -> bool:
@@ -173,7 +175,14 @@ class Experts(nn.Module):
             out = self._all_at_once(x, routing, gate_up, down)
         else:
             out = self._one_by_one(x, routing)
+        if self.adapters is not None and self.kept:
+            products, biases = (self.gate_up_proj, self.down_proj), self._biases
+            self.adapters.correct(x, routing, *products, biases, self.gate, out)
         return self.parallel.all_reduce(out)
+
+    @property
+    def _biases(self) -> tuple[nn.Parameter | None, nn.Parameter | None]:
+        return self.gate_up_proj.bias, self._down_bias
 
     def warm_up(self, max_tokens: int) -> None:
         """Goes through all kernels that steps of so many tokens meet."""
@@ -220,8 +229,8 @@ class Experts(nn.Module):
     def _all_at_once(
         self, x: torch.Tensor, routing: Routing, gate_up: Stack, down: Stack
     ) -> torch.Tensor:
-        first, biases = self.kept.start, (self.gate_up_proj.bias, self._down_bias)
-        return dispatch.expert_mlp(x, routing, gate_up, down, first, *biases, self.gate)
+        first = self.kept.start
+        return dispatch.expert_mlp(x, routing, gate_up, down, first, *self._biases, self.gate)
 
     @cached_property
     def native(self) -> NativeExperts | None:
@@ -230,8 +239,7 @@ class Experts(nn.Module):
         gate_up, down = self.gate_up_proj.handles, self.down_proj.handles
         if gate_up is None or down is None:
             return None
-        biases = self.gate_up_proj.bias, self._down_bias
-        return NativeExperts(gate_up, down, self.kept.start, *biases, self.gate)
+        return NativeExperts(gate_up, down, self.kept.start, *self._biases, self.gate)
 
     def _one_by_one(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         top_k = routing.experts.shape[1]

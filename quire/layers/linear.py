@@ -9,6 +9,8 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
+from quire.kernels import cpu
+from quire.kernels.cpu.linear import FloatMatrices, pack_matrices
 from quire.layers.activation import GatedActivation
 from quire.layers.norm import Norm, RMSNorm
 from quire.layers.weights import Axis, Build, GatedMatrix, MatrixLayer, Shard, divided, whole
@@ -131,7 +133,7 @@ class RowLinear(Linear):
 
     def gated_matrix(self, num_tokens: int) -> GatedMatrix | None:
         """What `after_gates` multiplies; None where gates are better applied before."""
-        if len(self.matrices) != 1:
+        if len(self.matrices) != 1 or self.method.tokens is not None:
             return None
         matrix = cast(GatedMatrix, self.matrices[0])
         # `isinstance` would take as long as a launch, in each layer of each step.
@@ -177,6 +179,21 @@ class LatentLinear(MatrixLayer):
         self.sizes, self.num_heads = (key_dim, value_dim), own.count
         outputs = (Shard(num_heads, own.first, own.count).times(key_dim + value_dim),)
         self.method.create_weights(self, outputs, whole(rank), build)
+        self.native: tuple[FloatMatrices, FloatMatrices] | None = None
+        """The halves as the native library takes them, in place of the weight."""
+
+    def finish_loading(self) -> None:
+        super().finish_loading()
+        weight = self.dense_weight
+        if not weight.is_cpu or weight.dtype != torch.float32 or not cpu.available()[0]:
+            return
+        keys, values = self.halves
+        self.native = pack_matrices(keys.transpose(1, 2)), pack_matrices(values)
+        for name, half in zip(("packed_keys", "packed_values"), self.native, strict=True):
+            self.register_buffer(name, half.packed, persistent=False)
+        del self.dense_weight, self.halves
+        self.matrices.clear()
+        self.register_parameter("weight", None)
 
     @cached_property
     def dense_weight(self) -> torch.Tensor:
@@ -194,10 +211,14 @@ class LatentLinear(MatrixLayer):
 
     def to_latent(self, q: torch.Tensor) -> torch.Tensor:
         """Queries [T, heads, key_dim] as they meet latents, [T, heads, rank]."""
+        if self.native is not None:
+            return self.native[0].multiply(q)
         return _by_head(q, self.halves[0])
 
     def from_latent(self, x: torch.Tensor) -> torch.Tensor:
         """Sums of latents [T, heads, rank] as sums of values, [T, heads, value_dim]."""
+        if self.native is not None:
+            return self.native[1].multiply(x)
         return _by_head(x, self.halves[1].transpose(1, 2))
 
 

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from quire.kernels.adapter_pool import AdapterTokens, LayerAdapters
 from quire.kernels.cpu.library import MatrixHandle
 from quire.kernels.expert_matrices import ExpertMatrices
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES, BlockRows, dequantize_blocks
@@ -444,6 +445,16 @@ class QuantizationMethod(Protocol):
     @property
     def reads_blocks(self) -> bool:
         """Whether weights are to be loaded as blocks, where a file stores them so."""
+        ...
+
+    @property
+    def adapters(self) -> LayerAdapters | None:
+        """What adapters add to the results; None where there are none."""
+        ...
+
+    @property
+    def tokens(self) -> AdapterTokens | None:
+        """What the tokens of this step use of it; None: no token uses an adapter."""
         ...
 
     def extra_bytes(

@@ -20,6 +20,7 @@ from quire.kernels import cpu
 from quire.kernels.cpu.dequantize import DEQUANTIZED
 from quire.kernels.cpu.dequantize import dequantize as dequantize_natively
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES, BlockRows, dequantize_blocks
+from quire.kernels.torch.gguf_groups import GROUPED_KINDS
 from quire.kernels.torch.linear import KINDS
 from quire.protocol.errors import ModelError
 
@@ -98,6 +99,13 @@ _LAYERS: dict[str, dict[str, str]] = {
         "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
         "ffn_up_shexp": "mlp.shared_experts.up_proj",
         "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    },
+    "gpt-oss": {
+        **_ROTARY_LAYER,
+        **_EXPERTS,
+        "attn_sinks": "self_attn.sinks",
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_gate_inp": "mlp.router",
     },
     "gpt2": _GPT2_LAYER,
 }
@@ -253,11 +261,13 @@ def _pieces(file: GGUFFile) -> list[_Piece]:
 
 
 def _experts(file: GGUFFile, translated: str, info: GGUFTensor) -> Iterator[_Piece]:
-    """The matrices of a stack."""
-    if len(info.shape) != 3:
+    """The matrices of a stack, or their biases."""
+    is_bias = translated.endswith(".bias")
+    if len(info.shape) != (2 if is_bias else 3):
         raise ModelError(
             f"{file.path}: tensor {info.name} has shape {list(info.shape)}, but experts are "
-            "stacked in three dimensions; download or convert the file again."
+            f"stacked in {'two' if is_bias else 'three'} dimensions; download or convert the file "
+            "again."
         )
     count = info.shape[0]
     nbytes = info.nbytes // count
@@ -293,7 +303,8 @@ def _has_blocks(file: GGUFFile, piece: _Piece) -> bool:
     blocks cannot be."""
     info = piece.info
     is_matrix = len(info.shape) == 2 and piece.second is None
-    return info.type in KINDS and is_matrix and gguf_architecture(file) != "gpt2"
+    is_known = info.type in KINDS or info.type in GROUPED_KINDS
+    return is_known and is_matrix and gguf_architecture(file) != "gpt2"
 
 
 def transformers_name(architecture: str, name: str) -> str | None:
@@ -340,7 +351,8 @@ def _read(
         kept = keeps_blocks and _has_blocks(file, piece)
         return _matrix(mapped, info, kept, head_rows)
     try:
-        tensor = dequantize(file.data(info.name), info.type, info.shape)
+        stored = mapped[info.offset : info.offset + info.nbytes].numpy()
+        tensor = dequantize(stored, info.type, info.shape)
     except ModelError as error:
         raise ModelError(f"{file.path}: tensor {info.name}: {error}") from error
     if is_gpt2 and _GPT2_TRANSPOSED.fullmatch(info.name):

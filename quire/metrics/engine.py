@@ -163,6 +163,7 @@ class EngineMetrics:
             "Drafts that were accepted, by their place among the drafts of a row.",
             position=tuple(map(str, range(MAX_TOKENS))),
         )
+        self.adapters = AdapterMetrics()
         self.requests = RequestHistograms()
         self.recent_prompt_tokens = RecentRate()
         self._num_queries_seen = 0
@@ -236,9 +237,10 @@ class EngineMetrics:
         self.by_source["local_cache_hit"].value = hits
         self.by_source["local_compute"].value = self.queries.value - hits
         found: list[Metric] = []
-        groups = (self, self.experts, self.requests)
+        groups = (self, self.experts, self.adapters, self.requests)
         for value in [value for group in groups for value in vars(group).values()]:
-            several = value.values() if isinstance(value, dict) else (value,)
+            several = list(value.values()) if isinstance(value, dict) else [value]
+            several = value if isinstance(value, list) else several
             found += [i.read() for i in several if isinstance(i, Counter | Gauge | Histogram)]
         return found
 
@@ -275,6 +277,52 @@ class ExpertGauges:
             "expert_busiest_share",
             "Share of a layer's choices of an expert that fell on the busiest one, 0 to 1.",
         )
+
+
+class AdapterMetrics:
+    """Adapters (LoRA): where they were when they were needed."""
+
+    def __init__(self) -> None:
+        self.device_queries = Counter(
+            "quire:adapter_device_queries", "Sequences with an adapter that got a row."
+        )
+        self.device_hits = Counter(
+            "quire:adapter_device_hits", "Those whose adapter was on the devices already."
+        )
+        self.host_queries = Counter(
+            "quire:adapter_host_queries", "Requests with an adapter that arrived."
+        )
+        self.host_hits = Counter(
+            "quire:adapter_host_hits", "Those whose adapter was in the hosts' memory already."
+        )
+        self.host_evictions = Counter(
+            "quire:adapter_host_evictions", "Adapters that left the hosts' memory."
+        )
+        self.load_time = Histogram(
+            "quire:adapter_load_seconds", "From disk to the memory of all hosts.", SECONDS
+        )
+        self.hosted = Gauge("quire:adapters_hosted", "Adapters in the memory of the hosts.")
+        self.resident = Gauge("quire:adapters_resident", "Adapters on the devices.")
+        self.pool_usage = Gauge(
+            "quire:adapter_pool_usage_perc", "Share of the devices' memory for adapters in use."
+        )
+        self.info: list[Gauge] = []
+        """`lora_requests_info`, where adapters are served."""
+
+    def acquired(self, was_there: bool) -> None:
+        """A sequence with an adapter got a row."""
+        self.device_queries.add(1)
+        self.device_hits.add(was_there)
+
+    def set_names(self, running: list[str], waiting: list[str], most: int, now: float) -> None:
+        """As vLLM has them: names are labels, and the value is the time."""
+        labels = {
+            "running_lora_adapters": ",".join(running),
+            "waiting_lora_adapters": ",".join(waiting),
+            "max_lora": str(most),
+        }
+        self.info = [Gauge("quire:lora_requests_info", "Adapters of requests.", labels)]
+        self.info[0].set(now)
 
 
 class RequestHistograms:

@@ -42,7 +42,8 @@ HEAD = """\
 Other architectures are refused by name before anything is loaded. Weights come from safetensors or
 `.bin` files, and of the families with a GGUF name from such files too. Quantised checkpoints may be
 {methods}: see
-[quantization](quantization.md). Adapters are refused with every family;
+[quantization](quantization.md). Where they have the experts of a layer in one tensor (*stacked*),
+these may be MXFP4 alone. [Adapters](adapters.md) work with every family;
 [speculation](speculation.md) drafts from the text, and so works with all; EAGLE-3 heads work with
 all but OPT and GPT-2, and MTP layers are known of {mtp}.
 
@@ -92,12 +93,18 @@ def _row(family: str) -> tuple[str, ...]:
     return (
         " ".join(title.split()),
         ", ".join(f"`{name}`" for name in names),
-        "; ".join(_traits(model)) or "-",
-        "yes" if config.experts is not None else "-",
+        "; ".join(_traits(model, config.head_dim)) or "-",
+        _experts(config, model),
         ", ".join(f"`{gguf}`" for gguf in stored) or "-",
         ", ".join(_parallelism(config, model)),
         "yes" if all(layer_parts(layer) is not None for layer in layers) else "no",
     )
+
+
+def _experts(config: ModelConfig, model: CausalLM) -> str:
+    if config.experts is None:
+        return "-"
+    return "stacked" if model.weight_map.stacks_experts else "yes"
 
 
 def _made(config: ModelConfig, parallel: Parallel | None = None) -> CausalLM:
@@ -113,11 +120,12 @@ def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         yield from module
 
 
-def _traits(model: CausalLM) -> Iterator[str]:
+def _traits(model: CausalLM, head_dim: int) -> Iterator[str]:
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     rotaries = [module for module in model.modules() if isinstance(module, Rotary)]
     windows = [layer.window for layer in layers if layer.window is not None]
-    if any(isinstance(module, LatentLinear) for module in model.modules()):
+    is_latent = any(isinstance(module, LatentLinear) for module in model.modules())
+    if is_latent:
         yield "latent (MLA)"
     if windows:
         yield f"windows in {len(windows)} of {len(layers)} layers"
@@ -134,6 +142,9 @@ def _traits(model: CausalLM) -> Iterator[str]:
         yield f"no RoPE in {rotates.count(False)} of {len(layers)} layers"
     if len(rotaries) > 1:
         yield "two bases of RoPE"
+    shares = {2 * rotary.cos.shape[1] / head_dim for rotary in rotaries}
+    if max(shares, default=1.0) < 1 and not is_latent:
+        yield f"{max(shares):.0%} of a head rotates"
     if any(rotary.interleaved for rotary in rotaries):
         yield "neighbours rotate"
 

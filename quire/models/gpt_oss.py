@@ -20,6 +20,7 @@ from quire.models.llama import (
     LlamaLayer,
     LlamaModel,
 )
+from quire.models.qwen3_moe import Qwen3MoeForCausalLM
 
 
 class Sinks(WeightedLayer):
@@ -98,6 +99,8 @@ class GptOssForCausalLM(LlamaForCausalLM):
         },
         rename=_rename,
         as_stored=_as_stored,
+        experts=Qwen3MoeForCausalLM.weight_map.experts,
+        stacks_experts=True,
         transposed=(".experts.gate_up_proj.weight", ".experts.down_proj.weight"),
         routers=(".mlp.gate",),
     )

@@ -50,5 +50,6 @@ class GraniteMoeForCausalLM(GraniteForCausalLM):
         fused={"qkv_proj": GraniteForCausalLM.weight_map.fused["qkv_proj"]},
         rename=_rename,
         as_stored=_as_stored,
+        stacks_experts=True,
         routers=(".mlp.gate",),
     )

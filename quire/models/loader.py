@@ -143,10 +143,12 @@ def load_model(
     block = largest_block(quantization, config.quantization)
     build = Build(dtype, torch.device(device), parallel, method_for, block, max_model_len)
     model = model_class(config.architecture)(config, build)
+    others = _of_others(config, build)
+    model.elsewhere = frozenset(name.rpartition(".")[0] for name in others)
     if load_format == "dummy":
         load_dummy_weights(model, build, seed)
     else:
-        targets, others = weight_targets(model), _of_others(config, build)
+        targets = weight_targets(model)
 
         def keeps_blocks(name: str) -> bool:
             target = targets.get(model.weight_map.rename(name))

@@ -35,6 +35,9 @@ class WeightMap:
     """Endings of names whose tensors are stored [in, out]."""
     experts: Mapping[str, Mapping[ShardKey, str]] = field(default_factory=dict)
     """The same as `fused` for modules below one called "experts": "{}" is the expert's number."""
+    stacks_experts: bool = False
+    """Whether checkpoints have the matrices of all experts of a layer in one tensor; GGUF files
+    are read as if each had its own."""
     num_experts: int = 0
     routers: tuple[str, ...] = ()
     """Endings of modules that choose experts, and are never rounded."""
@@ -56,7 +59,9 @@ class WeightMap:
         first, count = config.num_layers, config.num_draft_layers
         layers = tuple(f"model.layers.{layer}." for layer in range(first, first + count))
         num_experts = 0 if config.experts is None else config.experts.count
-        return replace(self, num_experts=num_experts, draft_layers=layers)
+        is_stacked = self.stacks_experts and config.source.kind != "gguf"
+        experts = {} if is_stacked else self.experts
+        return replace(self, experts=experts, num_experts=num_experts, draft_layers=layers)
 
     def ignores(self, name: str) -> bool:
         """Whether the model has no use for a checkpoint's tensor."""
@@ -90,6 +95,8 @@ class CausalLM(nn.Module, ABC):
     weight_map: WeightMap
     lm_head: LMHead
     """Of the last stage."""
+    elsewhere: frozenset[str] = frozenset()
+    """Modules of a checkpoint that other stages alone have, or ranks with other experts."""
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         """Makes the layers of a rank's stage as `build` says; their weights are left

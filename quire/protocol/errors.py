@@ -19,6 +19,10 @@ class RequestError(QuireError):
     """A request is malformed or can never be served (HTTP 400)."""
 
 
+class AdapterError(RequestError):
+    """An adapter cannot be found or read, or does not fit the model (HTTP 400)."""
+
+
 class ContextLengthError(RequestError):
     """A prompt, or a prompt and the completion that is asked for, is longer than the context. Its
     words are those that clients of OpenAI's protocol look for."""

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from quire.protocol.errors import (
+    AdapterError,
     EngineDeadError,
     ModelError,
     OptionError,
@@ -34,7 +35,14 @@ NOTHING = msgspec.Raw(b"\xc0")  # None in msgpack
 
 _ERRORS: dict[str, type[QuireError]] = {
     kind.__name__: kind
-    for kind in (RequestError, EngineDeadError, RankMissing, OptionError, ModelError)
+    for kind in (
+        RequestError,
+        AdapterError,
+        EngineDeadError,
+        RankMissing,
+        OptionError,
+        ModelError,
+    )
 }
 
 
@@ -72,6 +80,9 @@ class StartApi(msgspec.Struct, tag=True):
     place: int
     """Of this process among them."""
     log_level: str | None = None
+    adapters_file: str | None = None
+    """Where they write which adapters they were told of (`AdapterNames` in
+    `server/preparation/adapter_names.py`)."""
 
 
 class EngineDown(msgspec.Struct, tag=True):

@@ -3,9 +3,9 @@
 A plan says what changed since the last one and how many tokens each row computes; it never repeats
 what the device rows already hold. Positions, slots and lengths are derived from rows on the device.
 
-The worker carries out the parts of a plan in this order: free rows, add rows (forks copy from their
-parent's row), cut rows back, append known tokens, write block-table entries, copy blocks, compute,
-sample.
+The worker carries out the parts of a plan in this order: free rows, clear adapter slots, place
+adapters, add rows (forks copy from their parent's row), cut rows back, append known tokens, write
+block-table entries, copy blocks, compute, sample.
 
 A row that samples has `num_samples` lines of logits, from its last known token and the drafts that
 follow it. Line i is sampled as if the drafts before it were known; the first token is always
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.protocol.adapter import PlacedAdapter
 from quire.protocol.sampling import SamplingParams
 
 Int32Array = NDArray[np.int32]
@@ -58,6 +59,8 @@ class AddedRow:
     num_prompt_logprobs: int = -1
     pooling: str | None = None
     """"last" or "mean": the hidden states of the prompt are wanted as one vector."""
+    adapter_slot: int = -1
+    """Slot of its adapter; -1: none."""
     appends_sampled: bool = True
     """False where the host sends the token by `append_*`: it chooses it itself (beam search), or
     there are several stages, which must all have it."""
@@ -68,6 +71,9 @@ class StepPlan:
     """One numbered step of work."""
 
     step: int
+    cleared_slots: Int32Array = field(default_factory=empty_ints)
+    """Adapter slots that hold nothing from now on."""
+    placed_adapters: list[PlacedAdapter] = field(default_factory=list)
     freed_rows: Int32Array = field(default_factory=empty_ints)
     added_rows: list[AddedRow] = field(default_factory=list)
     append_rows: Int32Array = field(default_factory=empty_ints)
@@ -233,6 +239,8 @@ class PlanBuilder:
         """Tokens that may still be computed in this step."""
         self.prompt_budget = budget
         """How many of them by rows that compute more than they sample from."""
+        self.cleared_slots: Int32Array = empty_ints()
+        self.placed_adapters: list[PlacedAdapter] = []
         self.added_rows: list[AddedRow] = []
         self.preempted = False
         self.held_blocks: list[int] = []
@@ -293,6 +301,8 @@ class PlanBuilder:
         groups, block_rows, indices, ids = _join(self._blocks, 4)
         return StepPlan(
             step=self.step,
+            cleared_slots=self.cleared_slots,
+            placed_adapters=self.placed_adapters,
             freed_rows=np.array(freed_rows, np.int32),
             added_rows=self.added_rows,
             append_rows=known[:, 0],

@@ -96,6 +96,28 @@ class Sample(msgspec.Struct, tag=True):
     mask_bits: Int32Array | None = None
 
 
+class LoadAdapter(msgspec.Struct, tag=True):
+    """Read this rank's share of an adapter into host memory, beside its steps; each rank answers
+    with `AdapterLoaded`."""
+
+    number: int
+    name: str
+    folder: str
+    digest: str
+
+
+class DropAdapter(msgspec.Struct, tag=True):
+    """Forget an adapter; nothing is answered."""
+
+    digest: str
+
+
+class AdapterLoaded(msgspec.Struct, tag=True):
+    number: int
+    """Of the order."""
+    error: ErrorRecord | None = None
+
+
 class Returned(msgspec.Struct, tag=True):
     value: Any = None
 
@@ -119,8 +141,8 @@ class RankFailed(msgspec.Struct, tag=True):
     error: ErrorRecord
 
 
-Order = Call | Execute | Sample
-Answer = Hello | Returned | Sampling | Sampled | Alive | RankFailed
+Order = Call | Execute | Sample | LoadAdapter | DropAdapter
+Answer = Hello | Returned | AdapterLoaded | Sampling | Sampled | Alive | RankFailed
 
 
 # --- hosts of one engine ------------------------------------------------------------------------

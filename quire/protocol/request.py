@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from quire.protocol.adapter import LoRARequest
 from quire.protocol.plan import Int32Array
 from quire.protocol.sampling import SamplingParams
 
@@ -54,8 +55,7 @@ class NewRequest:
     a host): with finish_reason "timeout" before its first token, else with "abort"."""
     cache_salt: str | None = None
     """Prefixes are shared only between equal ones (and within one tenant)."""
-    adapter: str | None = None
-    """Digest of the adapter's content; prefix blocks are shared only between equal ones."""
+    adapter: LoRARequest | None = None
     media: tuple[MediaSpan, ...] = ()
     streams: bool = False
     """Whether tokens are sent as they come; otherwise they arrive with the end."""
@@ -69,11 +69,11 @@ class NewRequest:
     """Above 0: beam search, driven by `params.max_tokens` and `length_penalty`."""
     length_penalty: float = 1.0
 
-    @property
-    def cache_scope(self) -> tuple[str, str, str]:
-        """Whose prefixes it may use: those of requests with the same one."""
+    def cache_scope(self, adapter_digest: str = "") -> tuple[str, str, str]:
+        """Whose prefixes it may use: those of requests with the same one. An adapter counts by its
+        content."""
         return (
-            self.adapter or "",
+            adapter_digest,
             self.cache_salt or "",
             "" if self.shares_prefixes else self.tenant,
         )

@@ -57,7 +57,7 @@ MISSING_FIELDS = {
     "max_new_tokens": "set max_tokens",
     "do_sample": "set temperature; 0 always takes the most likely token",
     "priority": "pass priority to generate",
-    "lora_request": "adapters are not supported yet",
+    "lora_request": "pass lora_request to generate",
 }
 
 

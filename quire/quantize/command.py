@@ -89,7 +89,7 @@ def quantize(
     config = load_model_config(model, revision=revision)
     plan = _Plan(config, chosen)
     plan.check_space(folder)
-    files = _other_files(config)
+    files = other_files(config)
     found = detect_device(device)
     if device not in ("auto", found.type):
         raise OptionError(f"--device {device!r} was not found; there is {found.type!r}.")
@@ -256,7 +256,7 @@ def relative_error(weight: Tensor, made: QuantizedWeights, importance: Tensor | 
     return (wrong / whole) ** 0.5 if whole else 0.0
 
 
-def _other_files(config: ModelConfig) -> dict[str, Path | str]:
+def other_files(config: ModelConfig) -> dict[str, Path | str]:
     """All of a model but its weights: tokenizer, chat template, generation_config.json, licence;
     by name, where it lies or what is in it."""
     source = config.source

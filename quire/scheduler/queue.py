@@ -231,12 +231,16 @@ class Pace:
 
 
 class Lane:
-    """Waiting sequences of one priority and one tenant, or of all tenants that return."""
+    """Waiting sequences of one priority, one tenant, or all tenants that return, and one adapter or
+    none."""
 
-    def __init__(self, priority: int, slot: int, number: int) -> None:
+    def __init__(self, priority: int, slot: int, adapter: str) -> None:
         self.priority = priority
         self.slot = slot
-        self.number = number
+        self.adapter = adapter
+        """The digest of its content; "" for none."""
+        self.is_blocked = False
+        """Whether it is out of order: there is no room for its adapter."""
         self.sequences: LazyHeap[Sequence] = LazyHeap()
         self.num_tokens_in = 0
         """Tokens of all requests that ever came, and of those that left again."""
@@ -273,21 +277,24 @@ class WaitingQueue:
     belong to one that has begun) return in the order in which they were admitted; then tenants
     take turns, the least served first; each tenant's requests come in the order of arrival.
 
-    Lanes lie in a heap by their tenants' standing. A standing only rises, so a lane whose place is
-    out of date is put right when it comes up: O(log n) for each tenant served since the last time.
+    Lanes lie in a heap by their tenants' standing, and by their first sequences where a tenant has
+    several. A standing only rises, so a lane whose place is out of date is put right when it comes
+    up: O(log n) for each tenant served since the last time.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
         self.tenants = Tenants()
         self.pace = Pace()
-        self._lanes: dict[tuple[int, int], Lane] = {}
+        self._lanes: dict[tuple[int, int, str], Lane] = {}
+        self.lanes_of: dict[str, list[Lane]] = {}
+        """Those of each adapter, by the digest of its content."""
         self._order: LazyHeap[Lane] = LazyHeap()
         self._lane_of: dict[Sequence, Lane] = {}
-        self._numbers = count()
         self.held_back: dict[str, Sequence] = {}
         """By request id, first sequences of requests that are counted here but have no turn yet: a
-        grammar is being compiled."""
+        grammar is being compiled, or an adapter loads."""
+        self._num_awaited: dict[Sequence, int] = {}
         self.num_new = 0
         """Requests that have never run, and their prompt tokens."""
         self.num_new_tokens = 0
@@ -303,37 +310,65 @@ class WaitingQueue:
     def push(self, sequence: Sequence) -> None:
         self._release(sequence)
         lane = self._lane(sequence)
+        is_first = not lane.sequences or sequence.rank[1] < lane.sequences.first()[0]
         lane.sequences.push(sequence.rank[1], sequence)
         self._lane_of[sequence] = lane
+        if is_first and not lane.is_blocked:
+            self._order.push(self._key(lane), lane)
         lane.num_tokens_in += sequence.num_prompt
         if lane.slot != RETURNING:
             self._count_new(sequence, 1)
 
-    def hold_back(self, sequence: Sequence) -> None:
-        """Count a request as waiting that has no turn before it is pushed."""
+    def hold_back(self, sequence: Sequence, num_awaited: int) -> None:
+        """Count a request as waiting that has no turn before it is pushed: it awaits so many
+        things."""
         self.held_back[sequence.request_id] = sequence
+        self._num_awaited[sequence] = num_awaited
         self._count_new(sequence, 1)
+
+    def still_awaits(self, sequence: Sequence) -> bool:
+        """One thing that a request awaited has come; whether it awaits more."""
+        self._num_awaited[sequence] -= 1
+        return self._num_awaited[sequence] > 0
 
     def _release(self, sequence: Sequence) -> None:
         if self.held_back.get(sequence.request_id) is sequence:
-            del self.held_back[sequence.request_id]
+            del self.held_back[sequence.request_id], self._num_awaited[sequence]
             self._count_new(sequence, -1)
 
-    def first(self) -> Sequence:
-        """Whose turn it is."""
-        while True:
+    def first(self) -> Sequence | None:
+        """Whose turn it is, among those that may have one."""
+        while self._order:
             key, lane = self._order.first()
             if len(self._order) > 1 and key != self._key(lane):
                 self._order.push(self._key(lane), lane)
                 continue
             return lane.sequences.first()[1]
+        return None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether one is here that has begun."""
+        return any(lane.slot == RETURNING for lane in self._lanes.values())
 
     def first_begun(self) -> Sequence | None:
-        """Who is next among those that have begun."""
-        lanes = [lane for lane in self._lanes.values() if lane.slot == RETURNING]
-        if not lanes:
-            return None
-        return min(lanes, key=lambda lane: lane.priority).sequences.first()[1]
+        """Who is next among those that have begun and may have a turn."""
+        lanes = (lane for lane in self._lanes.values() if lane.slot == RETURNING)
+        first = min((lane for lane in lanes if not lane.is_blocked), key=self._key, default=None)
+        return None if first is None else first.sequences.first()[1]
+
+    def block(self, sequence: Sequence) -> None:
+        """Take a sequence and those like it out of the order, until `unblock`: there is no room for
+        their adapter."""
+        lane = self._lane_of[sequence]
+        lane.is_blocked = True
+        self._order.remove(lane)
+
+    def unblock(self, adapter: str) -> None:
+        for lane in self.lanes_of.get(adapter, ()):
+            if lane.is_blocked:
+                lane.is_blocked = False
+                self._order.push(self._key(lane), lane)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, if it is here."""
@@ -343,8 +378,11 @@ class WaitingQueue:
             return
         lane.sequences.remove(sequence)
         if not lane.sequences:
-            del self._lanes[lane.priority, lane.slot]
+            del self._lanes[lane.priority, lane.slot, lane.adapter]
             self._order.remove(lane)
+            self.lanes_of[lane.adapter].remove(lane)
+            if not self.lanes_of[lane.adapter]:
+                del self.lanes_of[lane.adapter]
         lane.num_tokens_out += sequence.num_prompt
         if lane.slot != RETURNING:
             self._count_new(sequence, -1)
@@ -369,16 +407,18 @@ class WaitingQueue:
     def _lane(self, sequence: Sequence) -> Lane:
         priority = sequence.rank[0]
         slot = RETURNING if sequence.has_begun else self.tenants.slot(sequence.new.tenant)
-        lane = self._lanes.get((priority, slot))
+        adapter = "" if sequence.adapter is None else sequence.adapter.digest
+        lane = self._lanes.get((priority, slot, adapter))
         if lane is None:
-            lane = self._lanes[priority, slot] = Lane(priority, slot, next(self._numbers))
-            self._order.push(self._key(lane), lane)
+            lane = self._lanes[priority, slot, adapter] = Lane(priority, slot, adapter)
+            self.lanes_of.setdefault(adapter, []).append(lane)
         return lane
 
     def _key(self, lane: Lane) -> tuple[int, bool, tuple[int, int], int]:
+        first = lane.sequences.first()[0]
         if lane.slot == RETURNING:
-            return lane.priority, False, (0, 0), lane.number
-        return lane.priority, True, self.tenants.standing(lane.slot), lane.number
+            return lane.priority, False, (0, 0), first
+        return lane.priority, True, self.tenants.standing(lane.slot), first
 
     # --- bounds ---------------------------------------------------------------------------------
 

@@ -9,12 +9,14 @@ Python loops run only over what changed.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
 
 from quire.metrics.engine import EngineMetrics
+from quire.protocol.adapter import AdapterContent
 from quire.protocol.errors import RequestError
 from quire.protocol.output import FinishedSequence, StepOutput
 from quire.protocol.plan import (
@@ -26,6 +28,7 @@ from quire.protocol.plan import (
     StepResult,
 )
 from quire.protocol.request import NewRequest, SchedulingPolicy
+from quire.scheduler.adapters import AdapterSlots
 from quire.scheduler.beam_search import BeamGroup
 from quire.scheduler.kv_cache import KVCache, PrefixMatch, chain_root
 from quire.scheduler.prefill_budget import PrefillBudget
@@ -93,6 +96,7 @@ class Scheduler:
         self.tenants = self.waiting.tenants
         self.pace = self.waiting.pace
         self.progress = ProgressReports(self.waiting)
+        self.adapters = None if limits.adapters is None else AdapterSlots(limits.adapters)
         self.deadlines: LazyHeap[str] = LazyHeap()
         """Requests that end by themselves, by time."""
         self.pause = Pause.NONE
@@ -119,7 +123,7 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether there is anything to compute, now or after results have come."""
         if self.pause is Pause.DRAIN:
-            return self.num_running > 0 or self.waiting.first_begun() is not None
+            return self.num_running > 0 or self.waiting.has_begun
         return len(self.requests) > len(self.waiting.held_back) and self.pause is Pause.NONE
 
     @property
@@ -137,8 +141,8 @@ class Scheduler:
     def load(self) -> Load:
         rows, pool = self.ranked_rows(), self.kv.pool
         waits_for_blocks = False
-        if self.waiting and self.free_rows:
-            wanted = self.limits.blocks_held(len(self.waiting.first().held_token_ids))
+        if self.free_rows and (first := self.waiting.first()) is not None:
+            wanted = self.limits.blocks_held(len(first.held_token_ids))
             waits_for_blocks = wanted > pool.num_free - self.kv.num_promised(rows)
         return Load(
             num_running=len(rows),
@@ -158,8 +162,9 @@ class Scheduler:
         self.limits.check_fits(new)
         self.waiting.make_room(new, len(self.free_rows))
 
-    def add(self, new: NewRequest, is_ready: bool = True, now: float = 0.0) -> None:
-        """Queue a request that has passed `check`, or hold it back until `make_ready`."""
+    def add(self, new: NewRequest, num_awaited: int = 0, now: float = 0.0) -> None:
+        """Queue a request that has passed `check`, or hold it back until `make_ready` was called as
+        often as there are things that it awaits."""
         for request_id in self.waiting.make_room(new, len(self.free_rows)):
             self.abort(request_id, DISPLACED, now=now)
         self._num_arrivals += 1
@@ -169,7 +174,7 @@ class Scheduler:
             rank=(priority, self._num_arrivals),
             unseeded=random_seed(self.limits.seed, self._num_arrivals),
             max_total=self.limits.max_total(new),
-            root=chain_root(*self.limits.cache_identity, *new.cache_scope),
+            root=self._root_of(new),
             columns=self.columns,
         )
         leader = sequences[0]
@@ -180,17 +185,38 @@ class Scheduler:
         if new.deadline is not None:
             self.deadlines.push(new.deadline, new.request_id)
         self.metrics.prompt_tokens.add(leader.num_prompt)
-        if is_ready:
-            self._enqueue(leader)
+        if num_awaited:
+            self.waiting.hold_back(leader, num_awaited)
         else:
-            self.waiting.hold_back(leader)
+            self._enqueue(leader)
 
     def is_held_back(self, request_id: str) -> bool:
         return request_id in self.waiting.held_back
 
     def make_ready(self, request_id: str) -> None:
-        """Queue a request that was held back."""
-        self._enqueue(self.waiting.held_back[request_id])
+        """One of the things that a request awaits is there; after the last it is queued."""
+        leader = self.waiting.held_back[request_id]
+        if not self.waiting.still_awaits(leader):
+            self._enqueue(leader)
+
+    def set_adapter(self, request_id: str, adapter: AdapterContent) -> None:
+        """What the folder of a request's adapter holds. The request must be held back still."""
+        assert self.adapters is not None and request_id in self.waiting.held_back
+        for sequence in self.requests[request_id]:
+            sequence.adapter = adapter
+            sequence.root = self._root_of(sequence.new, adapter.digest)
+
+    def adapter_names(self) -> tuple[list[str], list[str]]:
+        """Of adapters whose requests have begun, and of those whose requests have not."""
+        running, waiting = set[str](), set[str]()
+        for first, *_ in self.requests.values():
+            if first.new.adapter is not None:
+                names = running if first.has_begun else waiting
+                names.add(first.new.adapter.lora_name)
+        return sorted(running), sorted(waiting)
+
+    def _root_of(self, new: NewRequest, adapter_digest: str = "") -> bytes:
+        return chain_root(*self.limits.cache_identity, *new.cache_scope(adapter_digest))
 
     def _enqueue(self, leader: Sequence) -> None:
         self.waiting.push(leader)
@@ -232,11 +258,15 @@ class Scheduler:
             self._admit_waiting(builder, now)
             if not builder.empty or not self.waiting or self.num_steps_in_flight:
                 break
+            if not self.num_running:
+                break
             # What the queue needs is held by rows that cannot go on (beams awaiting a sibling).
             self._preempt(int(self.ranked_rows()[-1]), builder)
             builder.preempted = False
         if builder.empty:
             return None
+        if self.adapters is not None:
+            builder.cleared_slots, builder.placed_adapters = self.adapters.take_changes()
         plan = builder.build(self._freed_rows, self._cuts, self._appends)
         plan.epochs = self.columns.epoch[plan.rows]
         if self.prefix_groups is not None:
@@ -309,8 +339,8 @@ class Scheduler:
         if not c.num_waiting_drafts[rows].any():  # as where a text does not repeat itself
             return grant, need
         left = plan.budget - int(grant.sum())
-        if self.waiting and self.free_rows:
-            left = max(left - len(self.waiting.first().held_token_ids), 0)
+        if self.free_rows and (first := self.waiting.first()) is not None:
+            left = max(left - len(first.held_token_ids), 0)
         catches_up = (grant > 0) & (c.num_computed[rows] + grant == c.num_tokens[rows])
         num_decoding = int(np.count_nonzero(catches_up))
         want = np.zeros_like(grant)
@@ -396,11 +426,16 @@ class Scheduler:
         waiting, kv = self.waiting, self.kv
         if plan.preempted or not waiting or not self.free_rows:
             return
+        if self.adapters is not None:
+            for digest in self.adapters.unblock(now, waiting.lanes_of):
+                waiting.unblock(digest)
         promised = kv.num_promised(self.ranked_rows())
         while plan.room > 0 and self.free_rows and waiting:
             sequence = waiting.first_begun() if self.pause is Pause.DRAIN else waiting.first()
             if sequence is None:
                 return
+            if not self._has_adapter(sequence, now):
+                continue
             num_known = len(sequence.held_token_ids)
             num_held = min(num_known + self.limits.num_ahead, max(num_known, sequence.max_total))
             match, fork_of = kv.match(sequence, plan.step)
@@ -416,6 +451,26 @@ class Scheduler:
             if sequence.num_cached < 0:
                 self._begin(sequence, match.num_tokens, now)
             promised += self._admit(sequence, match, fork_of, grant, plan)
+
+    def _has_adapter(self, sequence: Sequence, now: float) -> bool:
+        """Whether there is room for a sequence's adapter. If not, it waits beside the queue's
+        order, and those behind it go ahead."""
+        adapter = sequence.adapter
+        if adapter is None or self.adapters is None:
+            return True
+        if self.adapters.has_room(adapter, sequence.has_begun):
+            return True
+        self.adapters.block(adapter, now)
+        self.waiting.block(sequence)
+        return False
+
+    def _acquire_adapter(self, sequence: Sequence) -> int:
+        """The slot of its adapter, -1 for none."""
+        if sequence.adapter is None or self.adapters is None:
+            return -1
+        slot, was_there = self.adapters.acquire(sequence.adapter)
+        self.metrics.adapters.acquired(was_there)
+        return slot
 
     @property
     def _may_divide_prompts(self) -> bool:
@@ -444,7 +499,8 @@ class Scheduler:
         """Start a sequence on a row; returns how many blocks more its tokens will need."""
         row = self.free_rows.pop()
         samples = match.num_tokens + grant == len(sequence.held_token_ids)
-        plan.admit(sequence.added_row(row, match.num_tokens, fork_of), grant, samples)
+        slot = self._acquire_adapter(sequence)
+        plan.admit(sequence.added_row(row, match.num_tokens, fork_of, slot), grant, samples)
         self.by_row[row] = sequence
         sequence.row, sequence.status = row, Status.RUNNING
         tenant = self.tenants.admitted(sequence.new.tenant, grant)
@@ -702,6 +758,8 @@ class Scheduler:
         if sequence.status is Status.RUNNING:
             self.kv.release(sequence)
         sequence.hold()
+        if sequence.adapter is not None and self.adapters is not None:
+            self.adapters.release(sequence.adapter.digest)
         self.columns.running[row] = False
         self.columns.epoch[row] += 1
         self.by_row[row] = None
@@ -778,13 +836,15 @@ class Scheduler:
                 self.end(sequence, sequence.finish_reason)
             else:
                 self.requeue(sequence)
+        if self.adapters is not None:
+            self.adapters.reset()
 
-    def fail_request(self, request_id: str, error: str) -> None:
+    def fail_request(self, request_id: str, error: str, *, is_own_fault: bool = False) -> None:
         """End all sequences of a request with an error. Nothing may be in flight (see
         `recover`)."""
         for sequence in list(self.requests.get(request_id, ())):
             self.waiting.remove(sequence)
-            self.end(sequence, "error", error=error)
+            self.end(sequence, "error", error=error).is_own_fault = is_own_fault
 
     def fail_all(self, error: str) -> None:
         """End everything with an error, whatever state it is in: the engine is dead."""
@@ -807,6 +867,9 @@ class Scheduler:
         assert len(held) + len(self.free_rows) == len(self.by_row), (
             "a row is neither free nor owned"
         )
+        if self.adapters is not None:
+            used = Counter(one.adapter.digest for one in held if one.adapter is not None)
+            self.adapters.check_integrity(used)
 
     def _at(self, row: int | np.int32) -> Sequence:
         sequence = self.by_row[row]

@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from quire.config.speculative import SpeculativeConfig
+from quire.protocol.adapter import AdapterContent, AdapterLimits
 from quire.protocol.errors import RequestError
 from quire.protocol.kv_spec import held_blocks
 from quire.protocol.output import FinishedSequence, SequencePromptLogprobs, StepOutput
@@ -61,6 +62,8 @@ class SchedulerLimits:
     speculation: SpeculativeConfig | None = None
     num_stages: int = 1
     """Stages of a pipeline. Of several, all learn of sampled tokens through plans alone."""
+    adapters: AdapterLimits | None = None
+    """None: requests have none."""
     seed: int = 0
     cache_identity: tuple[str, ...] = ()
     """Model, dtype and layout: what the KV of equal tokens depends on."""
@@ -395,6 +398,7 @@ class Sequence:
     """Its known tokens while it has no row."""
     digests: dict[int, bytes] = field(default_factory=dict)
     """Block index -> digest of the media whose placeholders lie in the block."""
+    adapter: AdapterContent | None = None
     row: int = -1
     status: Status = Status.WAITING
     finish_reason: str | None = None
@@ -468,7 +472,7 @@ class Sequence:
             for table, first in zip(c.block_tables[:, row], c.first_blocks[:, row], strict=True)
         ]
 
-    def added_row(self, row: int, num_computed: int, fork_of: int) -> AddedRow:
+    def added_row(self, row: int, num_computed: int, fork_of: int, adapter_slot: int) -> AddedRow:
         """What the device must know of it."""
         params = self.params
         num_forked = num_computed if fork_of >= 0 else 0
@@ -486,6 +490,7 @@ class Sequence:
             num_logprobs=CANDIDATES_PER_BEAM * self.new.beam_width or num_logprobs,
             num_prompt_logprobs=self._num_prompt_logprobs,
             pooling=self.new.pooling,
+            adapter_slot=adapter_slot,
             appends_sampled=not (self.is_beam or self.columns.has_stages),
         )
 

@@ -7,7 +7,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from quire import __version__
-from quire.server import admin, health, models, tokenize
+from quire.server import adapters, admin, health, models, tokenize
 from quire.server.anthropic import messages
 from quire.server.dashboard import page
 from quire.server.dashboard import state as dashboard_state
@@ -38,6 +38,8 @@ def build_app(state: ServerState) -> ASGIApp:
         app.include_router(module.router)
     if not state.access.admin_keys.is_open:
         app.include_router(admin.router)
+    if state.options.adapters.allow_runtime_lora:
+        app.include_router(adapters.router)
     network = state.options.network
     guarded = Middleware(app, network, state.access, state.load, _observers(state))
     if not network.allowed_origins:

@@ -27,7 +27,9 @@ async def models(
 ) -> dict[str, Any]:
     """In the format of the client's protocol; the parameters are those of Anthropic's."""
     _check_serving(request)
-    records = [_record(request, name) for name in state_of(request).model_names]
+    state = state_of(request)
+    names = [*state.model_names, *(module.name for module in state.preparation.adapters.all())]
+    records = [_record(request, name) for name in names]
     if request.state.dialect is ANTHROPIC:
         return _anthropic_page(records, limit, after_id, before_id)
     return {"object": "list", "data": records}
@@ -50,13 +52,18 @@ def _record(request: Request, name: str) -> dict[str, Any]:
     state = state_of(request)
     if request.state.dialect is ANTHROPIC:
         return _anthropic_record(name, state.created, state.llm.session.inputs.max_model_len)
+    root, parent = state.llm.model_config.source.name, None
+    if name not in state.model_names:
+        module = state.preparation.adapters.find(name)
+        if module is not None:
+            root, parent = module.path, module.base_model_name or state.model_names[0]
     return {
         "id": name,
         "object": "model",
         "created": state.created,
         "owned_by": "quire",
-        "root": state.llm.model_config.source.name,
-        "parent": None,
+        "root": root,
+        "parent": parent,
         "max_model_len": state.llm.session.inputs.max_model_len,
     }
 

@@ -3,6 +3,7 @@ loop, hand it to the engine, and send the protocol's reply."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Protocol, TypeVar
@@ -147,8 +148,11 @@ async def open_stream(
     request: Request, made: Prepared, name: str, wants_progress: bool = False
 ) -> OutputStream:
     """Hand prompts to the engine; returns once it has accepted them all."""
+    state = state_of(request)
     terms = made.body.terms(request.state.tenant, wants_progress)
-    llm = state_of(request).llm
+    if (adapter := state.preparation.adapter_named(made.model)) is not None:
+        terms = dataclasses.replace(terms, adapter=adapter)
+    llm = state.llm
     stream = await llm.open_stream(made.prompts, made.params, name, terms)
     stream.reads_lazily = True
     request.state.made = stream.requests  # for what watches requests

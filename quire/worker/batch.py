@@ -22,6 +22,8 @@ class Batch:
     """Tokens whose logits are wanted: of each row that samples, its last `num_samples`."""
     attention: tuple[AttentionInputs, ...]
     """Of each KV group."""
+    adapter_slots: Tensor | None
+    """Of each token, -1 for no adapter; None: no token uses one."""
 
 
 def gather_batch(
@@ -29,6 +31,7 @@ def gather_batch(
     plan: StepPlan,
     staged: StagedRows,
     prefixes: HostPrefixTiles | None = None,
+    uses_adapters: bool = False,
 ) -> Batch:
     """Gathers the step's inputs; its tokens count as computed from then on."""
     rows, counts = staged.rows, staged.counts
@@ -66,6 +69,7 @@ def gather_batch(
             )
             for blocks in table.block_tables
         ),
+        adapter_slots=table.adapter_slots[row_of] if uses_adapters else None,
     )
 
 

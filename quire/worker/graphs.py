@@ -8,6 +8,7 @@ for the launches otherwise.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from quire.layers.attention.layer import AttentionStep, StepContext
 from quire.layers.attention.shared_prefix import HostPrefixTiles, PrefixTiles, max_tiles
 from quire.layers.attention.triton import query_tiles
 from quire.layers.expert_counts import ExpertCounter
+from quire.layers.lora import AdapterLayers
 from quire.layers.parallel import ONE_STAGE, Stage
 from quire.models.registry import CausalLM
 from quire.protocol.plan import Int32Array, StepPlan
@@ -50,6 +52,7 @@ class DecodeKey(NamedTuple):
     """One for each row."""
     shares_prefixes: bool
     """Whether a shared prefix is read once."""
+    uses_adapters: bool = False
 
 
 class MixedKey(NamedTuple):
@@ -61,6 +64,7 @@ class MixedKey(NamedTuple):
     """Rows with up to so many tokens are for decode attention."""
     num_prompts: int
     """Most rows with more."""
+    uses_adapters: bool = False
 
     @property
     def max_tokens(self) -> int:
@@ -127,22 +131,28 @@ class StepGraphs:
         max_queries: int = 1,
         stage: Stage = ONE_STAGE,
         expert_counter: ExpertCounter | None = None,
+        adapters: AdapterLayers | None = None,
     ) -> None:
-        """`max_queries` is one more than the most drafts of a row."""
+        """`max_queries` is one more than the most drafts of a row. With `adapters` each graph is
+        there twice, so that steps without any have nothing of them."""
         from quire.kernels.triton.rows import RowTensors, TokenTensors
 
         self._model, self._attention, self._table = model, attention, table
-        self._stage, self._expert_counter = stage, expert_counter
+        self._stage, self._expert_counter, self._adapters = stage, expert_counter, adapters
         decode = decode_keys(max_rows, shares_prefixes)
         most = attention.max_decode_queries
         mixed = mixed_keys(max_rows, max_tokens, min(max_queries, most), most)
+        if adapters is not None:
+            decode += [key._replace(uses_adapters=True) for key in decode]
+            mixed += [key._replace(uses_adapters=True) for key in mixed]
         both: list[GraphKey] = [*decode, *mixed]
         self.keys = sorted(both, key=lambda key: key.num_tokens, reverse=True)
         """All graphs, the largest first so that the others fit into its memory."""
         self._decode_order = {
-            shares: [key for key in decode if key.shares_prefixes == shares]
-            for shares in (False, True)
+            kind: [key for key in decode if key[1:] == kind]
+            for kind in product((False, True), repeat=2)
         }
+        """By whether prefixes are shared and adapters used."""
         # The smallest first; steps that verify drafts leave graphs for single tokens to others.
         by_size = sorted(mixed, key=lambda key: (key.num_tokens, key.num_prompts, key.queries))
         self._plain_order = sorted(by_size, key=lambda key: key.queries > 1)
@@ -187,9 +197,9 @@ class StepGraphs:
         kinds: dict[tuple[int, ...], GraphKey] = {}
         for key in self.keys:
             if isinstance(key, DecodeKey):
-                kinds[key.shares_prefixes,] = key
+                kinds[key.shares_prefixes, key.uses_adapters] = key
             else:
-                kinds[key.queries, key.num_prompts] = key
+                kinds[key.queries, key.num_prompts, key.uses_adapters] = key
         for key in kinds.values():
             self._pad(key, StepPlan(step=0))
             self._forward(key)
@@ -206,6 +216,8 @@ class StepGraphs:
             with torch.cuda.graph(graph, pool=self._pool):
                 self._forward(key)
             self._graphs[key] = graph
+        if self._adapters is not None:
+            self._adapters.begin_step(None)  # it names tensors of the last graph
         torch.cuda.synchronize()
 
     def measure(self) -> int:
@@ -311,6 +323,9 @@ class StepGraphs:
                 for blocks, own in zip((self._leading, *self._others), slots, strict=True)
             ]
         )
+        if self._adapters is not None:
+            adapters = self._adapter_slots(key, used, tokens)
+            self._adapters.begin_step(adapters, adapters)
         hidden = self._run_model(tokens, attention, size)
         if self._logits is not None:
             self._model.logits(hidden, out=self._logits[:size])
@@ -330,7 +345,7 @@ class StepGraphs:
             (self._single_tokens, self._single_lens) if key.queries == 1 else None,
         )
         inputs = [self._attention_inputs(key, self._leading, tokens.slots, rows, starts, tiles)]
-        if self._others:
+        if self._others or key.uses_adapters:
             places = torch.arange(key.num_tokens, dtype=torch.int32, device=rows.device)
             requests = torch.searchsorted(starts[1 : num_rows + 1], places, right=True)
             rows_of = rows[:num_rows].index_select(0, requests.clamp(max=num_rows - 1)).clamp(min=0)
@@ -339,9 +354,21 @@ class StepGraphs:
                 slots = torch.where(tokens.slots < 0, tokens.slots, found)
                 inputs.append(self._attention_inputs(key, blocks, slots, rows, starts, tiles))
         attention = self._attention.plan(inputs)
+        if self._adapters is not None:
+            adapters = self._adapter_slots(key, rows_of, tokens) if key.uses_adapters else None
+            self._adapters.begin_step(
+                adapters, None if adapters is None else adapters.index_select(0, lines)
+            )
         hidden = self._run_model(tokens, attention, key.num_tokens)
         if self._logits is not None:
             self._model.logits(hidden.index_select(0, lines), out=self._logits[: len(lines)])
+
+    def _adapter_slots(self, key: GraphKey, rows_of: Tensor, tokens: TokenTensors) -> Tensor | None:
+        """Of each token, given its row; -1 also for tokens that only fill the graph up."""
+        if not key.uses_adapters:
+            return None
+        slots = self._table.adapter_slots.index_select(0, rows_of)
+        return torch.where(tokens.slots < 0, -1, slots)
 
     def _run_model(
         self, tokens: TokenTensors, attention: tuple[AttentionStep, ...], num_tokens: int
@@ -386,11 +413,17 @@ class StepGraphs:
     # --- replay -----------------------------------------------------------------------------------
 
     def replay(
-        self, plan: StepPlan, staged: StagedRows, prefixes: HostPrefixTiles | None
+        self,
+        plan: StepPlan,
+        staged: StagedRows,
+        prefixes: HostPrefixTiles | None,
+        uses_adapters: bool = False,
     ) -> Tensor | None:
         """The step's lines of logits, or before the last stage the hidden states that were sent;
         None where no graph fits."""
-        key = self.find(plan, prefixes)
+        if uses_adapters and (self._adapters is None or self._adapters.waits_for_device):
+            return None
+        key = self.find(plan, prefixes, uses_adapters)
         if key is None:
             return None
         self._pad(key, plan, prefixes)
@@ -407,19 +440,26 @@ class StepGraphs:
         logits = self._logits[: len(plan.rows)]
         return logits if plan.samples.all() else logits[staged.samples]
 
-    def find(self, plan: StepPlan, prefixes: HostPrefixTiles | None = None) -> GraphKey | None:
+    def find(
+        self,
+        plan: StepPlan,
+        prefixes: HostPrefixTiles | None = None,
+        uses_adapters: bool = False,
+    ) -> GraphKey | None:
         """The graph that a step fits into, if any."""
         num_rows = len(plan.rows)
         if plan.num_tokens == num_rows:
-            keys = self._decode_order[prefixes is not None]
+            keys = self._decode_order[prefixes is not None, uses_adapters]
             return next((key for key in keys if key.num_tokens >= num_rows), None)
-        return self._find_mixed(plan) if prefixes is None else None
+        return self._find_mixed(plan, uses_adapters) if prefixes is None else None
 
-    def _find_mixed(self, plan: StepPlan) -> MixedKey | None:
+    def _find_mixed(self, plan: StepPlan, uses_adapters: bool) -> MixedKey | None:
         num_rows, num_tokens = len(plan.rows), plan.num_tokens
         num_lines = int(plan.num_samples.sum())
         prompts: dict[int, int] = {}
         for key in self._draft_order if plan.has_drafts else self._plain_order:
+            if key.uses_adapters != uses_adapters:
+                continue
             if num_tokens > key.max_tokens or num_rows > key.num_rows or num_lines > key.num_lines:
                 continue
             if key.queries not in prompts:

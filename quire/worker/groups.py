@@ -7,6 +7,7 @@ CPUs of several hosts.
 from __future__ import annotations
 
 import atexit
+import importlib
 import json
 import logging
 import os
@@ -24,7 +25,13 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from quire.config.device import DeviceInfo, launched_as, prefer_interface, ranks_share_devices
+from quire.config.device import (
+    DeviceInfo,
+    launched_as,
+    launcher_address,
+    prefer_interface,
+    ranks_share_devices,
+)
 from quire.config.options import ParallelOptions
 from quire.kernels import cpu
 from quire.kernels.cpu.collectives import (
@@ -250,14 +257,26 @@ class _TorchRanks:
         self._backend = dist.get_backend()
 
     def _store(self) -> dist.Store:
-        place = self._place
         if self._address is None:
-            found = dist.rendezvous("env://", place.rank, place.size, timeout=self._timeout)
-            store: dist.Store = next(iter(found))[0]
-            return store
+            return self._store_of_launcher()
         host, port = self._address
         prefer_interface(self._wait_for_listener(host, port))
         return dist.TCPStore(host, port, timeout=self._timeout, wait_for_workers=False)
+
+    def _store_of_launcher(self) -> dist.Store:
+        place = self._place
+        try:
+            found = dist.rendezvous("env://", place.rank, place.size, timeout=self._timeout)
+            store: dist.Store = next(iter(found))[0]
+        except dist.DistError as error:
+            raise RankMissing(
+                f"rank {place.rank} of {place.size} on {socket.gethostname()} did not meet the "
+                f"others at MASTER_ADDR:MASTER_PORT ({launcher_address()}) within "
+                f"{place.timeout_s:g} s "
+                f"(distributed_timeout_seconds): {_first_line(error)} Check that the launcher has "
+                "started them all, and that no firewall is between the hosts."
+            ) from error
+        return store
 
     def _wait_for_listener(self, host: str, port: int) -> str:
         """The address of this host by which it is reached. `TCPStore` would try for longer than it
@@ -342,6 +361,9 @@ class _TorchRanks:
         return f"GPU {self._device.index}, {torch.cuda.get_device_properties(self._device).uuid}"
 
     def _connect(self, store: dist.Store) -> None:
+        # Default arguments there keep the group that exists at the first import, such as that of
+        # torch's compiler or of transformers; `_end_groups` could not end it then.
+        importlib.import_module("torch.distributed.nn.functional")
         dist.init_process_group(
             self._backend,
             store=dist.PrefixStore("quire", store),

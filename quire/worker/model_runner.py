@@ -34,6 +34,7 @@ from quire.protocol.plan import (
     TokenMasks,
     WaitingDrafts,
 )
+from quire.worker.adapters import HostAdapters
 from quire.worker.batch import gather_batch
 from quire.worker.graphs import StepGraphs
 from quire.worker.kv_tensors import KVTensors
@@ -89,6 +90,8 @@ class ModelRunner:
         self.drafter: Drafter | None = None
         self.draft_kv: KVTensors | None = None
         """What a head that drafts has in the same blocks, and copies of them."""
+        self.adapters: HostAdapters | None = None
+        """None: requests have none."""
         self.on_prompt_logits: Callable[[Int32Array, Tensor], None] | None = None
         """Given the positions of prompt tokens whose logprobs are asked for, in pieces, and the
         logits [positions, vocabulary] before each: the first rank's."""
@@ -100,6 +103,8 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> None:
         """Launch the forward pass of a step."""
+        if self.adapters is not None:
+            self.adapters.carry_out(plan)
         staged = self.update_rows(plan)
         if self.drafter is not None:
             self.drafter.update(plan)
@@ -108,13 +113,16 @@ class ModelRunner:
             if self.draft_kv is not None:
                 self.draft_kv.copy_blocks(staged.copy_sources, staged.copy_targets)
         prefixes = self._shared_prefixes(plan)
+        uses_adapters = self.adapters is not None and self.table.uses_adapters(plan)
         if self.graphs is not None and not (self._prompt_logprob_rows or self._pooled_rows):
-            replayed = self.graphs.replay(plan, staged, prefixes)
+            replayed = self.graphs.replay(plan, staged, prefixes, uses_adapters)
             if replayed is not None:
                 logits = replayed if self._stage.is_last else None
                 self._executed = _Executed(plan, staged, logits, None)
                 return
-        batch = gather_batch(self.table, plan, staged, prefixes)
+        batch = gather_batch(self.table, plan, staged, prefixes, uses_adapters)
+        if self.adapters is not None:
+            self.adapters.begin_step(batch)
         attention = self.attention.plan(batch.attention)
         given: Tensor | None = None
         if not self._stage.is_first:
@@ -296,6 +304,8 @@ class ModelRunner:
         cuts = [slice(start, start + MAX_LINES) for start in range(0, len(hidden), MAX_LINES)]
         parts = []
         for cut in cuts:
+            if self.adapters is not None:
+                self.adapters.begin_lines(added.adapter_slot, len(hidden[cut]))
             logits = self.model.lm_head.gather(self.model.logits(hidden[cut]))
             if self._parallel.answers:
                 if self.on_prompt_logits is not None:
@@ -320,6 +330,7 @@ class ModelRunner:
             self._max_queries,
             self._stage,
             self.expert_counter,
+            None if self.adapters is None else self.adapters.layers,
         )
 
     def compile_kernels(self, graphs: StepGraphs | None, num_threads: int, max_tokens: int) -> None:

@@ -106,8 +106,13 @@ class RowTable:
         # All that lies in a row is a token of the vocabulary.
         self.token_ids = _untouched_zeros(max_rows, max_model_len, device)
         # One block, so that a row is added in one launch.
-        self._numbers = ints(4, aligned(max_rows))[:, :max_rows]
-        self.num_tokens, self.num_computed, self.num_drafts, self.appends_sampled = self._numbers
+        self._numbers = ints(5, aligned(max_rows))[:, :max_rows]
+        self.num_tokens, self.num_computed, self.num_drafts, self.appends_sampled = self._numbers[
+            :4
+        ]
+        self.adapter_slots = self._numbers[4]
+        """-1: none."""
+        self._host_slots = np.full(max_rows, -1, np.int32)
         self.block_tables = ints(num_groups, max_rows, max_blocks)
         self._had_drafts = False
         self.max_computed = np.zeros(max_rows, np.int32)
@@ -144,7 +149,7 @@ class RowTable:
         if forks:
             self._fork(sent[0].view(2, -1), max(one.num_forked_tokens for one in forks))
         if plan.added_rows:
-            fields = sent[1].view(5, -1)
+            fields = sent[1].view(6, -1)
             self.token_ids.view(-1)[sent[2].view(torch.int64)] = sent[3]
             self._numbers[:, fields[0]] = fields[1:]
         if len(plan.cut_rows):
@@ -156,10 +161,15 @@ class RowTable:
             self.block_tables[groups, rows, indices] = ids
         return StagedRows(StagedLines(*sent[17:22]) if lines else None, *sent[9:17])
 
+    def uses_adapters(self, plan: StepPlan) -> bool:
+        """Whether a row of the plan, which is carried out, has an adapter."""
+        return bool((self._host_slots[plan.rows] >= 0).any())
+
     def _bound_lengths(self, plan: StepPlan) -> None:
         bounds = self.max_computed
         for added in plan.added_rows:
             bounds[added.row] = added.num_computed_tokens
+            self._host_slots[added.row] = added.adapter_slot
         if len(plan.cut_rows):
             bounds[plan.cut_rows] = np.minimum(bounds[plan.cut_rows], plan.cut_lengths - 1)
         grown = bounds[plan.rows] + plan.num_new_tokens  # as if all drafts were accepted
@@ -174,14 +184,21 @@ class RowTable:
         self.block_tables[:, rows, :num_blocks] = self.block_tables[:, parents, :num_blocks]
 
     def _added(self, added: list[AddedRow]) -> tuple[Int32Array, Int32Array, Int32Array]:
-        """[row, tokens, computed tokens, drafts, appends] of each, and flat places of all their
-        tokens, which are 64-bit: many rows of a very long length have more places than 32 bits
-        count."""
+        """[row, tokens, computed tokens, drafts, appends, adapter slot] of each, and flat places of
+        all their tokens, which are 64-bit: many rows of a very long length have more places than 32
+        bits count."""
         if not added:
             return empty_ints(), empty_ints(), empty_ints()
         fields = np.array(
             [
-                (one.row, len(one.token_ids), one.num_computed_tokens, 0, one.appends_sampled)
+                (
+                    one.row,
+                    len(one.token_ids),
+                    one.num_computed_tokens,
+                    0,
+                    one.appends_sampled,
+                    one.adapter_slot,
+                )
                 for one in added
             ],
             np.int32,

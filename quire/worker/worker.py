@@ -25,12 +25,14 @@ from quire.layers.attention.backend import (
 from quire.layers.attention.kv_scales import describe_kv_scales, given_kv_scales
 from quire.layers.attention.layer import bind_kv_groups
 from quire.layers.experts import Experts
+from quire.layers.lora import AdapterLayers
 from quire.layers.parallel import Parallel
 from quire.models.loader import ONE_RANK, held_weight_bytes, load_model
 from quire.protocol.errors import ModelError, OptionError
 from quire.protocol.expert_counts import ExpertCounts
 from quire.protocol.kv_spec import KVGroup, KVLayout
 from quire.protocol.output import DeviceMemory
+from quire.worker.adapters import HostAdapters
 from quire.worker.draft_head import HeadDrafter, HeadSource
 from quire.worker.draft_model import DraftSource
 from quire.worker.fitting import check_model_fits, kv_specs
@@ -78,6 +80,8 @@ class Worker:
         self._parallel = parallel
         self._speculation = options.decoding.speculation
         self._draft: DraftSource | HeadSource | None = None
+        self.adapters: HostAdapters | None = None
+        """None: requests have none."""
         self._max_queries = 1 + self._speculation_tokens
         """Tokens of a row that a step samples after: one more than its most drafts."""
         heads = parallel.heads(model_config.num_heads, model_config.num_kv_heads)
@@ -174,6 +178,21 @@ class Worker:
         elif self._draft is not None:
             self._draft.load(dtype, self.device)
         bind_kv_groups(self._model, self.layout.groups)
+        if (limits := options.adapters.limits) is not None:
+            remedy = "Lower max_loras or max_lora_rank."
+            with explaining("reserving memory for adapters", remedy, device):
+                layers = AdapterLayers.of(
+                    self._model, limits.num_chunks, limits.num_chunks, limits.max_rank
+                )
+            experts = self._config.experts
+            alternates = experts is not None and experts.alternates
+            self.adapters = HostAdapters(layers, alternates)
+            logger.info(
+                "adapters: %.1f MiB for %d of rank %d, or more of lower rank",
+                layers.nbytes / MIB,
+                limits.max_adapters,
+                limits.max_rank,
+            )
         return_free_memory()
         self._weight_bytes = held_weight_bytes(self._model)
 
@@ -361,6 +380,7 @@ class Worker:
             max_queries=self._max_queries,
             parallel=self._parallel,
         )
+        runner.adapters = self.adapters
         if self._draft is not None:
             drafter = self._draft.build(
                 table, runner.sampler, kv.num_blocks, self._speculation_tokens, self._max_tokens

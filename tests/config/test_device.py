@@ -1,4 +1,5 @@
-"""The number of CPU threads on made-up machines: a thread per core, within what may be used.
+"""CPU threads on made-up machines: one per core, within what may be used, and whole cores for each
+rank.
 
 A change that counts the halves of a core twice, ignores a container's quota or overrules the user
 turns these red.
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.config.device import choose_num_threads, cpu_device
+from quire.config.device import choose_num_threads, core_shares, cpu_device
 
 
 def machine(root: Path, cores: list[str], files: dict[str, str] | None = None) -> Path:
@@ -100,3 +101,34 @@ def test_omp_num_threads_is_read_from_the_environment(monkeypatch: pytest.Monkey
     device = cpu_device()
     assert device.num_threads == 5 and device.why_num_threads == "OMP_NUM_THREADS=5"
     assert device.is_num_threads_wanted
+
+
+def two_sockets(root: Path) -> Path:
+    """Four cores of two processors each; odd cores are in the second socket."""
+    sockets = {
+        f"sys/devices/system/cpu/cpu{i}/topology/physical_package_id": f"{i % 2}\n"
+        for i in range(8)
+    }
+    return machine(root, HYPERTHREADS, sockets)
+
+
+@pytest.mark.parametrize(
+    ("count", "allowed", "shares"),
+    [
+        (1, range(8), [[0, 4, 2, 6, 1, 5, 3, 7]]),
+        (2, range(8), [[0, 4, 2, 6], [1, 5, 3, 7]]),  # a socket each
+        (3, range(8), [[0, 4], [2, 6], [1, 5]]),  # the last core is left over
+        (4, range(8), [[0, 4], [2, 6], [1, 5], [3, 7]]),
+        (2, (0, 1, 4, 5), [[0, 4], [1, 5]]),  # no core is divided
+        (5, range(8), [[]] * 5),
+    ],
+)
+def test_ranks_share_whole_cores(
+    count: int,
+    allowed: tuple[int, ...],
+    shares: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(allowed))
+    assert core_shares(count, two_sockets(tmp_path)) == shares

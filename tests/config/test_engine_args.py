@@ -31,8 +31,8 @@ def test_fields_are_the_options() -> None:
 def test_mistakes_are_those_of_llm() -> None:
     with pytest.raises(OptionError, match="Did you mean max_model_len"):
         EngineArgs(max_model_length=3)
-    with pytest.raises(OptionError, match="enable_lora=True is refused"):
-        EngineArgs(enable_lora=True)
+    with pytest.raises(OptionError, match="enable_prompt_adapter=True is refused"):
+        EngineArgs(enable_prompt_adapter=True)
     with pytest.warns(UserWarning, match="swap_space=4 has no effect"):
         EngineArgs(swap_space=4)
     with pytest.raises(AttributeError, match="no_such_field"):

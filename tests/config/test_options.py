@@ -187,7 +187,7 @@ def test_harmless_arguments_warn_once(name: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "neutral"),
     [
-        ("enable_lora", True, False),
+        ("enable_prompt_adapter", True, False),
         ("num_speculative_tokens", 3, None),
         ("spec_method", "eagle", None),
         ("cpu_offload_gb", 4, 0.0),

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 
 from quire.engine.core import EngineCore
+from quire.protocol.adapter import LoRARequest
 from quire.protocol.output import FinishedSequence, RequestProgress, StepOutput
 from quire.protocol.plan import StepPlan
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams
 from quire.scheduler.scheduler import Pause
 from quire.scheduler.sequence import SchedulerLimits, derive_seed
-from tests.engine.toy import ToyExecutor, context_of, next_token
+from tests.engine.toy import ToyExecutor, ToyFolders, context_of, next_token
 
 VOCAB = 97
 MAX_LEN = 128
@@ -23,7 +24,7 @@ class Engine:
     """An `EngineCore` over the toy executor that keeps its plans and checks its outputs."""
 
     def __init__(self, num_blocks: int = 200, steps_in_flight: int = 1, **limits: Any) -> None:
-        block_size = limits.pop("block_size", 4)
+        block_size, load_polls = limits.pop("block_size", 4), limits.pop("load_polls", 0)
         wanted = {"max_model_len": MAX_LEN, "max_num_seqs": 16, "max_num_batched_tokens": 256}
         self.limits = SchedulerLimits(num_blocks, block_size, **{**wanted, **limits})
         self.toy = ToyExecutor(
@@ -32,19 +33,32 @@ class Engine:
             VOCAB,
             windows=self.limits.windows,
             num_stages=self.limits.num_stages,
+            load_polls=load_polls,
         )
-        self.core = EngineCore(self.toy, self.limits, steps_in_flight, clock=lambda: self.now)
+        self.folders = ToyFolders()
+        self.core = EngineCore(
+            self.toy,
+            self.limits,
+            steps_in_flight,
+            clock=lambda: self.now,
+            adapter_reader=self.folders,
+        )
         self.now = 0.0
         self.plans: list[StepPlan] = []
         self.core.on_plan = self.plans.append
         self.requests: dict[int, NewRequest] = {}
+        self.digests: dict[int, str] = {}
+        """Of the adapters of requests."""
         self.ended: dict[int, FinishedSequence] = {}
         self.order: list[int] = []
         """Keys in the order in which their requests ended."""
 
     def add(self, prompt: list[int], max_tokens: int = 4, n: int = 1, **more: Any) -> int:
-        """Queue a request; returns its key."""
+        """Queue a request; returns its key. `adapter` is the folder of its adapter."""
         key = 100 * len(self.requests)
+        if (folder := more.pop("adapter", None)) is not None:
+            more["adapter"] = LoRARequest(folder, 1, folder)
+            self.digests[key] = self.folders.holds.get(folder, folder)
         params = SamplingParams(n=n, max_tokens=max_tokens, seed=key, ignore_eos=True)
         self.requests[key] = NewRequest(
             key, f"r{key}", np.array(prompt, np.int32), params, arrival_time=0.0, **more
@@ -86,7 +100,9 @@ class Engine:
             tokens = request.prompt_token_ids.tolist()
             for token in sequence.token_ids.tolist():
                 seed = derive_seed(request.params.seed or 0, key % 100)
-                assert token == next_token(context_of(tokens, self.limits.windows), seed, VOCAB)
+                adapter = self.digests.get(key - key % 100, "")
+                context = context_of(tokens, self.limits.windows, adapter)
+                assert token == next_token(context, seed, VOCAB)
                 tokens.append(token)
             if sequence.finish_reason == "length":
                 assert len(sequence.token_ids) == request.params.max_tokens

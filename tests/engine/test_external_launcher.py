@@ -41,6 +41,7 @@ found = [
     for output in llm.generate(prompts, params, use_tqdm=False)
     for one in output.outputs
 ]
+import torch.distributed.nn.functional  # as torch's compiler and transformers do
 if len(sys.argv) > 2:
     with open(sys.argv[2] + os.environ["RANK"], "w") as file:
         json.dump(found, file)

@@ -20,7 +20,7 @@ def held_back(engine: Engine, key: int = 5000, deadline: float | None = None) ->
     prompt = np.array(numbers(9), np.int32)
     new = NewRequest(key, f"r{key}", prompt, params, arrival_time=0.0, deadline=deadline)
     engine.core.check(new)
-    engine.core.scheduler.add(new, is_ready=False)
+    engine.core.scheduler.add(new, num_awaited=1)
     engine.requests[key] = new
     return new
 

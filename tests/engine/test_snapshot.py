@@ -26,7 +26,7 @@ def test_waiting_requests_count_by_what_they_wait_for() -> None:
         engine.add(numbers(5, start=start), max_tokens=20)
     engine.step()
     new = replace(engine.requests[0], key=5000, request_id="r5000")
-    engine.core.scheduler.add(new, is_ready=False)
+    engine.core.scheduler.add(new, num_awaited=1)
     values = gauges(engine)
     assert values["num_requests_running",] == 1 and values["num_requests_waiting",] == 3
     assert values["num_requests_waiting_by_reason", "capacity"] == 2

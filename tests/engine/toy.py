@@ -3,7 +3,8 @@
 The entry of a position is a hash of its token, of the entry before it and of the first one that it
 sees, read through the block table, as the KV of a real model depends on the whole prefix. The next
 token hashes all entries of the context, in a KV group with a window those of the last window. So
-any wrong, stale, doubly used or uncomputed block changes the output.
+any wrong, stale, doubly used or uncomputed block changes the output. The content of a row's adapter
+is part of each hash, read through its slot and its chunks.
 
 With several stages each has a row table and a KV cache of its own, which only plans change, and is
 a step behind the stage before it. They all compute the same, and compare: what one hands to the
@@ -14,12 +15,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import numpy as np
 
 from quire.engine.executors.base import PendingResult
+from quire.files.adapter import AdapterFile
+from quire.protocol.adapter import LoRARequest, chunks_for
+from quire.protocol.errors import AdapterError
 from quire.protocol.expert_counts import ExpertCounts
 from quire.protocol.output import DeviceMemory
 from quire.protocol.plan import (
@@ -76,27 +81,68 @@ def nearest(token: int, allowed: Callable[[int], bool], vocab: int) -> int:
     return next(t for t in ((token + i) % vocab for i in range(vocab)) if allowed(t))
 
 
-def entries_of(tokens: list[int], window: int | None = None) -> list[int]:
-    """What a correct KV cache holds for these tokens, in a group with this window."""
+def entries_of(tokens: list[int], window: int | None = None, adapter: str = "") -> list[int]:
+    """What a correct KV cache holds for these tokens, in a group with this window. `adapter` is the
+    digest of its content."""
     entries: list[int] = []
+    content = () if not adapter else (content_of(adapter),)
     for position, token in enumerate(tokens):
         first = first_seen(position, window)
         before = entries[-1] if position > first else 0
-        entries.append(mix(before, entries[first] if position > first else 0, token))
+        entries.append(mix(before, entries[first] if position > first else 0, token, *content))
     return entries
+
+
+def chunk_of(digest: str, index: int) -> int:
+    """What a chunk of an adapter holds."""
+    return mix(*digest.encode(), index)
+
+
+def content_of(digest: str) -> int:
+    """What a device computes with that has an adapter in its chunks, as many as its rank takes."""
+    return mix(*(chunk_of(digest, index) for index in range(chunks_for(rank_of(digest)))))
+
+
+def rank_of(digest: str) -> int:
+    """The toy adapter "b-20" has rank 20."""
+    return int(digest.rpartition("-")[2])
 
 
 def first_seen(position: int, window: int | None) -> int:
     return 0 if window is None else max(position - window + 1, 0)
 
 
-def context_of(tokens: list[int], windows: Windows = (None,)) -> list[int]:
+def context_of(tokens: list[int], windows: Windows = (None,), adapter: str = "") -> list[int]:
     """What the last of these tokens sees, in all groups."""
     return [
         entry
         for window in windows
-        for entry in entries_of(tokens, window)[first_seen(len(tokens) - 1, window) :]
+        for entry in entries_of(tokens, window, adapter)[first_seen(len(tokens) - 1, window) :]
     ]
+
+
+class ToyFolders:
+    """Reads adapters' folders: what each holds, by a digest that ends in its rank; a folder that is
+    not listed holds an adapter named as it is."""
+
+    def __init__(self) -> None:
+        self.holds: dict[str, str] = {}
+        self.broken: set[str] = set()
+
+    def read(self, reference: LoRARequest) -> Future[AdapterFile]:
+        reading: Future[AdapterFile] = Future()
+        folder = reference.lora_path
+        if folder in self.broken:
+            reading.set_exception(AdapterError(f"{folder} is broken"))
+            return reading
+        digest = self.holds.get(folder, folder)
+        rank = rank_of(digest)
+        file = AdapterFile(reference.lora_name, folder, folder, {}, {}, rank, digest, 0, None)
+        reading.set_result(file)
+        return reading
+
+    def shutdown(self) -> None:
+        pass
 
 
 @dataclass
@@ -125,6 +171,9 @@ class ToyStage:
         self.windows = windows
         self.kv = np.full((num_blocks, block_size), UNWRITTEN, np.int64)
         self.rows: dict[int, ToyRow] = {}
+        self.slots: dict[int, tuple[str, list[int]]] = {}
+        """Of each adapter slot in use, what was placed there and in which chunks."""
+        self.chunks: dict[int, int] = {}
         self.num_drafts = 0
         self.drafts_are_right = False
         self.num_tokens_computed = 0
@@ -132,6 +181,12 @@ class ToyStage:
     def carry_out(self, plan: StepPlan) -> HiddenStates:
         for row in plan.freed_rows.tolist():
             self.rows.pop(row, None)
+        for slot in plan.cleared_slots.tolist():
+            self.slots.pop(slot, None)
+        for placed in plan.placed_adapters:
+            chunks = placed.chunks.tolist()
+            self.slots[placed.slot] = placed.digest, chunks
+            self.chunks.update({c: chunk_of(placed.digest, i) for i, c in enumerate(chunks)})
         for added in plan.added_rows:
             self._add(added)
         for row, length in zip(plan.cut_rows.tolist(), plan.cut_lengths.tolist(), strict=True):
@@ -182,8 +237,17 @@ class ToyStage:
             for position in range(first_seen(num_tokens - 1, window), num_tokens)
         ]
 
+    def _content(self, row: ToyRow) -> tuple[int, ...]:
+        """What the chunks of its adapter hold."""
+        if row.added.adapter_slot < 0:
+            return ()
+        require(row.added.adapter_slot in self.slots, "a row's adapter is on the device")
+        _, chunks = self.slots[row.added.adapter_slot]
+        return (mix(*(self.chunks[chunk] for chunk in chunks)),)
+
     def _compute(self, row: ToyRow, count: int) -> list[int]:
         """Returns the new entries."""
+        content = self._content(row)
         known, entries = row.tokens + row.drafts, list[int]()
         for position in range(row.num_computed, row.num_computed + count):
             token = known[position] if position < len(known) else NO_DRAFT
@@ -193,7 +257,7 @@ class ToyStage:
                     before = self._entry(row, group, position - 1)
                     oldest = self._entry(row, group, first)
                 block = row.tables[group][position // self.block_size]
-                entry = mix(before, oldest, token)
+                entry = mix(before, oldest, token, *content)
                 self.kv[block, position % self.block_size] = entry
                 entries.append(entry)
             row.states.append(entry % 1000)
@@ -280,8 +344,11 @@ class ToyStage:
         """Two of three drafts are what a model would sample, as long as those before it are."""
         tokens = list(row.tokens)
         row.drafts = []
+        slot = row.added.adapter_slot
+        adapter = "" if slot < 0 else self.slots[slot][0]
         for _ in range(self.num_drafts):
-            token = next_token(context_of(tokens, self.windows), row.added.seed, self.vocab)
+            context = context_of(tokens, self.windows, adapter)
+            token = next_token(context, row.added.seed, self.vocab)
             if not self.drafts_are_right and mix(row.added.seed, len(tokens), -1) % 3 == 0:
                 token = (token + 1) % self.vocab
             row.drafts.append(token)
@@ -324,8 +391,18 @@ class ToyExecutor:
         num_drafts: int = 0,
         windows: Windows = (None,),
         num_stages: int = 1,
+        load_polls: int = 0,
     ) -> None:
-        """After each sample `num_drafts` tokens are proposed, some of them wrong."""
+        """After each sample `num_drafts` tokens are proposed, some of them wrong. An adapter is
+        loaded after `load_polls` polls."""
+        self._load_polls = load_polls
+        self._loading: list[tuple[int, str, str, Future[None]]] = []
+        """With the poll after which each is there, or what is wrong with it."""
+        self._num_polls = 0
+        self.hosted: set[str] = set()
+        """Adapters in host memory."""
+        self.vanished: set[str] = set()
+        """Folders that can no longer be read."""
         self.num_blocks = num_blocks
         self.failing_steps = failing_steps
         self.stages = [ToyStage(num_blocks, block_size, vocab, windows) for _ in range(num_stages)]
@@ -350,6 +427,8 @@ class ToyExecutor:
 
     def execute(self, plan: StepPlan) -> None:
         self.plan = plan
+        for placed in plan.placed_adapters:
+            require(placed.digest in self.hosted, "only what is in host memory is placed")
         for stage in reversed(range(1, len(self.stages))):
             if self._waiting[stage]:
                 self._carry_out(stage)
@@ -404,6 +483,30 @@ class ToyExecutor:
 
     def expert_counts(self) -> ExpertCounts:
         return ExpertCounts.none()
+
+    def load_adapter(self, name: str, folder: str, digest: str) -> Future[None]:
+        loading: Future[None] = Future()
+        gone = f"adapter {name!r}: {folder} is gone" if folder in self.vanished else ""
+        self._loading.append((self._num_polls + self._load_polls, digest, gone, loading))
+        self._end_loading()
+        return loading
+
+    def _end_loading(self) -> None:
+        for entry in [one for one in self._loading if one[0] <= self._num_polls]:
+            _, digest, gone, loading = entry
+            self._loading.remove(entry)
+            if gone:
+                loading.set_exception(AdapterError(gone))
+            else:
+                self.hosted.add(digest)
+                loading.set_result(None)
+
+    def drop_adapter(self, digest: str) -> None:
+        self.hosted.discard(digest)
+
+    def listen(self) -> None:
+        self._num_polls += 1
+        self._end_loading()
 
     def shutdown(self) -> None:
         for stage in self.stages:

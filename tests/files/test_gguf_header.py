@@ -369,7 +369,7 @@ def test_the_largest_gemma_scales_scores_by_width(tmp_path: Path, arch: str, lay
 @pytest.mark.parametrize(
     ("arch", "metadata", "problem"),
     [
-        ("mamba", {}, "mamba.*llama, qwen2, .*gemma3, phi3, deepseek2, gpt2"),
+        ("mamba", {}, "mamba.*llama, qwen2, .*gemma3, phi3, deepseek2, gpt-oss, gpt2"),
         ("llama", {"block_count": None}, r"llama\.block_count is missing"),
         ("llama", {"attention.head_count": [4, 2]}, "head_count"),
         ("llama", {"attention.head_count": 0}, "num_attention_heads"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from typing import Any
@@ -343,3 +345,29 @@ async def test_many_prompts_leave_turns_to_others(engine: AsyncLLM) -> None:
     stream.close()
     counting.cancel()
     await settled(engine)
+
+
+LEAVING = """
+import atexit, sys, threading
+atexit.register(lambda: print([one.name for one in threading.enumerate()]))  # runs last
+import asyncio
+from quire import AsyncLLM, SamplingParams
+
+async def begin():
+    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    stream = llm.generate({"prompt_token_ids": [1, 2, 3]}, params, request_id="long")
+    await anext(stream)
+    return stream
+
+llm = AsyncLLM(sys.argv[1], num_threads=1, kv_cache_memory_bytes="16MiB")
+loop = asyncio.new_event_loop()
+stream = loop.run_until_complete(begin())
+"""
+
+
+def test_a_program_that_just_ends(tiny: Tiny) -> None:
+    """In the middle of a request: an engine inside torch would abort the process at its end."""
+    words = [sys.executable, "-c", LEAVING, str(tiny.folder)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "['MainThread']\n"

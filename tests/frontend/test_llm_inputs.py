@@ -202,7 +202,7 @@ def test_counts_of_parameters_and_priorities(llm: LLM) -> None:
         "priority must be an integer",
         "'x'",
     )
-    refuses(lambda: llm.generate(GOOD, SHORT, lora_request="a"), "lora_request", "not supported")
+    refuses(lambda: llm.generate(GOOD, SHORT, lora_request="a"), "lora_request", "LoRARequest")
 
 
 def test_priorities_beyond_64_bits(tiny: Tiny) -> None:

@@ -57,7 +57,11 @@ def start(tiny: Tiny, **options: Any) -> Callable[[], Any]:
         ({"nnodes": 2, "tensor_parallel_size": 3}, ("nnodes=2", "3 ranks", "multiple")),
         ({"data_parallel_size": 2}, ("data_parallel_size=2", "several servers behind a proxy")),
         ({"distributed_executor_backend": "x"}, ("distributed_executor_backend", "'x'", "'ray'")),
-        ({"enable_lora": True}, ("enable_lora=True", "not supported yet")),
+        ({"enable_lora": True, "max_lora_rank": 0}, ("max_lora_rank", "from 1 to 4096")),
+        (
+            {"enable_lora": True, "distributed_executor_backend": "external_launcher"},
+            ("enable_lora=True", "external_launcher", "'mp'"),
+        ),
         (
             {"speculative_config": {"method": "medusa", "model": "x"}},
             ("speculative_config", "'medusa' is not supported"),

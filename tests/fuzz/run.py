@@ -35,6 +35,8 @@ TARGETS = {
     "gguf": "model_files",
     "safetensors": "model_files",
     "sentencepiece": "model_files",
+    "adapter": "adapters",
+    "adapter_pickle": "adapters",
     "tool_calls": "texts",
     "reasoning": "texts",
     "chat_template": "chat",

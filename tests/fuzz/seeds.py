@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import zipfile
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from quire.protocol.messages import AbortRequest, AddRequest, Command, Outputs, 
 from quire.protocol.output import FinishedSequence, StepOutput
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams
-from tests.config.test_gguf_header import write_gguf
+from tests.files.test_gguf_header import write_gguf
 from tests.fuzz.target import CORPUS
 from tests.server.hostile import VALID
 from tests.text.tool_calls.test_call_formats import CALLS, CONTENT
@@ -103,6 +106,41 @@ def sentencepiece_files() -> Iterator[bytes]:
     yield pieces + field(2, b"\x18\x01") + field(3, field(2, charsmap))
 
 
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+EXPERTS = "base_model.model.model.layers.0.mlp.experts"
+
+
+def adapter_folders() -> Iterator[bytes]:
+    plain: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+    pair = {f"{Q}.lora_A.weight": torch.ones(2, 4), f"{Q}.lora_B.weight": torch.ones(4, 2)}
+    dora = {**pair, f"{Q}.lora_magnitude_vector": torch.ones(4)}
+    stacked = {
+        f"{EXPERTS}.base_layer.lora_A.weight": torch.ones(4, 4),
+        f"{EXPERTS}.base_layer.lora_B.weight": torch.ones(8, 4),
+        f"{EXPERTS}.lora_A.weight": torch.ones(4, 4),
+        f"{EXPERTS}.lora_B.weight": torch.ones(4, 4),
+    }
+    targets = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    patterns = {"alpha_pattern": {"q_proj": 3}, "rank_pattern": {".*q_proj": 2}}
+    for config, tensors in (
+        ({**plain, **patterns}, pair),
+        ({**plain, "use_dora": True, "use_rslora": True}, dora),
+        ({**plain, **targets}, {**stacked, "base_model.model.lm_head.weight": torch.ones(4, 4)}),
+    ):
+        data = save(tensors)
+        yield _json(config) + b"\n" + data[8 : 8 + int.from_bytes(data[:8], "little")]
+
+
+def adapter_pickles() -> Iterator[bytes]:
+    pair = {f"{Q}.lora_A.weight": torch.ones(4, 6), f"{Q}.lora_B.weight": torch.ones(5, 4)}
+    for tensors in (pair, {name: tensor.half() for name, tensor in pair.items()}):
+        room = io.BytesIO()
+        torch.save(OrderedDict(tensors), room)
+        with zipfile.ZipFile(room) as archive:
+            name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+            yield archive.read(name)
+
+
 def messages() -> Iterator[bytes]:
     tokens = np.arange(5, dtype=np.int32)
     request = NewRequest(1, "a#1", tokens, SamplingParams(n=2, stop=["x"]), 1.5, (0,))
@@ -152,6 +190,8 @@ def write_seeds(folder: Path, scratch: Path) -> None:
         ("gguf", gguf_files(scratch)),
         ("safetensors", safetensors_files()),
         ("sentencepiece", sentencepiece_files()),
+        ("adapter", adapter_folders()),
+        ("adapter_pickle", adapter_pickles()),
         ("tool_calls", texts),
         ("reasoning", [text.encode() for text in thoughts]),
         ("chat_template", chats()),

@@ -241,35 +241,93 @@ class Driver:
     get_current_stream = staticmethod(lambda device: 0)
 
 driver.set_active(Driver())
-E, H, I = 2, 512, 256
+E, TOP_K, H, I = map(int, sys.argv[3:7])
+KINDS = sys.argv[7:]
 float8 = torch.float8_e4m3fn if CAPABILITY >= 89 else torch.uint8
 
 def dense(outputs, inputs):
-    return experts.DenseExperts(torch.zeros(E, outputs, inputs).half())
+    return experts.DenseExperts(torch.empty(E, outputs, inputs, dtype=torch.half))
 
 def blocks(outputs, inputs):
-    values, scales = torch.zeros(E, outputs, inputs, dtype=float8), torch.zeros(E, 4, 4)
+    values = torch.empty(E, outputs, inputs, dtype=float8)
+    scales = torch.zeros(E, -(-outputs // 128), -(-inputs // 128))
     return experts.DenseExperts(values, scales, (128, 128))
 
 def grouped(outputs, inputs):
     codes = torch.zeros(outputs, inputs, dtype=torch.uint8)
     weights = GroupedWeights(codes, 4, torch.ones(outputs, inputs // 32).half(), 32, is_e2m1=True)
-    return grouped_experts.stack_grouped([grouped_matrix.pack_grouped(weights, torch.half)] * E)
+    return grouped_experts.stack_grouped([grouped_matrix.pack_grouped(weights, torch.half)] * 2)
 
 with CompilingTogether(2) as together:
     for scoring in ("softmax", "softmax_of_chosen", "sigmoid"):
-        config = ExpertsConfig(160, 6, 8, (True,), scoring, num_groups=8, top_groups=3)
-        routing.route(torch.zeros(2, 160).half(), config, torch.zeros(160))
-    for make in (dense, blocks, grouped):
+        grouped_choice = ExpertsConfig(160, 6, I, (True,), scoring, num_groups=8, top_groups=3)
+        for config in (grouped_choice, ExpertsConfig(E, TOP_K, I, (True,), scoring)):
+            logits = torch.zeros(2, config.count).half()
+            routing.route(logits, config, torch.zeros(config.count))
+    for kind in KINDS:
+        make = {"dense": dense, "blocks": blocks, "grouped": grouped}[kind]
         layers = make(2 * I, H), make(H, I)
-        for tokens in experts.kernel_changes(E, 2):
-            chosen = Routing(torch.zeros(tokens, 2, dtype=torch.int32), torch.zeros(tokens, 2))
+        for tokens in [1, *experts.kernel_changes(layers[0].num_experts, TOP_K)]:
+            chosen = Routing(torch.zeros(tokens, TOP_K).int(), torch.zeros(tokens, TOP_K))
             experts.expert_mlp(torch.zeros(tokens, H).half(), chosen, *layers)
 failed = [job.exception() for job in together._jobs.values() if job.exception()]
 assert not failed, failed
 made = [job.result() for job in together._jobs.values()]
 over = [(one.name, one.metadata.shared) for one in made if one.metadata.shared > SHARED_BYTES]
 assert not over, over
+print("done")
+"""
+
+ADAPTERS = """
+import sys, torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from quire.kernels.adapter_pool import AdapterPool, AdapterSlice, AdapterTokens, LayerAdapters
+from quire.kernels.triton import lora
+from quire.kernels.triton.compile import CompilingTogether
+
+TARGETS = {
+    "amd": GPUTarget("hip", "gfx90a", 64),
+    "turing": GPUTarget("cuda", 75, 32),
+    "hopper": GPUTarget("cuda", 90, 32),
+}
+KIND = torch.float16 if sys.argv[1] == "turing" else torch.bfloat16
+if sys.argv[1] == "hopper":
+    lora.precision = lambda chunks: "ieee" if chunks.dtype == torch.float32 else "tf32"
+    lora.launch_options = lambda tensor: {"OVERLAPS": True, "launch_pdl": True}
+
+class Driver:
+    get_current_target = staticmethod(lambda: TARGETS[sys.argv[1]])
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+
+driver.set_active(Driver())
+
+def layer(dtype):
+    state = torch.zeros(4, 12, dtype=torch.int32)
+    pool = AdapterPool(torch.zeros(8, 100000, dtype=dtype), state[:, :4])
+    slices = [
+        AdapterSlice(i * 512, 512, 1024, 0, 1024, 9000, 512, 20000, 21000, state[:, 4], state[:, 8])
+        for i in range(3)
+    ]
+    return LayerAdapters.of(pool, slices)
+
+with CompilingTogether(2) as together:
+    for dtype in (torch.float32, KIND):
+        adapters, bias = layer(dtype), torch.zeros(1536, dtype=dtype)
+        for count in (1, 100, 1000, 2000):
+            slots = torch.zeros(count, dtype=torch.int32)
+            tokens = AdapterTokens(slots, lora.tiles_by_adapter(slots, 4))
+            x, out = torch.zeros(count, 1024, dtype=dtype), torch.zeros(count, 1536, dtype=dtype)
+            lora.add_adapters(x, out, bias, adapters, tokens)
+        one = LayerAdapters.of(adapters.pool, adapters.slices[:1])
+        lora.add_to_embedding(slots.long(), out, one, tokens)
+failed = [job.exception() for job in together._jobs.values() if job.exception()]
+assert not failed, failed
+made = [job.result() for job in together._jobs.values()]
+# Of each type: both products for a token and for three sizes of tiles, embeddings; and the sort.
+assert len(made) >= 2 * (2 * 4 + 1), len(made)
+assert max(kernel.metadata.shared for kernel in made) <= 1 << 16, made
 print("done")
 """
 
@@ -315,7 +373,31 @@ def test_products_of_few_bits_fit_into_shared_memory(
 @pytest.mark.parametrize(("capability", "kib"), [("75", 64), ("90", 227)])
 def test_experts_fit_into_shared_memory(capability: str, kib: int, tmp_path: Path) -> None:
     """Of Turing, which has the least, and Hopper, which holds inputs for longer."""
-    run(EXPERTS, tmp_path, capability, str(kib << 10))
+    sizes = ("2", "2", "512", "256")
+    run(EXPERTS, tmp_path, capability, str(kib << 10), *sizes, "dense", "blocks", "grouped")
+
+
+RELEASED_EXPERTS = {
+    "mixtral-8x7b": ("8", "2", "4096", "14336", "dense"),
+    "qwen3-30b-a3b": ("128", "8", "2048", "768", "dense"),
+    "deepseek-v2-lite": ("64", "6", "2048", "1408", "dense"),
+    "deepseek-v3": ("256", "8", "7168", "2048", "blocks"),
+    "gpt-oss-20b": ("32", "4", "2880", "2880", "grouped"),
+}
+"""Experts, how many of them a token has, hidden size, width, and as what their weights are kept."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RELEASED_EXPERTS)
+def test_experts_of_released_models_compile_for_hopper(name: str, tmp_path: Path) -> None:
+    run(EXPERTS, tmp_path, "90", str(227 << 10), *RELEASED_EXPERTS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["amd", "turing", "hopper"])
+def test_adapters_compile(target: str, tmp_path: Path) -> None:
+    """For a token by itself and for tiles of all sizes, in 64 KiB of shared memory."""
+    run(ADAPTERS, tmp_path, target)
 
 
 def run(text: str, tmp_path: Path, *arguments: str) -> None:

@@ -6,6 +6,8 @@ up in another order for another batch, or chooses an expert twice turns these re
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -193,6 +195,34 @@ def test_a_token_is_the_same_alone_and_in_a_batch(name: str, isa: str, num_threa
     for part in (slice(0, 1), slice(1234, 1251), slice(2725, 2740), slice(2999, 3000)):
         alone = experts.run(x[part], Routing(routing.experts[part], routing.weights[part]))
         assert torch.equal(alone, together[part])
+
+
+UNUSED = """
+import torch
+from quire.kernels.cpu.experts import NativeExperts
+from quire.kernels.cpu.linear import pack_floats
+from quire.kernels.torch.experts import Routing
+
+pairs = [[pack_floats([torch.randn(outputs, 32)]) for outputs in (64, 32)] for _ in range(5)]
+experts = NativeExperts(*([one.handle for one in side] for side in zip(*pairs)))
+chosen = torch.tensor([[1, 3], [3, 1], [1, 3]]).int()
+x, routing = torch.randn(3, 32), Routing(chosen, torch.rand(3, 2))
+expected = experts.run(x, routing)
+for expert in (0, 2, 4):
+    experts._gate_up[expert].data = experts._down[expert].data = 8
+assert torch.equal(experts.run(x, routing), expected)
+print("done", flush=True)
+experts._down[3].data = 8
+experts.run(x, routing)
+"""
+
+
+def test_only_the_experts_in_use_are_read() -> None:
+    """To read where there is no memory ends the process: not for experts that no token has
+    chosen, but for one that some have."""
+    done = subprocess.run([sys.executable, "-c", UNUSED], capture_output=True, text=True)
+    assert done.stdout == "done\n", done.stderr
+    assert done.returncode < 0
 
 
 def test_refuses_what_it_would_read_wrongly() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.kernels.cpu.linear import FLOAT_GROUP, pack_floats
+from quire.kernels.cpu.linear import FLOAT_GROUP, pack_floats, pack_matrices
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -76,3 +76,39 @@ def test_shards_are_packed_one_below_the_other(sizes: tuple[int, ...]) -> None:
     shards = [torch.randn(size, 6).bfloat16() for size in sizes]
     packed, joined = pack_floats(shards).packed, torch.cat(shards).float()
     assert torch.equal(packed.transpose(1, 2).reshape(-1, 6)[: len(joined)], joined)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8])
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 13, 40])
+@pytest.mark.parametrize(("count", "outputs", "inputs"), [(1, 1, 1), (3, 33, 20), (5, 64, 48)])
+def test_matrices_with_inputs_of_their_own(
+    count: int,
+    outputs: int,
+    inputs: int,
+    num_tokens: int,
+    threads: int,
+    isa: str,
+    num_threads: None,
+    poisoned_memory: None,
+) -> None:
+    """What one multiplies, no other sees: inputs lie apart, and are followed by what is not
+    theirs. A token's outputs are to the bit what one matrix alone makes of it alone."""
+    torch.set_num_threads(threads)
+    wide, weights = torch.randn(num_tokens, count, inputs + 3), torch.randn(count, outputs, inputs)
+    x = wide[..., :inputs]
+    found = pack_matrices(weights).multiply(x)
+    assert found.shape == (num_tokens, count, outputs) and found.is_contiguous()
+    for i, weight in enumerate(weights):
+        expected = x[:, i].double() @ weight.double().t()
+        torch.testing.assert_close(found[:, i].double(), expected, rtol=1e-5, atol=1e-4)
+        packed = pack_floats([weight])
+        for token in range(num_tokens):
+            alone = packed.multiply(x[token : token + 1, i])
+            assert torch.equal(found[token : token + 1, i], alone)
+
+
+def test_inputs_of_another_shape_are_refused() -> None:
+    packed = pack_matrices(torch.randn(2, 5, 4))
+    for x in (torch.randn(3, 2, 5), torch.randn(3, 1, 4), torch.randn(3, 2, 4).double()):
+        with pytest.raises(ValueError, match=r"x must be float32 \[tokens, 2, 4\]; got"):
+            packed.multiply(x)

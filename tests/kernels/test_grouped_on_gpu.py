@@ -77,3 +77,48 @@ def test_gate_after_norm(tokens: int, offset: str | None) -> None:
     found, found_total = matrix.multiply_normal(x, residual, norm, 1e-5, None, True)
     close(found, F.silu(gate) * up)
     assert torch.equal(found_total, total)
+
+
+@pytest.mark.parametrize(
+    ("offset", "dtype"),
+    [(None, torch.float16), ("zeros", torch.bfloat16), ("minima", torch.float16)],
+)
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "group_size", "tile"),
+    [
+        (28672, 4096, 128, (4, 3, 3)),
+        (6144, 4096, 128, (4, 2, 99)),
+        (4096, 14336, 128, (4, 3, 4, 128)),
+        (200, 4096, 64, (8, 2, 2, 128)),
+        (136, 2048, 2048, (2, 4, 6)),
+        (56, 1480, 64, (4, 4, 3)),
+    ],
+)
+def test_streams(
+    outputs: int,
+    inputs: int,
+    group_size: int,
+    tile: tuple[int, ...],
+    offset: str | None,
+    dtype: torch.dtype,
+) -> None:
+    """Weights that come through shared memory, with gates and without, again and again: a stage
+    that is filled too early shows now and then only."""
+    from quire.kernels.triton.grouped_matrix import StreamTile, pack_grouped
+
+    weights = make_weights(outputs, inputs, group_size, offset)
+    matrix, exact = pack_grouped(weights, dtype), weights.dequantize().double()
+    bias = torch.randn(outputs, device="cuda").to(dtype)
+    for tokens, gated in ((1, False), (1, True), (5, False)):
+        x = torch.randn(tokens, inputs, device="cuda").to(dtype)
+        expected = F.linear(x.double(), exact, bias.double())
+        if gated:
+            gate, up = expected.chunk(2, 1)
+            expected = F.silu(gate) * up
+        found = []
+        for _ in range(50):
+            out = torch.full_like(expected, torch.nan, dtype=dtype)
+            matrix.multiply_streamed(x, bias, out, StreamTile(*tile), gated)
+            found.append(out)
+        close(found[0], expected)
+        assert all(torch.equal(one, found[0]) for one in found)

@@ -108,6 +108,10 @@ def _stored(name: str, values: np.ndarray, config: Any, arch: str, split_latent:
     """Under names that gguf's table knows."""
     if arch == "gpt2" and values.ndim == 2 and (".attn." in name or ".mlp." in name):
         return {name: values.T}, lambda one: one[0].T
+    if name.endswith(".sinks"):
+        return {f"{name}.weight": values}, lambda one: one[0]
+    if arch == "gpt-oss" and ".experts." in name:
+        return _gpt_oss_experts(name, values)
     if name.endswith("experts.gate_up_proj"):
         gate, up = np.split(values, 2, axis=1)
         prefix = name.removesuffix("gate_up_proj")
@@ -146,6 +150,28 @@ def _stored(name: str, values: np.ndarray, config: Any, arch: str, split_latent:
     return {name: values}, lambda one: one[0]
 
 
+def _gpt_oss_experts(name: str, values: np.ndarray) -> Stored:
+    """transformers has matrices as [inputs, outputs], with gates and ups in turns."""
+    is_bias, ending = name.endswith("_bias"), "bias" if name.endswith("_bias") else "weight"
+
+    def turned(one: np.ndarray) -> np.ndarray:
+        return one if is_bias else one.swapaxes(1, 2)
+
+    base = name.removesuffix("_bias")
+    if base.endswith("down_proj"):
+        return {f"{base}.{ending}": turned(values)}, lambda one: turned(one[0])
+    prefix = base.removesuffix("gate_up_proj")
+    halves = {
+        f"{prefix}gate_proj.{ending}": turned(values[..., 0::2]),
+        f"{prefix}up_proj.{ending}": turned(values[..., 1::2]),
+    }
+
+    def join(both: list[np.ndarray]) -> np.ndarray:
+        return np.stack([turned(one) for one in both], -1).reshape(values.shape)
+
+    return halves, join
+
+
 def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str, split_latent: bool) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -173,7 +199,7 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str, split_laten
     if arch == "phi3":
         whole = config.hidden_size // config.num_attention_heads
         writer.add_rope_dimension_count(int(whole * rope.get("partial_rotary_factor", 1.0)))
-    if arch in ("phi3", "gemma2", "gemma3"):
+    if arch in ("phi3", "gemma2", "gemma3", "gpt-oss"):
         writer.add_sliding_window(config.sliding_window or 0)
     if arch == "gemma2" and config.attn_logit_softcapping:
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
@@ -214,6 +240,9 @@ def _write_experts(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
     writer.add_expert_count(count)
     writer.add_expert_used_count(config.num_experts_per_tok)
     if arch == "llama":
+        return
+    if arch == "gpt-oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
         return
     writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if arch == "qwen2moe":

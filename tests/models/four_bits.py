@@ -45,6 +45,8 @@ def counted_in(axis: Axis, unit: int) -> Axis:
 
 class FourBits:
     reads_blocks = False
+    adapters = None
+    tokens = None
 
     def extra_bytes(
         self, shard_key: ShardKey, num_outputs: int, num_inputs: int, stored: str | None

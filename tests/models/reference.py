@@ -331,6 +331,7 @@ class PagedRun:
             slots += [self._slot(index, position) for position in new]
             self.computed[index] += count
             query_start.append(len(token_ids))
+        self.on_step(work)
         context_lens = [self.computed[index] for index in work]
         device = self.device
         inputs = AttentionInputs(
@@ -353,6 +354,9 @@ class PagedRun:
             logits = self.model.lm_head.gather(self.model.logits(hidden))
         for index, piece in zip(work, logits.split(list(work.values())), strict=True):
             self.logits[index].append(piece)
+
+    def on_step(self, work: dict[int, int]) -> None:
+        """Called before each forward pass."""
 
     def _slot(self, index: int, position: int) -> int:
         block, offset = divmod(position, self.block_size)

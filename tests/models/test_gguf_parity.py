@@ -77,6 +77,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "deepseek-v3": ("deepseek2", "deepseek_v3", {}),
+    "gpt-oss": ("gpt-oss", "gpt_oss", {"swiglu_limit": 7.0}),
 }
 
 
@@ -133,12 +134,16 @@ QUANTIZED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "deepseek_v3",
         {**WIDE, **LATENT, "q_lora_rank": 32, "moe_intermediate_size": 256, "n_group": 2},
     ),
+    "gpt-oss": ("gpt-oss", "gpt_oss", {**WIDE, "head_dim": 64, "swiglu_limit": 7.0}),
 }
 
 
 @pytest.mark.parametrize(
     ("case", "kind"),
-    [*((case, "Q8_0") for case in QUANTIZED), ("mixtral", "Q4_K"), ("qwen2-moe", "Q4_K")],
+    [
+        *((case, "Q8_0") for case in QUANTIZED),
+        *(("mixtral", "Q4_K"), ("qwen2-moe", "Q4_K"), ("gpt-oss", "MXFP4"), ("phi3", "MXFP4")),
+    ],
 )
 def test_quantised_files(case: str, kind: str, tmp_path: Path) -> None:
     """As exact numbers, and from packed blocks, experts included."""
@@ -157,7 +162,10 @@ def test_quantised_files(case: str, kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("case", "is_whole"),
-    [("mixtral", False), ("mixtral", True), ("phi3", False), ("deepseek-v3", True)],
+    [
+        *(("mixtral", False), ("mixtral", True), ("phi3", False), ("deepseek-v3", True)),
+        *(("gpt-oss", False), ("gpt-oss", True)),
+    ],
 )
 def test_ranks_read_their_share_of_blocks(case: str, is_whole: bool, tmp_path: Path) -> None:
     """Of joined matrices, of the halves of latents, and of experts: a part of each, or some."""

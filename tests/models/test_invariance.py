@@ -42,6 +42,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("qwen3_moe", LONG | {"moe_intermediate_size": 32}),
     "experts-by-sigmoid": ("glm4_moe", LONG | {"moe_intermediate_size": 32}),
     "gated-shared-expert": ("qwen2_moe", LONG),
+    "latents": ("deepseek_v2", LONG | {"q_lora_rank": 28, "attention_bias": True}),
+    "latents-and-groups": ("deepseek_v3", LONG),
 }
 LENGTHS = (600, 150, 40, 7)
 CHUNKS = (1, 1, 2, 3, 5, 17, 60, 300)

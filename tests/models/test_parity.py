@@ -150,12 +150,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe": ("glm4_moe", {}),
     "glm4-moe-norms": (
         "glm4_moe",
-        {"use_qk_norm": True, "attention_bias": True, "n_group": 4, "topk_group": 2},
+        {
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+        },
     ),
     "deepseek-v2": ("deepseek_v2", {}),
     "deepseek-v2-groups": (
         "deepseek_v2",
-        {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "q_lora_rank": 28},
+        {
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "q_lora_rank": 28,
+            "rms_norm_eps": 1e-2,  # but for norms of latents
+        },
     ),
     "deepseek-v2-yarn": ("deepseek_v2", {"rope_parameters": LATENT_YARN, "attention_bias": True}),
     "deepseek-v3": ("deepseek_v3", {}),

@@ -237,6 +237,8 @@ def test_random_weights_are_like_those_of_a_model(name: str, tmp_path: Path) -> 
         ("gptq", "scales", None, "1 tensor missing"),
         ("awq", "qzeros", None, "1 tensor missing"),
         ("w4a16", "weight_scale", None, "1 tensor missing"),
+        ("gptq asym order", "g_idx", None, "is missing, but .* groups by their activations"),
+        ("w4a16 asym order", "weight_g_idx", None, "is missing, but .* by their activations"),
         ("fp8", "weight_scale", None, "is missing"),
         ("fp8 static", "input_scale", None, "is missing"),
         ("fp8 block", "weight_scale_inv", lambda x: x[:1].clone(), r"expected \[2, 2\]"),

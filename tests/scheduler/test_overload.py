@@ -137,7 +137,7 @@ def test_a_flood_of_names_takes_no_place_of_an_older_tenant(
             if held_back:
                 request = scheduler.requests[f"r{key}"][0]
                 scheduler.waiting.remove(request)
-                scheduler.waiting.hold_back(request)
+                scheduler.waiting.hold_back(request, 1)
 
     flood(0)
     while len(own) < 20:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.protocol.adapter import AdapterLimits
 from quire.protocol.request import MediaSpan, NewRequest
 from quire.protocol.sampling import SamplingParams
 from quire.scheduler.kv_cache import BlockPool, RadixTree, chain_hash, chain_root
@@ -96,10 +97,10 @@ def test_beams_are_found_again() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"cache_salt": "b"}, {"cache_salt": None}, {"cache_salt": "a", "adapter": "x"}]
+    "change", [{"cache_salt": "b"}, {"cache_salt": None}, {"cache_salt": "a", "adapter": "x-8"}]
 )
 def test_salt_and_adapter_separate(change: dict[str, Any]) -> None:
-    engine = Engine()
+    engine = Engine(adapters=AdapterLimits(1, 8, 1))
     engine.add(numbers(20), cache_salt="a")
     engine.finish()
     other = engine.add(numbers(20), **change)

@@ -22,6 +22,7 @@ from quire.config.structured import GrammarSettings
 from quire.engine.core import EngineCore
 from quire.engine.structured_output.build import Vocabulary
 from quire.engine.structured_output.compiler import GrammarCompiler
+from quire.protocol.adapter import AdapterLimits, LoRARequest
 from quire.protocol.output import FinishedSequence
 from quire.protocol.plan import StepPlan
 from quire.protocol.request import NewRequest
@@ -31,6 +32,7 @@ from quire.scheduler.sequence import SchedulerLimits, Status, derive_seed
 from tests.engine.toy import (
     InjectedError,
     ToyExecutor,
+    ToyFolders,
     Windows,
     context_of,
     nearest,
@@ -64,6 +66,21 @@ class Job:
     speculates: bool = True
     has_grammar: bool = False
     deadline: int | None = None
+    adapter: str = ""
+    """The folder of its adapter."""
+
+
+FOLDERS = ("", "", "a-8", "also-a", "b-8", "c-20", "changing", "too-large", "vanished")
+
+
+def digest_in(folder: str, step: int) -> str:
+    """What a folder holds before a step: its rank is behind the dash."""
+    if folder == "changing":
+        return "before-8" if step < 5 else "after-16"
+    return {"also-a": "a-8", "too-large": "x-40", "vanished": "y-8"}.get(folder, folder)
+
+
+FEW_ADAPTERS = AdapterLimits(1, 24, 3, 30.0)
 
 
 @dataclass(frozen=True)
@@ -83,6 +100,9 @@ class Setting:
     windows: Windows = (None,)
     """Of each KV group."""
     num_stages: int = 1
+    adapters: AdapterLimits = FEW_ADAPTERS
+    load_polls: int = 0
+    """How long adapters load."""
 
 
 prefixes = st.sampled_from([(), (1, 2, 3), (1, 2, 3, 4, 5, 6, 7, 8, 9), (5,) * 13])
@@ -112,6 +132,7 @@ def jobs(draw: st.DrawFn) -> Job:
         speculates=draw(st.sampled_from([True, True, False])),
         has_grammar=has_grammar,
         deadline=draw(st.sampled_from([None, None, None, 40, 90])),
+        adapter=draw(st.sampled_from(FOLDERS)),
     )
 
 
@@ -130,6 +151,13 @@ def engine_settings(draw: st.DrawFn) -> Setting:
         num_drafts=draw(st.sampled_from([0, 0, 1, 2, 5])),
         measures_drafts=draw(st.booleans()),
         windows=draw(st.sampled_from(WINDOWS)),
+        adapters=AdapterLimits(
+            draw(st.integers(1, 2)),
+            24,
+            draw(st.integers(1, 4)),
+            draw(st.sampled_from([0.0, 10.0, 1e6])),
+        ),
+        load_polls=draw(st.sampled_from([0, 0, 1, 5])),
     )
 
 
@@ -146,6 +174,7 @@ def build(setting: Setting, work: list[Job]) -> EngineCore:
         enable_prefix_caching=setting.caching,
         long_prefill_token_threshold=setting.threshold,
         speculation=speculation_of(setting),
+        adapters=setting.adapters,
     )
     largest = max(
         limits.blocks_held(min(len(job.prompt) + job.max_tokens, MAX_LEN)) * max(job.beam_width, 1)
@@ -161,9 +190,17 @@ def build(setting: Setting, work: list[Job]) -> EngineCore:
         setting.num_drafts,
         setting.windows,
         setting.num_stages,
+        setting.load_polls,
     )
+    executor.vanished.add("vanished")
     clock = iter(range(1_000_000))
-    return EngineCore(executor, limits, setting.steps_in_flight, clock=lambda: next(clock))
+    return EngineCore(
+        executor,
+        limits,
+        setting.steps_in_flight,
+        clock=lambda: next(clock),
+        adapter_reader=ToyFolders(),
+    )
 
 
 def speculation_of(setting: Setting) -> SpeculativeConfig | None:
@@ -219,6 +256,9 @@ def new_request(index: int, job: Job, now: float = 0.0) -> NewRequest:
         tenant=job.tenant,
         shares_prefixes=index % 4 > 0,
         beam_width=job.beam_width,
+        adapter=LoRARequest(job.adapter, 1 + len(job.adapter), job.adapter)
+        if job.adapter
+        else None,
     )
 
 
@@ -265,7 +305,13 @@ def drive(core: EngineCore, work: list[Job]) -> dict[int, FinishedSequence]:
 
     core.on_plan = check_budget
     pending = dict(enumerate(work))
+    assert core.adapters is not None
+    folders = core.adapters._reader
+    assert isinstance(folders, ToyFolders)
     for step in range(5_000):
+        folders.holds = {folder: digest_in(folder, step) for folder in FOLDERS}
+        if step % 7 == 6:
+            core.unload_adapter(1 + len(FOLDERS[step % len(FOLDERS)]))
         for i in [i for i, job in pending.items() if job.arrives <= step]:
             add(core, new_request(i, pending.pop(i), core.clock()))
         for i, job in enumerate(work):
@@ -293,13 +339,28 @@ def drive(core: EngineCore, work: list[Job]) -> dict[int, FinishedSequence]:
             shown = sequence.token_ids.tolist() if is_shown else []
             assert streamed.get(sequence.key, []) == shown
         assert all(step - since < core.max_steps_in_flight for since in aborted.values())
-        if not pending and not core.has_work:
+        if not pending and not core.has_work and not core.scheduler.requests:
             break
     else:
         raise AssertionError("no progress: the engine did not finish in 5,000 steps")
     assert core.death is None
     assert core.scheduler.kv.pool.num_used == 0
+    check_adapters_at_rest(core)
     return ended
+
+
+def check_adapters_at_rest(core: EngineCore) -> None:
+    """No sequence uses an adapter, none waits for one, and hosts have no more than they may."""
+    adapters, slots = core.adapters, core.scheduler.adapters
+    assert adapters is not None and slots is not None
+    for _ in range(50):
+        core.step()  # what requests that were aborted have begun to load
+    assert not adapters._used and not adapters._queue and not adapters.is_loading
+    assert not any(one.num_users or one.calls for one in adapters._hosted.values())
+    assert slots.residents.keys() <= adapters._hosted.keys()
+    assert len(adapters._hosted) <= core.scheduler.limits.adapters.max_host_adapters
+    assert isinstance(core.executor, ToyExecutor)
+    assert core.executor.hosted == adapters._hosted.keys()
 
 
 def cut_back(
@@ -358,12 +419,17 @@ def check_windows(core: EngineCore) -> None:
 
 
 def reference_tokens(
-    prompt: tuple[int, ...], max_tokens: int, seed: int, windows: Windows, has_grammar: bool
+    prompt: tuple[int, ...],
+    max_tokens: int,
+    seed: int,
+    windows: Windows,
+    adapter: str,
+    has_grammar: bool,
 ) -> tuple[list[int], str]:
     """And why they end."""
     tokens, made = list(prompt), list[int]()
     while True:
-        token = next_token(context_of(tokens, windows), seed, VOCAB)
+        token = next_token(context_of(tokens, windows, adapter), seed, VOCAB)
         if has_grammar:
             token = nearest(token, lambda t: is_allowed(made, t), VOCAB)
         tokens.append(token)
@@ -392,14 +458,14 @@ def is_allowed(made: list[int], token: int) -> bool:
 
 
 def reference_beams(
-    prompt: tuple[int, ...], width: int, max_tokens: int, windows: Windows
+    prompt: tuple[int, ...], width: int, max_tokens: int, windows: Windows, adapter: str
 ) -> list[tuple[list[int], bool]]:
     """Tokens of the best hypotheses, and whether an end token ended each."""
     live, ended = [(0.0, list(prompt))], []
     for _ in range(min(max_tokens, MAX_LEN - len(prompt))):
         found = []
         for logprob, tokens in live:
-            ids, values = ranked_tokens(context_of(tokens, windows), VOCAB, 2 * width)
+            ids, values = ranked_tokens(context_of(tokens, windows, adapter), VOCAB, 2 * width)
             for token, value in zip(ids, values, strict=True):
                 value = float(np.float32(value))
                 if token in ENDS:
@@ -419,17 +485,21 @@ def check_outputs(setting: Setting, work: list[Job]) -> None:
         for child in range(job.n):
             sequence = ended.pop(i * 100 + child)
             tokens = sequence.token_ids.tolist()
+            adapter = digest_in(job.adapter, job.arrives)
+            if job.adapter in ("too-large", "vanished"):
+                assert sequence.finish_reason in ("error", "abort", "timeout") and not tokens
+                continue
             if job.beam_width:
                 if sequence.finish_reason not in ("abort", "timeout"):
                     assert sequence.beams is not None
                     found = [(beam.token_ids, beam.finished_by_eos) for beam in sequence.beams]
                     assert found == reference_beams(
-                        job.prompt, job.beam_width, job.max_tokens, setting.windows
+                        job.prompt, job.beam_width, job.max_tokens, setting.windows, adapter
                     )
                 continue
             seed = derive_seed(i, child)
             expected, reason = reference_tokens(
-                job.prompt, job.max_tokens, seed, setting.windows, job.has_grammar
+                job.prompt, job.max_tokens, seed, setting.windows, adapter, job.has_grammar
             )
             if sequence.finish_reason in ("abort", "timeout"):
                 assert tokens == expected[: len(tokens)]
@@ -527,7 +597,10 @@ def crowd(random: Random) -> tuple[Setting, list[Job]]:
         num_drafts=random.choice([0, 1, 4]),
         measures_drafts=random.random() < 0.3,
         windows=random.choice(WINDOWS),
+        adapters=AdapterLimits(random.choice([1, 1, 2]), 24, random.randint(1, 4), 20.0),
+        load_polls=random.choice([0, 1]),
     )
+    folders = FOLDERS[: random.choice([1, 3, 7, 7])]
     work = []
     for _ in range(random.randint(2, 6)):
         kind = random.choice(["plain", "forked", "forked", "beams", "beams"])
@@ -548,6 +621,7 @@ def crowd(random: Random) -> tuple[Setting, list[Job]]:
                 tenant=random.choice("ab"),
                 cuts=() if kind == "beams" or has_grammar else cuts,
                 has_grammar=has_grammar,
+                adapter=random.choice(folders),
             )
         )
     return setting, work

@@ -320,6 +320,23 @@ def test_processes_that_torchrun_started() -> None:
     assert results(ranks) == [[6.0] * 3] * 2
 
 
+def alone_in_environment(rank: int, port: int) -> Parallel:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    return join(StartRank(rank, {}, Connected("", 0, "")), options_for(2, 1, 2.0), cpu_device())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_only_process_of_a_launcher(rank: int) -> None:
+    """The first has the store where the other one does not come; the second finds no store."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    failed = Started(alone_in_environment, rank, port).result()
+    assert isinstance(failed, Failed) and failed.kind == "RankMissing"
+    assert f"rank {rank} of 2 on {socket.gethostname()} did not meet" in failed.message
+    assert f"(127.0.0.1:{port}) within 2 s" in failed.message and "launcher" in failed.message
+
+
 def test_store_listens_at_its_address_only() -> None:
     """A store takes orders from all that reach it."""
     store = new_store("127.0.0.1", 5.0)

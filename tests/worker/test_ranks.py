@@ -51,6 +51,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", {"intermediate_size": 100}),
     "gemma2": ("gemma2", {"intermediate_size": 100}),
     "gemma3": ("gemma3", {"intermediate_size": 100, "num_key_value_heads": 1}),
+    "gpt_oss": ("gpt_oss", {}),
     "mixtral": ("mixtral", {"intermediate_size": 100}),
     "qwen2_moe": ("qwen2_moe", {"mlp_only_layers": [1]}),
     "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}),
@@ -132,8 +133,9 @@ def few_experts(count: int, top_k: int) -> tuple[str, dict[str, Any]]:
         (("qwen2_moe", {}), 2, 2),
         (("granitemoe", {}), 3, 1),  # which has its 5 experts in one tensor
         (("deepseek_v3", {}), 3, 1),
+        (("gpt_oss", {}), 2, 2),  # whose experts have biases
     ],
-    ids=["mixtral-4", "few-4", "qwen2_moe-2-2", "granitemoe-3", "deepseek_v3-3"],
+    ids=["mixtral-4", "few-4", "qwen2_moe-2-2", "granitemoe-3", "deepseek_v3-3", "gpt_oss-2-2"],
 )
 def test_ranks_with_whole_experts(
     model: tuple[str, dict[str, Any]], size: int, num_stages: int, tmp_path: Path

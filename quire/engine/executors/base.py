@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Protocol
 
 from quire.protocol.expert_counts import ExpertCounts
@@ -52,5 +53,15 @@ class Executor(Protocol):
     def expert_counts(self) -> ExpertCounts:
         """What experts did in all layers of the model; may wait for the steps that were
         launched."""
+
+    def load_adapter(self, name: str, folder: str, digest: str) -> Future[None]:
+        """Have all ranks read their share of an adapter into host memory, beside their steps;
+        fails if one of them cannot."""
+
+    def drop_adapter(self, digest: str) -> None:
+        """Have all ranks forget it. No plan from now on may place it."""
+
+    def listen(self) -> None:
+        """Take in what ranks have said meanwhile; returns at once."""
 
     def shutdown(self) -> None: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import selectors
@@ -9,6 +10,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from itertools import count
 from typing import Any, NoReturn
 
 import numpy as np
@@ -21,13 +24,17 @@ from quire.protocol import __version__
 from quire.protocol.codec import Decoder, convert, encode
 from quire.protocol.errors import EngineDeadError, QuireError, RankMissing
 from quire.protocol.expert_counts import ExpertCounts
+from quire.protocol.messages import ErrorRecord
 from quire.protocol.output import DeviceMemory
 from quire.protocol.plan import Int32Array, StepPlan, StepResult, TokenMasks
 from quire.protocol.ranks import (
+    AdapterLoaded,
     Answer,
     Call,
+    DropAdapter,
     Execute,
     Hello,
+    LoadAdapter,
     Order,
     RankFailed,
     Returned,
@@ -66,6 +73,9 @@ class DistributedExecutor:
         self._num_ranks, self._timeout_s = parallel.num_ranks, parallel.timeout_s
         self.failure: str | None = None
         self._results: deque[StepResult] = deque()
+        self._loading: dict[int, _LoadingAdapter] = {}
+        """By the number of the order."""
+        self._load_numbers = count()
         self._returned: dict[int, Returned] = {}
         self._hellos: dict[int, Hello] = {}
         self._refusal: QuireError | None = None
@@ -81,6 +91,7 @@ class DistributedExecutor:
         self._launcher = _launch(options)
         self._watch = threading.Thread(target=self._run_watch, name="quire-ranks", daemon=True)
         self._watch.start()
+        atexit.register(self._end_watch)
         try:
             self._start_up(fits_max_model_len)
         except BaseException:
@@ -194,11 +205,28 @@ class DistributedExecutor:
         values = self._call("expert_counts")
         return ExpertCounts.joined([convert(value, ExpertCounts) for value in values])
 
+    def load_adapter(self, name: str, folder: str, digest: str) -> Future[None]:
+        number = next(self._load_numbers)
+        loading = self._loading[number] = _LoadingAdapter(self._num_ranks)
+        self._send(LoadAdapter(number, name, folder, digest))
+        return loading.done
+
+    def drop_adapter(self, digest: str) -> None:
+        self._send(DropAdapter(digest))
+
+    def listen(self) -> None:
+        self._receive(0.0)
+
     def shutdown(self) -> None:
+        atexit.unregister(self._end_watch)
+        self._end_watch()
+        self._launcher.stop()
+
+    def _end_watch(self) -> None:
+        """Before the interpreter ends, too: a thread that is inside a library then may abort it."""
         self._stopping.set()
         if self._watch is not threading.current_thread():  # where the collector may have run
             self._watch.join()
-        self._launcher.stop()
 
     def _call(self, name: str, **arguments: Any) -> list[Any]:
         self._send(Call(name, arguments))
@@ -321,6 +349,9 @@ class DistributedExecutor:
             self._awake_until = time.monotonic() + AWAKE_S
         elif isinstance(answer, Returned):
             self._returned[rank] = answer
+        elif isinstance(answer, AdapterLoaded):
+            if self._loading[answer.number].answered(answer.error):
+                del self._loading[answer.number]
         elif isinstance(answer, Hello):
             self._hellos[rank] = answer
         elif isinstance(answer, RankFailed):
@@ -364,6 +395,27 @@ def _launch(options: EngineOptions) -> Launcher:
     if options.parallel.nnodes > 1:
         return NodeProcesses(options)
     return LocalProcesses(options)
+
+
+class _LoadingAdapter:
+    """An adapter that ranks read."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.done: Future[None] = Future()
+        self._num_left = num_ranks
+        self._error: ErrorRecord | None = None
+
+    def answered(self, error: ErrorRecord | None) -> bool:
+        """By one rank; whether it was the last. The first error counts."""
+        self._num_left -= 1
+        self._error = self._error or error
+        if self._num_left:
+            return False
+        if self._error is None:
+            self.done.set_result(None)
+        else:
+            self.done.set_exception(self._error.to_error())
+        return True
 
 
 class _PendingResult:

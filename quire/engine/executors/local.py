@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from traceback import clear_frames
 
@@ -16,6 +17,7 @@ from quire.protocol.errors import StepMemoryError
 from quire.protocol.expert_counts import ExpertCounts
 from quire.protocol.output import DeviceMemory
 from quire.protocol.plan import Int32Array, StepPlan, TokenMasks
+from quire.worker.adapters import HostAdapters
 from quire.worker.device import detect_device
 from quire.worker.fitting import check_before_fetch
 from quire.worker.groups import own_place
@@ -98,9 +100,26 @@ class LocalExecutor:
     def expert_counts(self) -> ExpertCounts:
         return self.worker.expert_counts()
 
+    def load_adapter(self, name: str, folder: str, digest: str) -> Future[None]:
+        return self._adapters.load(name, folder, digest)
+
+    def drop_adapter(self, digest: str) -> None:
+        self._adapters.drop(digest)
+
+    @property
+    def _adapters(self) -> HostAdapters:
+        adapters = self.worker.adapters
+        assert adapters is not None, "the engine was started without adapters"
+        return adapters
+
+    def listen(self) -> None:
+        pass
+
     def shutdown(self) -> None:
         """Free weights and KV cache."""
         if self._worker is not None:
+            if self._worker.adapters is not None:
+                self._worker.adapters.shutdown()
             self._worker = None
             return_free_memory()
 

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -28,12 +29,15 @@ from quire.protocol.messages import ErrorRecord
 from quire.protocol.plan import TokenMasks
 from quire.protocol.ranks import (
     MISSES_OTHERS,
+    AdapterLoaded,
     Alive,
     Answer,
     Call,
+    DropAdapter,
     Execute,
     Hello,
     Inherited,
+    LoadAdapter,
     Order,
     RankFailed,
     Returned,
@@ -42,6 +46,7 @@ from quire.protocol.ranks import (
     Sampling,
     StartRank,
 )
+from quire.worker.adapters import HostAdapters
 from quire.worker.device import detect_device
 from quire.worker.groups import join
 from quire.worker.model_runner import PendingStep
@@ -117,9 +122,25 @@ class RankLoop:
                 self._worker.runner.execute(order.plan)
         elif isinstance(order, Sample):
             self._sample(order)
+        elif isinstance(order, LoadAdapter):
+            loading = self._adapters.load(order.name, order.folder, order.digest)
+            loading.add_done_callback(lambda done: self._say_loaded(order.number, done))
+        elif isinstance(order, DropAdapter):
+            self._adapters.drop(order.digest)
         else:
             with torch_threads(self._num_loading_threads):
                 self._answer(Returned(self._call(order)))
+
+    @property
+    def _adapters(self) -> HostAdapters:
+        adapters = self._worker.adapters
+        assert adapters is not None, "the ranks were started without adapters"
+        return adapters
+
+    def _say_loaded(self, number: int, done: Future[None]) -> None:
+        error = done.exception()
+        assert error is None or isinstance(error, Exception)
+        self._answer(AdapterLoaded(number, None if error is None else ErrorRecord.of(error)))
 
     @property
     def _num_loading_threads(self) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.kernels.adapter_pool import AdapterTokens
 from quire.kernels.cpu.attention import NO_WINDOW, QKVStep
 from quire.kernels.cpu.library import (
     AttentionCall,
@@ -21,6 +22,7 @@ from quire.kernels.cpu.library import (
     num_threads,
     require_rows,
 )
+from quire.kernels.cpu.lora import NativeAdapters, slots_address
 
 
 class DecoderLayer(ctypes.Structure):
@@ -39,6 +41,10 @@ class DecoderLayer(ctypes.Structure):
         ("network_norm", ctypes.c_void_p),
         ("q_norm", ctypes.c_void_p),
         ("k_norm", ctypes.c_void_p),
+        ("qkv_adapters", ctypes.c_void_p),
+        ("output_adapters", ctypes.c_void_p),
+        ("gate_up_adapters", ctypes.c_void_p),
+        ("down_adapters", ctypes.c_void_p),
         ("attention_eps", ctypes.c_float),
         ("network_eps", ctypes.c_float),
         ("head_eps", ctypes.c_float),
@@ -59,6 +65,7 @@ class DecoderCall(ctypes.Structure):
         ("qkv", ctypes.c_void_p),
         ("attended", ctypes.c_void_p),
         ("inner", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
         ("num_tokens", ctypes.c_int64),
         ("num_layers", ctypes.c_int32),
         ("num_threads", ctypes.c_int32),
@@ -71,6 +78,7 @@ class Product:
 
     matrix: MatrixHandle
     bias: Tensor | None
+    adapters: NativeAdapters | None = None
 
 
 @dataclass(frozen=True)
@@ -112,10 +120,15 @@ class Decoder:
         return len(self._layers)
 
     def run(
-        self, x: Tensor, step: QKVStep, caches: ctypes.Array[ctypes.c_void_p]
+        self,
+        x: Tensor,
+        step: QKVStep,
+        caches: ctypes.Array[ctypes.c_void_p],
+        tokens: AdapterTokens | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The layers over x [tokens, hidden], which becomes the residual: what is still to be
-        added to it, and it. `step` knows the rotation; `caches` are keys and values by layer."""
+        added to it, and it. `step` knows the rotation; `caches` are keys and values by layer;
+        `tokens` the adapters in use, if any is."""
         first = self._layers[0]
         hidden, q_width = first.qkv.num_inputs, first.output.num_inputs
         if require_rows("x", x, hidden) != hidden or len(caches) != 2 * len(self._layers):
@@ -132,6 +145,7 @@ class Decoder:
             qkv.data_ptr(),
             attended.data_ptr(),
             inner.data_ptr(),
+            None if tokens is None else slots_address(tokens, num_tokens),
             num_tokens,
             len(self._layers),
             num_threads(),
@@ -151,6 +165,7 @@ def _native_layer(layer: LayerWeights) -> DecoderLayer:
         _address(layer.network_norm.weight),
         None if q_norm is None else _address(q_norm.weight),
         None if k_norm is None else _address(k_norm.weight),
+        *(None if one.adapters is None else one.adapters.address for one in products),
         layer.attention_norm.eps,
         layer.network_norm.eps,
         0.0 if q_norm is None else q_norm.eps,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 LIBRARY_NAME = "libquire_cpu.so"
 ISAS = ("generic", "avx2", "avx512")
-ABI = 20
+ABI = 22
 
 
 def _find_library() -> Path:
@@ -119,6 +119,8 @@ class LayerCall(ctypes.Structure):
         ("is_gated", ctypes.c_bool),
         ("out", ctypes.c_void_p),
         ("out_stride", ctypes.c_int64),
+        ("adapters", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
         ("num_threads", ctypes.c_int32),
     )
 
@@ -207,6 +209,24 @@ PACKED_LINEAR = (
     ctypes.c_void_p,  # out
     ctypes.c_int64,  # out_stride
     ctypes.c_int32,  # num_threads
+)
+ADD_ADAPTERS = (
+    ctypes.c_void_p,  # adapters
+    ctypes.c_void_p,  # slots
+    ctypes.c_void_p,  # x
+    ctypes.c_int64,  # x_stride
+    ctypes.c_int64,  # num_tokens
+    ctypes.c_void_p,  # bias
+    ctypes.c_void_p,  # out
+    ctypes.c_int64,  # out_stride
+    ctypes.c_int64,  # num_outputs
+    ctypes.c_int32,  # num_threads
+)
+FLOAT_LINEARS = (
+    ctypes.POINTER(FloatLinearCall),
+    ctypes.c_int32,  # count
+    ctypes.c_int64,  # x_step
+    ctypes.c_int64,  # out_step
 )
 LARGEST = (
     ctypes.c_void_p,  # x
@@ -399,6 +419,8 @@ def load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     if abi != ABI:
         return None, f"the native library has ABI {abi}, not {ABI}; install quire again"
     library.quire_float_linear.argtypes = (ctypes.POINTER(FloatLinearCall),)
+    library.quire_float_linears.argtypes = FLOAT_LINEARS
+    library.quire_float_linears.restype = None
     library.quire_packed_linear.argtypes = PACKED_LINEAR
     library.quire_packed_rows.argtypes = PACKED_ROWS
     library.quire_dequantize.argtypes = DEQUANTIZE
@@ -407,6 +429,7 @@ def load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     library.quire_pack_codes.argtypes = PACK_CODES
     library.quire_pack_codes.restype = None
     library.quire_norm_linear.argtypes = (ctypes.POINTER(NativeMatrix), ctypes.POINTER(LayerCall))
+    library.quire_add_adapters.argtypes = ADD_ADAPTERS
     heads = (QKVCall, WriteCall, AttentionCall)
     library.quire_attend_qkv.argtypes = tuple(ctypes.POINTER(call) for call in heads)
     library.quire_largest.argtypes = LARGEST

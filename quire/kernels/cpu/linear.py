@@ -17,6 +17,7 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
+from quire.kernels.adapter_pool import AdapterTokens
 from quire.kernels.cpu.library import (
     FloatLinearCall,
     LayerCall,
@@ -26,6 +27,7 @@ from quire.kernels.cpu.library import (
     num_threads,
     require_rows,
 )
+from quire.kernels.cpu.lora import NativeAdapters, slots_address
 from quire.kernels.cpu.memory import Empty
 from quire.kernels.cpu.packing import GROUP, group_bytes, int8_group_bytes, pack_rows
 from quire.kernels.torch.linear import KINDS, check_inputs, check_rows
@@ -56,9 +58,11 @@ class PackedMatrix(ABC):
         eps: float,
         bias: Tensor | None = None,
         gated: bool = False,
+        adapters: NativeAdapters | None = None,
+        tokens: AdapterTokens | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(norm(x + residual) W^T + bias, x + residual), with silu(gate) * up of the first if
-        `gated`; the residual is overwritten."""
+        `gated`; the residual is overwritten. What `adapters` of the tokens add is in it."""
         weight = self.handle.contents
         num_inputs, num_outputs = weight.num_inputs, weight.num_outputs
         num_tokens, x_stride = x.shape[0], require_rows("x", x, num_inputs)
@@ -84,6 +88,8 @@ class PackedMatrix(ABC):
             gated,
             out.data_ptr(),
             width,
+            None if adapters is None else adapters.address,
+            None if tokens is None else slots_address(tokens, num_tokens),
             num_threads(),
         )
         if _norm_entry()(self.handle, call) != 0:
@@ -139,6 +145,42 @@ class FloatMatrix(PackedMatrix):
     def rows(self, ids: Tensor) -> Tensor:
         """The rows that `ids` [n] name, [n, inputs]."""
         return self.packed[ids // FLOAT_GROUP, :, ids % FLOAT_GROUP].float()
+
+
+@dataclass(frozen=True)
+class FloatMatrices:
+    """Matrices [num_outputs, num_inputs] in floats, which multiply inputs of their own: those of
+    the heads of a layer."""
+
+    packed: Tensor
+    """[matrices, groups, inputs, FLOAT_GROUP]."""
+    num_outputs: int
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """[tokens, matrices, outputs] for x [tokens, matrices, inputs] in float32."""
+        count, _, num_inputs, _ = self.packed.shape
+        if x.dtype != torch.float32 or x.dim() != 3 or x.shape[1:] != (count, num_inputs):
+            raise ValueError(
+                f"x must be float32 [tokens, {count}, {num_inputs}]; got {x.dtype} {list(x.shape)}"
+            )
+        if x.stride(2) != 1:
+            x = x.contiguous()
+        out = torch.empty(len(x), count, self.num_outputs)
+        call = FloatLinearCall(
+            x=x.data_ptr(),
+            weight=self.packed.data_ptr(),
+            bias=None,
+            out=out.data_ptr(),
+            x_stride=x.stride(0),
+            out_stride=out.stride(0),
+            num_tokens=len(x),
+            num_outputs=self.num_outputs,
+            num_inputs=num_inputs,
+            num_threads=num_threads(),
+            kind=FLOAT_KINDS[self.packed.dtype],
+        )
+        native().quire_float_linears(call, count, x.stride(1), out.stride(1))
+        return out
 
 
 @dataclass(frozen=True)
@@ -247,6 +289,19 @@ def pack_floats(
                 by_output[group, first : first + count] = shard[:count]
             at, shard = at + count, shard[count:]
     return FloatMatrix(packed, total)
+
+
+def pack_matrices(weights: Tensor) -> FloatMatrices:
+    """Float32 weights [matrices, outputs, inputs]; missing outputs of their last groups are 0."""
+    count, num_outputs, num_inputs = weights.shape
+    packed = torch.zeros(count, -(-num_outputs // FLOAT_GROUP), num_inputs, FLOAT_GROUP)
+    full, rest = divmod(num_outputs, FLOAT_GROUP)
+    by_output = packed.transpose(2, 3)
+    whole = weights[:, : full * FLOAT_GROUP]
+    by_output[:, :full] = whole.unflatten(1, (full, FLOAT_GROUP))
+    if rest:
+        by_output[:, full, :rest] = weights[:, full * FLOAT_GROUP :]
+    return FloatMatrices(packed, num_outputs)
 
 
 def float_bytes(num_outputs: int, num_inputs: int) -> int:

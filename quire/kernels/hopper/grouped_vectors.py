@@ -46,7 +46,7 @@ def _output(row, num_outputs, OUTPUTS: gl.constexpr, IS_GATED: gl.constexpr):
 
 
 @gluon.jit
-def _load_group(pointers, a_place, place, a_mask, mask, ZERO: gl.constexpr):
+def load_group(pointers, a_place, place, a_mask, mask, ZERO: gl.constexpr):
     """Scale, zero and minimum of a group of each output."""
     scales_ptr, zeros_ptr, minima_ptr = pointers
     scale = gl.load(scales_ptr + place, mask, 0.0)
@@ -80,16 +80,16 @@ def _load_span(
     mask = (span < num_spans) & in_outputs
     place = (span * FIELDS // GROUP_RUNS).to(gl.int64) * num_outputs + output
     a_place = (a_span * FIELDS // GROUP_RUNS).to(gl.int64) * num_outputs + a_output
-    groups = (_load_group(pointers, a_place, place, a_mask, mask, ZERO),)
+    groups = (load_group(pointers, a_place, place, a_mask, mask, ZERO),)
     for group in gl.static_range(1, FIELDS // GROUP_RUNS):
         further = group * num_outputs
-        one = _load_group(pointers, a_place + further, place + further, a_mask, mask, ZERO)
+        one = load_group(pointers, a_place + further, place + further, a_mask, mask, ZERO)
         groups = groups + (one,)  # noqa: RUF005
     return words, groups
 
 
 @gluon.jit
-def _unpack(words, FIELD: gl.constexpr, dtype: gl.constexpr):
+def unpack(words, FIELD: gl.constexpr, dtype: gl.constexpr):
     if dtype == gl.float16:
         return gl.inline_asm_elementwise(
             RAISED_FLOAT16[FIELD], "=r,r,r", [words], gl.float16, True, 2
@@ -101,7 +101,7 @@ def _unpack(words, FIELD: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _lowering(zero, FIELD: gl.constexpr, dtype: gl.constexpr):
+def lowering(zero, FIELD: gl.constexpr, dtype: gl.constexpr):
     """What takes the offset of raised codes, and the zero, out of products."""
     if dtype == gl.float16:
         OFFSET: gl.constexpr = 64 if FIELD % 2 else 1024
@@ -183,9 +183,9 @@ def vectors_kernel(
             if not IS_WHOLE:
                 mask = (at < num_inputs)[:, :, None] & in_tokens
             x = gl.load(x_ptrs + at[:, :, None], mask, 0.0)
-            product = mma_v2(_unpack(words, field, dtype), x, product)
-            lowering = gl.broadcast(_lowering(zero, field, dtype), ones)[0]
-            product = mma_v2(lowering, x, product)
+            product = mma_v2(unpack(words, field, dtype), x, product)
+            lowered = gl.broadcast(lowering(zero, field, dtype), ones)[0]
+            product = mma_v2(lowered, x, product)
             if minima_ptr is not None:
                 total = mma_v2(ones, x, total)
             if (field + 1) % GROUP_RUNS == 0 or field == FIELDS - 1:

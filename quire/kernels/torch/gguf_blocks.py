@@ -12,6 +12,8 @@ from quire.files.gguf import TENSOR_TYPES
 
 # Small enough for the intermediate results of a chunk to stay in a core's cache.
 CHUNK_ELEMENTS = 1 << 18
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Floats of 4 bits by their lower three; the highest is the sign."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,17 @@ def _q8_0(blocks: Tensor, output: Tensor) -> None:
 
 def _q4_0(blocks: Tensor, output: Tensor) -> None:
     output.copy_(nibbles(blocks[:, None, 2:]).flatten(1)).sub_(8).mul_(half(blocks, 0))
+
+
+def powers(blocks: Tensor) -> Tensor:
+    """The scale of every MXFP4 block: a power of 2."""
+    return torch.exp2(blocks[:, :1].float() - 127)
+
+
+def _mxfp4(blocks: Tensor, output: Tensor) -> None:
+    values = torch.tensor((*E2M1, *(-one for one in E2M1)), device=blocks.device)
+    codes = nibbles(blocks[:, None, 1:]).flatten(1).int()
+    torch.mul(values[codes], powers(blocks), out=output)
 
 
 def _q4_1(blocks: Tensor, output: Tensor) -> None:
@@ -154,6 +167,7 @@ _DECODERS: dict[str, Callable[[Tensor, Tensor], None]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
 }
 BLOCK_SIZES = {
     name: (elements, size) for name, elements, size in TENSOR_TYPES.values() if name in _DECODERS

@@ -12,6 +12,7 @@ from quire.kernels.torch.gguf_blocks import (
     BlockRows,
     half,
     nibbles,
+    powers,
     q4_k_numbers,
     q6_k_numbers,
     scales_and_minima,
@@ -45,12 +46,17 @@ def _q6_k(blocks: Tensor) -> Parts:
     return 6, q6_k_numbers(blocks), scales, None
 
 
+def _mxfp4(blocks: Tensor) -> Parts:
+    return 4, nibbles(blocks[:, None, 1:]).flatten(1), powers(blocks), None
+
+
 _KINDS: dict[str, Callable[[Tensor], Parts]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q4_K": _q4_k,
     "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
 }
 GROUPED_KINDS = frozenset(_KINDS)
 """What `group_blocks` takes."""
@@ -69,6 +75,7 @@ def group_blocks(stored: BlockRows) -> GroupedWeights:
         _rounded(by_output),
         num_inputs // by_output.shape[1],
         minima=None if minima is None else _rounded(minima.reshape(num_outputs, -1)),
+        is_e2m1=stored.kind == "MXFP4",
     )
 
 

@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels.torch.gguf_blocks import E2M1
 from quire.kernels.torch.linear import PackedMatrix
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Floats of 4 bits by their lower three; the highest is the sign."""
 SMALLEST_INPUT = 1e-10
 """Largest magnitudes of inputs below this are taken for it, so that scales are never 0."""
 

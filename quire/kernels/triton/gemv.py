@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.hopper.overlap import launch_options, wait_for_inputs
+from quire.kernels.triton.grouped_matrix import is_hopper
 
 MAX_FUSED_INPUTS = 2048
 """Up to here it pays to normalise in passing: every program does it anew."""
@@ -139,7 +140,7 @@ def _gemv_kernel(
     tl.store(out_ptr + rows, total.to(out_ptr.dtype.element_ty), in_rows)
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
     """What a program works on at a time, and with how many warps."""
 
     outputs: int
@@ -149,22 +150,27 @@ class _Tile(NamedTuple):
     """Of these loads ahead of their use; None: as the compiler likes."""
 
 
-def _tile(num_inputs: int, has_norm: bool) -> _Tile:
+def _tile(num_inputs: int, has_norm: bool) -> Tile:
     """The quickest of those measured on an H200."""
     if num_inputs <= 1024:
-        return _Tile(2, 512, 2) if has_norm else _Tile(4, 512, 1)
+        return Tile(2, 512, 2) if has_norm else Tile(4, 512, 1)
     if has_norm:
-        return _Tile(4, 512, 1)
-    return _Tile(2, 1024, 4) if num_inputs < 4096 else _Tile(2, 2048, 2)
+        return Tile(4, 512, 1)
+    return Tile(2, 1024, 4) if num_inputs < 4096 else Tile(2, 2048, 2)
 
 
-def _tile8(num_outputs: int, block: tuple[int, int] | None, gated: bool) -> _Tile:
+def _tile8(num_outputs: int, block: tuple[int, int] | None, gated: bool) -> Tile:
     """The same for weights of 8 bits."""
     if gated:
-        return _Tile(16, 256, 2, 4)
+        return Tile(16, 256, 2, 4)
     if block is not None:
-        return _Tile(8, 256, 1, 5)
-    return _Tile(8, 512, 2, 4) if num_outputs <= 4096 else _Tile(8, 256, 2, 5)
+        return Tile(8, 256, 1, 5)
+    return Tile(8, 512, 2, 4) if num_outputs <= 4096 else Tile(8, 256, 2, 5)
+
+
+STREAMS: tuple[int, int, int] | None = None
+"""Those of `hopper/vector_stream.py` to multiply by, which read further ahead; None, as no GPU has
+run it yet: by the kernel here."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +191,7 @@ def gemv(
     out: Tensor | None = None,
     scales: Tensor | None = None,
     block: tuple[int, int] | None = None,
+    tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x W^T + bias for x [1, inputs] and W [outputs, inputs], and x plus the residual.
 
@@ -196,11 +203,19 @@ def gemv(
     num_outputs = num_rows // 2 if gated else num_rows
     if out is None:
         out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
+    if STREAMS is not None and norm is None and not gated and is_hopper(x.device):
+        from quire.kernels.hopper import vector_stream
+
+        streams = vector_stream.Streams(*STREAMS)
+        if vector_stream.why_not(x, weight, block, streams) is None:
+            vector_stream.multiply_vector(x, weight, bias, out, scales, block, streams)
+            return out, x
     residual = norm.residual if norm is not None else None
     total = torch.empty_like(x) if residual is not None else x
-    tile = _tile(num_inputs, norm is not None)
-    if scales is not None:
+    if tile is None and scales is not None:
         tile = _tile8(num_outputs, block, gated)
+    elif tile is None:
+        tile = _tile(num_inputs, norm is not None)
     _gemv_kernel[(triton.cdiv(num_outputs, tile.outputs),)](
         x,
         residual,

@@ -58,6 +58,11 @@ def multiplies_ahead(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 class Workspace:
     """Memory that all matrices of a device use one after the other."""
 
@@ -94,6 +99,21 @@ class VectorTile(NamedTuple):
     width: int = 4
 
 
+class StreamTile(NamedTuple):
+    """How many spans at a time a program computes of 16 outputs with few tokens, each by a warp of
+    its own; how many steps are read ahead, and how many programs of a multiprocessor go on from
+    tile to tile."""
+
+    parts: int
+    stages: int
+    programs: int
+    registers: int | None = None
+    """Of a thread; None: as the compiler likes."""
+
+    outputs: ClassVar[int] = 16
+    tokens: ClassVar[int] = 8
+
+
 class HopperTile(NamedTuple):
     """64 or 128 outputs and some tokens."""
 
@@ -116,6 +136,8 @@ class HopperTile(NamedTuple):
         return 4 * tiles * self.tokens * outputs
 
 
+FEWEST_TOKENS: VectorTile | StreamTile = VectorTile(16, 4, 8, 4, 2)
+"""Up to `MAX_VECTORS`. Streams read further ahead, but no GPU has run them yet."""
 FEW_TOKENS = (HopperTile(1, 16, 8, 2, 4), HopperTile(1, 32, 4, 3, 3), HopperTile(1, 64, 4, 2, 2))
 MANY_TOKENS = (
     # Programs at once, and microseconds of one with 4,096 inputs.
@@ -190,15 +212,29 @@ class GroupedMatrix:
         if out is None:
             out = torch.empty((len(x), self.num_outputs), dtype=x.dtype, device=x.device)
         if len(x) > MAX_TOKENS_IN_REGISTERS:
-            self._multiply_dequantized(x, bias, out)
+            self.multiply_dequantized(x, bias, out)
         elif not self._runs_on_hopper(x, out):
             self.multiply_tiled(x, bias, out, self._tile(len(x)))
         elif len(x) <= MAX_VECTORS:
-            self.multiply_vectors(x, bias, out, self._vector_tile())
+            self.multiply_few(x, bias, out, FEWEST_TOKENS)
         else:
             tile = _hopper_tile(len(x), self.num_outputs, len(self.low))
             self.multiply_on_hopper(x, bias, out, tile)
         return out
+
+    def multiply_few(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        tile: VectorTile | StreamTile,
+        gated: bool = False,
+    ) -> None:
+        """Of up to `MAX_VECTORS` tokens."""
+        if isinstance(tile, StreamTile):
+            self.multiply_streamed(x, bias, out, tile, gated)
+        else:
+            self.multiply_vectors(x, bias, out, tile, gated)
 
     def _runs_on_hopper(self, x: Tensor, out: Tensor) -> bool:
         return (
@@ -208,9 +244,6 @@ class GroupedMatrix:
             and all(tensor.data_ptr() % 16 == 0 for tensor in (x, out))
             and x.stride(0) % 8 == 0
         )
-
-    def _vector_tile(self) -> VectorTile:
-        return VectorTile(16, 4, 8, 4, 2)
 
     def multiply_normal(
         self,
@@ -227,7 +260,7 @@ class GroupedMatrix:
                 normal = normal[:, self.order]
             shape = len(x), self.num_outputs // 2
             out = torch.empty(shape, dtype=x.dtype, device=x.device)
-            self.multiply_vectors(normal, bias, out, self._vector_tile(), gated)
+            self.multiply_few(normal, bias, out, FEWEST_TOKENS, gated)
             return out, total
         out = self.multiply(normal, bias)
         return dispatch.silu_and_mul(out) if gated else out, total
@@ -331,6 +364,42 @@ class GroupedMatrix:
             **launch_options(out),
         )
 
+    def multiply_streamed(
+        self, x: Tensor, bias: Tensor | None, out: Tensor, tile: StreamTile, gated: bool = False
+    ) -> None:
+        """Of few tokens, by programs that go on from tile to tile."""
+        from quire.kernels.hopper import grouped_stream
+
+        words_held, inputs_held = grouped_stream.held_by_threads(tile.parts, self.run)
+        options = {} if tile.registers is None else {"maxnreg": tile.registers}
+        at_once = tile.programs * multiprocessors(out.device)
+        grouped_stream.stream_kernel[(min(triton.cdiv(self.num_outputs, tile.outputs), at_once),)](
+            x,
+            grouped_stream.words_descriptor(self.low, tile.parts, tile.outputs, gated),
+            self.scales,
+            self.zeros,
+            self.minima,
+            bias,
+            out,
+            len(x),
+            self.num_outputs,
+            self.num_inputs,
+            len(self.low),
+            x.stride(0),
+            out.stride(0),
+            ZERO=self.zero,
+            GROUP_RUNS=self.group_runs,
+            TOKENS=tile.tokens,
+            STAGES=tile.stages,
+            WORDS_HELD=words_held,
+            INPUTS_HELD=inputs_held,
+            IS_ONE=len(x) == 1,
+            IS_WHOLE=self.num_inputs % (FIELDS * self.run * tile.parts) == 0,
+            num_warps=tile.parts,
+            **options,
+            **launch_options(out),
+        )
+
     def multiply_on_hopper(
         self, x: Tensor, bias: Tensor | None, out: Tensor, tile: HopperTile
     ) -> None:
@@ -372,7 +441,7 @@ class GroupedMatrix:
             return False
         return dtype == torch.float16 or (dtype == torch.bfloat16 and is_hopper(self.low.device))
 
-    def _multiply_dequantized(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    def multiply_dequantized(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """By cuBLAS, of as many outputs at a time as the workspace holds."""
         memory = self.workspace.memory.view(x.dtype)
         step = min(self.num_outputs, len(memory) // self.num_inputs)

@@ -21,6 +21,7 @@ from quire.kernels.triton.activation import rounded_silu_and_mul, silu_and_mul
 from quire.kernels.triton.experts import DenseExperts
 from quire.kernels.triton.finish_product import finish_product
 from quire.kernels.triton.gemv import MAX_FUSED_INPUTS, NormInput, gemv
+from quire.kernels.triton.grouped_matrix import multiprocessors
 from quire.kernels.triton.norm import rms_norm, rounded_rms_norm
 from quire.kernels.triton.rounding import RoundedInput, round_inputs
 from quire.kernels.triton.scaled_tile import scaled_product
@@ -59,10 +60,10 @@ class ScaledMatrix:
                 values = values.view(torch.uint8)
             if rounding is not None and rounding.dtype == torch.float8_e4m3fn:
                 rounding = None
-        self._values = values
-        self._scales = _padded(weights.scales.float()) if weights.block else weights.scales.float()
-        self._block = weights.block
-        self._rounding = rounding
+        self.values = values
+        self.scales = _padded(weights.scales.float()) if weights.block else weights.scales.float()
+        self.block = weights.block
+        self.rounding = rounding
         self._fits_cublas = values.is_cuda and _fits_cublas(weights, rounding)
         if self._fits_cublas:
             _constants(values.device)  # not while a graph is captured
@@ -75,22 +76,22 @@ class ScaledMatrix:
 
     @property
     def num_outputs(self) -> int:
-        return len(self._values)
+        return len(self.values)
 
     @property
     def nbytes(self) -> int:
-        return self._values.nbytes + self._scales.nbytes
+        return self.values.nbytes + self.scales.nbytes
 
     def multiply(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """x W^T + bias, into `out` if given."""
         if len(x) == 1 and x.is_contiguous():
-            return gemv(x, self._values, bias, None, False, out, self._scales, self._block)[0]
+            return gemv(x, self.values, bias, None, False, out, self.scales, self.block)[0]
         rounding = self._rounding_of(len(x))
         if rounding is not None:
             return self._multiply_rounded(round_inputs(x, rounding), bias, out)
         if out is None:
             out = torch.empty((len(x), self.num_outputs), dtype=x.dtype, device=x.device)
-        scaled_product(x, None, None, self._values, self._scales, self._block, bias, out)
+        scaled_product(x, None, None, self.values, self.scales, self.block, bias, out)
         return out
 
     def multiply_normal(
@@ -113,7 +114,7 @@ class ScaledMatrix:
         is_fused = len(x) == 1 and x.is_contiguous() and x.shape[1] <= MAX_FUSED_INPUTS
         if is_fused and not (gated and self._cuts_gates()):
             norm = NormInput(norm_weight, eps, residual)
-            return gemv(x, self._values, bias, norm, gated, None, self._scales, self._block)
+            return gemv(x, self.values, bias, norm, gated, None, self.scales, self.block)
         out = self.multiply(rms_norm(x, norm_weight, eps, residual), bias)
         return silu_and_mul(out) if gated else out, total
 
@@ -129,21 +130,21 @@ class ScaledMatrix:
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight in float32, for an embedding."""
-        bits = self._values.view(torch.uint8)[ids]
-        kind = torch.float8_e4m3fn if self._values.dtype == torch.uint8 else self._values.dtype
+        bits = self.values.view(torch.uint8)[ids]
+        kind = torch.float8_e4m3fn if self.values.dtype == torch.uint8 else self.values.dtype
         values = bits.view(kind).float()
-        if self._block is None:
-            return values * self._scales[ids, None]
-        scales = self._scales[ids // self._block[0]].repeat_interleave(self._block[1], 1)
+        if self.block is None:
+            return values * self.scales[ids, None]
+        scales = self.scales[ids // self.block[0]].repeat_interleave(self.block[1], 1)
         return values * scales[:, : values.shape[1]]
 
     def _rounding_of(self, num_tokens: int) -> InputRounding | None:
         """How inputs of a batch are rounded; None: not at all."""
-        return self._rounding if num_tokens > MAX_EXACT_TOKENS else None
+        return self.rounding if num_tokens > MAX_EXACT_TOKENS else None
 
     def _cuts_gates(self) -> bool:
         """Whether a block has rows of gates and of what they are multiplied with."""
-        return self._block is not None and self.num_outputs // 2 % self._block[0] != 0
+        return self.block is not None and self.num_outputs // 2 % self.block[0] != 0
 
     def _multiply_rounded(self, x: RoundedInput, bias: Tensor | None, out: Tensor | None) -> Tensor:
         if self._fits_cublas and not self._suits_tiles(x.num_tokens):
@@ -156,7 +157,7 @@ class ScaledMatrix:
             bias = self._correction if bias is None else bias + self._correction
         size = x.group_size
         values = x.values[: x.num_tokens]
-        scaled_product(values, x.scales, size, self._values, self._scales, self._block, bias, out)
+        scaled_product(values, x.scales, size, self.values, self.scales, self.block, bias, out)
         return out
 
     def _suits_tiles(self, num_tokens: int) -> bool:
@@ -164,26 +165,26 @@ class ScaledMatrix:
         inputs among processors: as measured on an H200."""
         tiles = triton.cdiv(num_tokens, 128) * triton.cdiv(self.num_outputs, 128)
         is_small = num_tokens <= 64 or (num_tokens <= 192 and tiles <= 64)
-        return self._block is not None and is_small
+        return self.block is not None and is_small
 
     def _multiply_by_cublas(self, x: RoundedInput, bias: Tensor | None) -> Tensor:
-        num_tokens, weight = x.num_tokens, self._values.t()
-        if self._block is not None:
+        num_tokens, weight = x.num_tokens, self.values.t()
+        if self.block is not None:
             out = torch._scaled_mm(
-                x.values, weight, x.scales.t(), self._scales.t(), out_dtype=x.dtype
+                x.values, weight, x.scales.t(), self.scales.t(), out_dtype=x.dtype
             )
             out = out[:num_tokens]
             return out if bias is None else out.add_(bias)
         token_scales = x.scales.view(-1, 1)
         # With scales of rows torch has other types than bfloat16 on some GPUs alone.
         if x.dtype == torch.bfloat16 and _fills_tiles(
-            num_tokens, self.num_outputs, _multiprocessors(weight.device)
+            num_tokens, self.num_outputs, multiprocessors(weight.device)
         ):
             return torch._scaled_mm(
                 x.values,
                 weight,
                 token_scales,
-                self._scales[None],
+                self.scales[None],
                 bias=bias,
                 out_dtype=x.dtype,
                 use_fast_accum=True,
@@ -192,7 +193,7 @@ class ScaledMatrix:
         out = torch._scaled_mm(
             x.values, weight, shrink, one, out_dtype=x.dtype, use_fast_accum=True
         )
-        finish_product(out[None], token_scales, self._scales, bias, out, FACTOR)
+        finish_product(out[None], token_scales, self.scales, bias, out, FACTOR)
         return out
 
 
@@ -201,17 +202,15 @@ def stack_scaled(matrices: Sequence[Sequence[ScaledMatrix]]) -> DenseExperts | N
     alike. Their inputs are taken as they are."""
     first = matrices[0][0]
     parts = [part for expert in matrices for part in expert]
-    if any(
-        (part._values.dtype, part._block) != (first._values.dtype, first._block) for part in parts
+    if any((part.values.dtype, part.block) != (first.values.dtype, first.block) for part in parts):
+        return None
+    if first.block is not None and any(
+        part.num_outputs % first.block[0] for expert in matrices for part in expert[:-1]
     ):
         return None
-    if first._block is not None and any(
-        part.num_outputs % first._block[0] for expert in matrices for part in expert[:-1]
-    ):
-        return None
-    values = torch.stack([_cat_bytes([part._values for part in one]) for one in matrices])
-    scales = torch.stack([torch.cat([part._scales for part in one]) for one in matrices])
-    return DenseExperts(values.view(first._values.dtype), scales, first._block)
+    values = torch.stack([_cat_bytes([part.values for part in one]) for one in matrices])
+    scales = torch.stack([torch.cat([part.scales for part in one]) for one in matrices])
+    return DenseExperts(values.view(first.values.dtype), scales, first.block)
 
 
 def _cat_bytes(values: list[Tensor]) -> Tensor:
@@ -248,11 +247,6 @@ def _fills_tiles(num_tokens: int, num_outputs: int, num_processors: int) -> bool
     tiles = triton.cdiv(num_tokens, 128) * triton.cdiv(num_outputs, 128)
     rounds = triton.cdiv(tiles, num_processors)
     return num_tokens * num_outputs > 0.5 * 128 * 128 * rounds * num_processors
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache

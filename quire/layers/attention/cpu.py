@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.config.latent import LatentConfig
 from quire.kernels import cpu
+from quire.kernels.adapter_pool import AdapterTokens
 from quire.kernels.cpu.attention import QKVStep, kv_addresses
 from quire.kernels.cpu.decoder import Decoder
 from quire.layers.attention.backend import (
@@ -116,7 +117,12 @@ class CpuStep(AttentionStep):
         self.step.set_rotation(rotation.cos, rotation.sin, rotation.positions, rotation.interleaved)
 
     def decode(
-        self, decoder: Decoder, x: Tensor, rotation: Rotation, first_slot: int
+        self,
+        decoder: Decoder,
+        x: Tensor,
+        rotation: Rotation,
+        first_slot: int,
+        adapters: AdapterTokens | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Layers in consecutive slots at once; see `Decoder.run`."""
         self._set_rotation(rotation)
@@ -125,4 +131,4 @@ class CpuStep(AttentionStep):
             assert first_slot + decoder.num_layers <= len(self.caches)
             address = ctypes.addressof(caches) + 2 * first_slot * ctypes.sizeof(ctypes.c_void_p)
             caches = (ctypes.c_void_p * (2 * decoder.num_layers)).from_address(address)
-        return decoder.run(x, self.step, caches)
+        return decoder.run(x, self.step, caches, adapters)

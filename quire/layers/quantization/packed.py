@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire.config.quantization import MatrixFormat
+from quire.config.quantization import MXFP4, MatrixFormat
 from quire.kernels import cpu, dispatch
 from quire.kernels.cpu.memory import Arena, Empty
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES, BlockRows
@@ -126,6 +126,9 @@ class PackBlocks:
                 continue
             rows = torch.cat([shard.rows for shard in shards if isinstance(shard, BlockRows)])
             num_inputs = shards[0].shape[1]
+            if kind == "MXFP4":
+                matrices.append(make_matrix(BlockRows(kind, rows, num_inputs)))
+                continue
             matrices.append(kernels().pack_blocks(kind, rows, num_inputs, self._input_planes))
         return matrices
 
@@ -133,6 +136,8 @@ class PackBlocks:
         # Where a rank's share cuts blocks, they become numbers.
         if not isinstance(stored, str) or num_inputs % BLOCK_SIZES[stored][0]:
             return PackFloats().nbytes(num_outputs, num_inputs, stored)
+        if stored == "MXFP4":
+            return make_reader("", MXFP4, (num_outputs, num_inputs)).nbytes(cpu.available()[0])
         count: int = kernels().packed_bytes(stored, num_outputs, num_inputs)
         return count
 
@@ -264,6 +269,9 @@ class Packed:
     """A layer's weight becomes one matrix, or several where its shards differ in format. An `arena`
     is where the packer gets its memory from; `formats` are those of shards that a checkpoint has
     quantised, with the names of their modules there."""
+
+    adapters = None
+    tokens = None
 
     def __init__(
         self,

@@ -12,6 +12,8 @@ class Unquantized:
     """The matrix itself, in the model's dtype."""
 
     reads_blocks = False
+    adapters = None
+    tokens = None
 
     def extra_bytes(
         self, shard_key: ShardKey, num_outputs: int, num_inputs: int, stored: str | None

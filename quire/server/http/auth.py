@@ -19,6 +19,8 @@ from quire.protocol.errors import OptionError
 ADMIN_PREFIX = "/admin/"
 OPEN_PATHS = frozenset({"/", "/docs", "/health", "/ping"})
 """Routes that need no key: they tell nothing that is worth one."""
+ADAPTER_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+"""Routes that read folders of this machine."""
 STATIC_PREFIX = "/static/"
 """So do the files of the pages."""
 ENGINE_PATHS = frozenset({"/metrics", "/dashboard/state", "/dashboard/experts"})
@@ -142,7 +144,7 @@ class Access:
                     f"{path} would tell tenants about each other's prompts under "
                     "--share-prefix-cache; start the server with --admin-key and send that key.",
                 )
-        elif path.startswith(ADMIN_PREFIX) and not self.admin_keys.is_open:
+        elif self._is_for_admin(path) and not self.admin_keys.is_open:
             keys, wanted = self.admin_keys, "admin key"
         if keys.is_open:
             return ""
@@ -157,6 +159,10 @@ class Access:
                 "'x-api-key: KEY'.",
             )
         return "" if keys.is_single else holder
+
+    @staticmethod
+    def _is_for_admin(path: str) -> bool:
+        return path.startswith(ADMIN_PREFIX) or path in ADAPTER_PATHS
 
     def _named(self, headers: Sequence[tuple[bytes, bytes]]) -> str:
         """Which of the holder's tenants a trusted header names."""

@@ -106,6 +106,8 @@ class ApiProcess:
                 return
             order = await self._orders.next()
         state = self._connect(order)
+        if self._start.client_index == 1:
+            await state.load_adapters()
         state.pool.start()
         if self._start.client_index == 1:  # all API processes would say the same
             self._describing = asyncio.create_task(self._log_parsers(state))
@@ -139,6 +141,7 @@ class ApiProcess:
             self._options,
             fork_server=self._fork_server,
             load=Load.shared(self._start.load_file, self._start.place),
+            adapters_file=self._start.adapters_file,
             report=self._report,
         )
 

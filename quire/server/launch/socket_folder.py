@@ -18,6 +18,7 @@ PREFIX = "quire-"
 LOCK = "server.lock"
 """A file that a living server holds locked; the system unlocks it however the server ends."""
 LOAD = "load"
+ADAPTERS = "adapters.json"
 COUNT_BYTES = 8
 """Of an API process's number of open requests in that file."""
 SOCKET_NAME_BYTES = 8
@@ -46,10 +47,15 @@ class SocketFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             unnamed.rename(self.path / LOCK)
         (self.path / LOAD).write_bytes(bytes(COUNT_BYTES * num_api_processes))
+        (self.path / ADAPTERS).write_text("{}")
 
     @property
     def load_file(self) -> str:
         return str(self.path / LOAD)
+
+    @property
+    def adapters_file(self) -> str:
+        return str(self.path / ADAPTERS)
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -69,7 +75,7 @@ def _remove_if_dead(folder: Path) -> None:
         return
     with _locked(folder / LOCK):
         for entry in list(folder.iterdir()):
-            if entry.name == LOAD or stat.S_ISSOCK(entry.lstat().st_mode):
+            if entry.name.startswith((LOAD, ADAPTERS)) or stat.S_ISSOCK(entry.lstat().st_mode):
                 entry.unlink()
         (folder / LOCK).unlink()
         folder.rmdir()  # which fails if something else lies there

@@ -217,7 +217,9 @@ class Supervisor:
         fd = self._listener.fileno()
         api = await Child.spawn("quire.server.launch.api_process", [fd])
         options = self._options.flat()
-        api.send(StartApi(index, fd, options, self._folder.load_file, place, self._log_level))
+        folder = self._folder
+        level = self._log_level
+        api.send(StartApi(index, fd, options, folder.load_file, place, level, folder.adapters_file))
         if self._ready is not None:
             api.send(self._ready)
         self._apis[index] = api

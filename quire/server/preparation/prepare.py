@@ -22,10 +22,12 @@ from quire.config.structured import GrammarSettings
 from quire.frontend.inputs import InputProcessor, Prompt, TokenizationOptions
 from quire.frontend.pooling import PoolingParams
 from quire.frontend.session import Session
+from quire.protocol.adapter import LoRARequest
 from quire.protocol.errors import ContextLengthError, QuireError, RequestError
 from quire.protocol.sampling import BeamSearchParams, SamplingParams
 from quire.protocol.structured import StructuredOutputs
 from quire.server.http.errors import InvalidBodyError, StructuredFields, UnknownModelError
+from quire.server.preparation.adapter_names import AdapterNames, AdapterSettings, reference_to
 from quire.server.preparation.bodies import ConversationBody, GenerationBody, RequestBody
 from quire.text.chat_template import find_reasoning_tags, find_tool_format, select_template
 from quire.text.harmony import REPLY_ENDS, opened_header
@@ -37,6 +39,8 @@ from quire.text.tool_calls.enforcement import reply_grammar
 
 logger = logging.getLogger(__name__)
 
+MAX_NAMED = 8
+"""Models in an error."""
 USED_BY_BEAM_SEARCH = frozenset(
     {
         *("n", "max_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
@@ -95,9 +99,12 @@ class PreparationSettings:
     chat_params: SamplingParams
     """Defaults of chats."""
     model_names: tuple[str, ...]
+    adapters: AdapterSettings = field(default_factory=AdapterSettings)
 
     @classmethod
-    def of(cls, session: Session, serving: ServingOptions) -> PreparationSettings:
+    def of(
+        cls, session: Session, serving: ServingOptions, adapters: AdapterSettings | None = None
+    ) -> PreparationSettings:
         tokenizer = TokenizerRecord.of(session.tokenizer) if session.has_tokenizer else None
         model = session.model_config
         return cls(
@@ -110,6 +117,7 @@ class PreparationSettings:
             session.default_params,
             session.chat_params,
             serving.served_model_name or (model.source.name,),
+            adapters or AdapterSettings(),
         )
 
     def preparation(self) -> Preparation:
@@ -167,6 +175,7 @@ class Preparation:
         """Defaults of chats."""
         self.hidden_size = settings.hidden_size
         self.model_names = settings.model_names
+        self.adapters = AdapterNames(settings.adapters)
         self.limited: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
         """Bounds the time of what runs inside; `what` names it in the error."""
 
@@ -203,15 +212,26 @@ class Preparation:
         return model
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with, if requests for `name` are for this model."""
+        """The name to answer with, if requests for `name` are for this model or an adapter."""
         if name is None:
             return self.model_names[0]
         if name not in self.model_names:
-            raise UnknownModelError(
-                f"model {name!r} does not exist here; this server has "
-                f"{', '.join(map(repr, self.model_names))}."
-            )
+            self.adapter_named(name)
         return name
+
+    def adapter_named(self, name: str) -> LoRARequest | None:
+        """The adapter that requests for `name` use; None: they are for the model itself."""
+        if name in self.model_names:
+            return None
+        module = self.adapters.find(name)
+        if module is not None:
+            return reference_to(module)
+        names = [*self.model_names, *(module.name for module in self.adapters.all())]
+        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        raise UnknownModelError(
+            f"model {name!r:.200} does not exist here; this server has "
+            f"{', '.join(map(repr, names[:MAX_NAMED]))}{more}."
+        )
 
     def check_max_tokens(
         self, prompts: list[Prompt], max_tokens: int | None, field: str = "max_tokens"

@@ -87,6 +87,31 @@ class LayerPerGroup:
         return torch.mm(hidden, self.head, out=out)
 
 
+class AdaptedLayer(LayerPerGroup):
+    """A layer to whose outputs, and lines of logits, slots of adapters add what is their own."""
+
+    waits_for_device = False
+
+    def __init__(self) -> None:
+        super().__init__((None,))
+        generator = torch.Generator().manual_seed(4)
+        self.outputs = torch.randn(9, NUM_HEADS * DIM, generator=generator).to(DEVICE)
+        self.lines = torch.randn(9, VOCAB, generator=generator).to(DEVICE)
+        self.outputs[-1] = self.lines[-1] = 0  # of tokens without an adapter
+        self.slots: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    def begin_step(self, slots: Tensor | None, line_slots: Tensor | None = None) -> None:
+        self.slots = slots, line_slots
+
+    def __call__(self, step: StepContext) -> Tensor:
+        hidden = super().__call__(step)
+        return hidden if self.slots[0] is None else hidden + self.outputs[self.slots[0]]
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        found = super().logits(hidden, out)
+        return found if self.slots[1] is None else found.add_(self.lines[self.slots[1]])
+
+
 LATENT = LatentConfig(q_rank=None, kv_rank=36, nope_dim=20, rope_dim=12, value_dim=DIM)
 
 
@@ -109,6 +134,7 @@ class LatentLayer(LayerPerGroup):
         angles = weights(MAX_LEN, LATENT.rope_dim // 2)
         self.angles = angles.cos(), angles.sin()
 
+    native = None
     to_latent, from_latent = LatentLinear.to_latent, LatentLinear.from_latent
 
     def __call__(self, step: StepContext) -> Tensor:
@@ -152,8 +178,11 @@ class Side:
     def run_stage(self, plan: StepPlan, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Hidden states, and which of them are sampled from."""
         staged = self.table.update(plan)
-        batch = gather_batch(self.table, plan, staged)
+        batch = gather_batch(self.table, plan, staged, None, self.table.uses_adapters(plan))
         attention = self.attention.plan(batch.attention)
+        if isinstance(self.model, AdaptedLayer):
+            slots = batch.adapter_slots
+            self.model.begin_step(slots, None if slots is None else slots[batch.sample_indices])
         step = StepContext(batch.positions, attention, batch.token_ids, hidden=given)
         return self.model(step), batch.sample_indices
 
@@ -188,18 +217,21 @@ class Graphs:
         stage: Stage = ONE_STAGE,
     ) -> None:
         self.side = side
-        self.graphs = graphs_of(side, 1024, shares_prefixes, max_queries, stage)
+        adapters = side.model if isinstance(side.model, AdaptedLayer) else None
+        others = shares_prefixes, max_queries, stage, None, adapters
+        self.graphs = graphs_of(side, 1024, *others)
 
     def run(self, plan: StepPlan, prefixes: HostPrefixTiles | None = None) -> tuple[Any, Tensor]:
         staged = self.side.table.update(plan)
-        key = self.graphs.find(plan, prefixes)
+        uses_adapters = self.side.table.uses_adapters(plan)
+        key = self.graphs.find(plan, prefixes, uses_adapters)
         assert key is not None
         if key not in self.graphs._graphs:
             if ON_GPU:
                 self.graphs.capture([key])
             else:
                 self.graphs._graphs[key] = _Replay(self.graphs, key)  # type: ignore[assignment]
-        logits = self.graphs.replay(plan, staged, prefixes)
+        logits = self.graphs.replay(plan, staged, prefixes, uses_adapters)
         assert logits is not None
         return key, logits.clone()
 
@@ -323,6 +355,31 @@ def test_steps_of_single_tokens(
         check(found, reference.run_eagerly(single))
         assert torch.equal(ours.table.num_computed, reference.table.num_computed)
         assert torch.equal(ours.kv.isnan(), reference.kv.isnan())
+
+
+@pytest.mark.parametrize("slots", [(2, -1, 0, 7), (-1, -1, -1, -1)], ids=str)
+def test_steps_with_adapters(slots: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token has its row's adapter, and lines have those of their tokens; steps without any
+    take the graphs without."""
+    if not ON_GPU:  # each program takes the interpreter a while
+        monkeypatch.setattr(triton_backend, "PROGRAMS_WANTED", 16)
+        monkeypatch.setattr(triton_backend, "MIN_SPLITS", 2)
+    sides = [Side(16, 7, (None,), kind) for kind in (TritonBackend, TorchBackend)]
+    for side in sides:
+        side.model = AdaptedLayer()
+    ours, reference = sides
+    graphs = Graphs(ours, max_queries=4)
+    plan = first_plan([9, 14, 8, 11], 7, seed=5)
+    for added, slot in zip(plan.added_rows, slots, strict=True):
+        added.adapter_slot = slot
+    for side in sides:
+        side.run_eagerly(plan)
+    free = next(row for row in range(7) if row not in plan.rows)
+    single, several = (drafted_plan(sides, plan.rows, counts) for counts in ([1] * 4, [2, 1, 4, 3]))
+    for step in single, with_prompt(several, free, 9):
+        key, found = graphs.run(step)
+        assert key.uses_adapters == (max(slots) >= 0)
+        check(found, reference.run_eagerly(step))
 
 
 def test_steps_of_latents(monkeypatch: pytest.MonkeyPatch) -> None:

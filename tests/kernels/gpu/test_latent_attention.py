@@ -339,6 +339,7 @@ class Expansion:
         by_head = self.dense_weight.view(num_heads, sum(self.sizes), -1)
         self.halves = by_head.split_with_sizes(self.sizes, dim=1)
 
+    native = None
     to_latent, from_latent = LatentLinear.to_latent, LatentLinear.from_latent
 
 

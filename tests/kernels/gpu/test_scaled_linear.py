@@ -99,7 +99,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes a millisecond for each."""
     if not ON_GPU:
         monkeypatch.setattr(scaled_tile, "STEPS_WORTHWHILE", 1)
-        monkeypatch.setattr(gemv, "_tile8", lambda *_: gemv._Tile(32, 128, 1))
+        monkeypatch.setattr(gemv, "_tile8", lambda *_: gemv.Tile(32, 128, 1))
 
 
 def random(*shape: int, dtype: torch.dtype = HALVES[0]) -> Tensor:

@@ -49,6 +49,7 @@ void test_packed_rows();
 void test_pack_int8();
 void test_pack_codes();
 void test_norm_linear();
+void test_adapters();
 void test_attend_qkv();
 void test_largest();
 void test_sampling();

@@ -4,6 +4,9 @@
 
 #include <cmath>
 
+#include <memory>
+
+#include "adapters_of_layers.h"
 #include "check.h"
 #include "linear_layer.h"
 
@@ -36,6 +39,7 @@ quire::PackedMatrix matrix(int outputs, int inputs, Random& random, std::vector<
 
 struct Model {
   std::vector<Floats> store;
+  std::vector<std::unique_ptr<RandomAdapters>> adapters;
   std::vector<quire::DecoderLayer> layers;
 
   explicit Model(Random& random) {
@@ -50,6 +54,14 @@ struct Model {
       layer.output = matrix(kHidden, kQueryWidth, random, store);
       layer.gate_up = matrix(2 * kInner, kHidden, random, store);
       layer.down = matrix(kHidden, kInner, random, store);
+      const auto adapt = [&](std::vector<int> outputs, int inputs) {
+        adapters.push_back(std::make_unique<RandomAdapters>(outputs, inputs, random));
+        return &adapters.back()->layer;
+      };
+      layer.qkv_adapters = adapt({kQueryWidth, kWidth - kQueryWidth}, kHidden);
+      layer.output_adapters = adapt({kHidden}, kQueryWidth);
+      layer.gate_up_adapters = adapt({kInner, kInner}, kHidden);
+      layer.down_adapters = i == 0 ? adapt({kHidden}, kInner) : nullptr;
       layer.qkv_bias = vector(kWidth);
       layer.attention_norm = vector(kHidden);
       layer.network_norm = vector(kHidden);
@@ -70,6 +82,7 @@ struct Step {
   std::vector<std::vector<uint8_t>> caches;
   std::vector<void*> cache_pointers;
   std::vector<int64_t> slots, positions;
+  std::vector<int32_t> adapter_slots;
   std::vector<int32_t> query_start, context_lens, table;
   quire::QKVCall qkv_call = {};
   quire::WriteCall write = {};
@@ -85,6 +98,7 @@ struct Step {
     for (int i = 0; i < kNumBlocks; ++i) table.push_back((i * 5 + 2) % kNumBlocks);
     for (int i = 0; i < tokens; ++i) {
       positions.push_back(i);
+      adapter_slots.push_back(i % (kAdapterSlots + 1) - 1);
       slots.push_back(int64_t{table[size(i / kBlockSize)]} * kBlockSize + i % kBlockSize);
     }
     const size_t element = stored == quire::Stored::kFloat16 ? 2 : 4;
@@ -114,10 +128,11 @@ struct Step {
   }
 
   void linear(const quire::PackedMatrix& weight, const Floats& x, const float* norm, Floats* sum,
-              const float* bias, bool is_gated, Floats& out) const {
+              const float* bias, const quire::Adapters* adapters, bool is_gated, Floats& out) const {
     const quire::Layer layer = {x.data(), weight.num_inputs, tokens, norm, kEpsilon,
                                 sum ? sum->data() : nullptr, bias, is_gated, out.data(),
-                                static_cast<int64_t>(out.size()) / tokens, num_threads};
+                                static_cast<int64_t>(out.size()) / tokens, adapters, adapter_slots.data(),
+                                num_threads};
     equal("quire_norm_linear", quire_norm_linear(&weight, &layer), 0);
   }
 
@@ -125,9 +140,11 @@ struct Step {
     for (int i = 0; i < kLayers; ++i) {
       const quire::DecoderLayer& layer = model.layers[size(i)];
       if (i == 0)
-        linear(layer.qkv, residual, layer.attention_norm, nullptr, layer.qkv_bias, false, qkv);
+        linear(layer.qkv, residual, layer.attention_norm, nullptr, layer.qkv_bias, layer.qkv_adapters,
+               false, qkv);
       else
-        linear(layer.qkv, addend, layer.attention_norm, &residual, layer.qkv_bias, false, qkv);
+        linear(layer.qkv, addend, layer.attention_norm, &residual, layer.qkv_bias, layer.qkv_adapters,
+               false, qkv);
       qkv_call.q = qkv.data();
       attention.q = qkv.data();
       write.k = qkv.data() + kQueryWidth;
@@ -146,16 +163,17 @@ struct Step {
       attention.scale = layer.scale;
       attention.window = layer.window;
       equal("quire_attend_qkv", quire_attend_qkv(&qkv_call, &write, &attention), 0);
-      linear(layer.output, attended, nullptr, nullptr, nullptr, false, addend);
-      linear(layer.gate_up, addend, layer.network_norm, &residual, nullptr, true, inner);
-      linear(layer.down, inner, nullptr, nullptr, nullptr, false, addend);
+      linear(layer.output, attended, nullptr, nullptr, nullptr, layer.output_adapters, false, addend);
+      linear(layer.gate_up, addend, layer.network_norm, &residual, nullptr, layer.gate_up_adapters,
+             true, inner);
+      linear(layer.down, inner, nullptr, nullptr, nullptr, layer.down_adapters, false, addend);
     }
   }
 
   void run_at_once(const Model& model) {
     const quire::DecoderCall call = {model.layers.data(), cache_pointers.data(), residual.data(),
                                      addend.data(), qkv.data(), attended.data(), inner.data(),
-                                     tokens, kLayers, num_threads};
+                                     adapter_slots.data(), tokens, kLayers, num_threads};
     equal("quire_decode", quire_decode(&call, &qkv_call, &write, &attention), 0);
   }
 };

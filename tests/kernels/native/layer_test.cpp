@@ -44,7 +44,7 @@ void run_layer(const LayerCase& c, Random& random) {
                                       0};
   const quire::Layer layer = {x.data(),   c.inputs, c.tokens, norm.data(),
                               kEpsilon,   c.has_residual ? residual.data() : nullptr,
-                              bias.data(), c.is_gated, out.data(), width, num_threads};
+                              bias.data(), c.is_gated, out.data(), width, nullptr, nullptr, num_threads};
   equal("quire_norm_linear", quire_norm_linear(&matrix, &layer), 0);
   for (int t = 0; t < c.tokens; ++t) {
     std::vector<double> sum(size(c.inputs)), y(size(c.outputs));

@@ -10,6 +10,8 @@
 
 extern "C" {
 int quire_float_linear(const quire::FloatLinearCall* call);
+void quire_float_linears(const quire::FloatLinearCall* call, int32_t count, int64_t x_step,
+                         int64_t out_step);
 int quire_packed_linear(const quire::PackedMatrix* matrix, const float* x, int64_t x_stride,
                         int64_t num_tokens, const float* bias, float* out, int64_t out_stride,
                         int32_t num_threads);
@@ -82,18 +84,23 @@ uint16_t upper(float x) {
   return static_cast<uint16_t>(bits >> 16);
 }
 
-void run_float(const Shape& shape, bool has_bias, bool is_bfloat, Random& random) {
-  Tensors tensors(shape, random);
-  Floats weight = random.normals(static_cast<size_t>(shape.outputs * shape.inputs));
-  if (is_bfloat)
-    for (float& one : weight) one = std::ldexp(std::nearbyint(std::ldexp(one, 4)), -4);  // fits
+// `weight` [outputs, inputs] as the library reads it.
+Floats packed_floats(const Shape& shape, const float* weight) {
   const int groups = (shape.outputs + quire::kPacked - 1) / quire::kPacked;
   Floats packed(static_cast<size_t>(groups * shape.inputs * quire::kPacked));
   for (int o = 0; o < shape.outputs; ++o)
     for (int i = 0; i < shape.inputs; ++i)
       packed[static_cast<size_t>((o / quire::kPacked * shape.inputs + i) * quire::kPacked +
-                                 o % quire::kPacked)] =
-          weight[static_cast<size_t>(o * shape.inputs + i)];
+                                 o % quire::kPacked)] = weight[o * shape.inputs + i];
+  return packed;
+}
+
+void run_float(const Shape& shape, bool has_bias, bool is_bfloat, Random& random) {
+  Tensors tensors(shape, random);
+  Floats weight = random.normals(static_cast<size_t>(shape.outputs * shape.inputs));
+  if (is_bfloat)
+    for (float& one : weight) one = std::ldexp(std::nearbyint(std::ldexp(one, 4)), -4);  // fits
+  const Floats packed = packed_floats(shape, weight.data());
   std::vector<uint16_t> narrow;
   for (float one : packed) narrow.push_back(upper(one));
   const quire::FloatLinearCall call = {
@@ -104,6 +111,30 @@ void run_float(const Shape& shape, bool has_bias, bool is_bfloat, Random& random
       num_threads,      is_bfloat ? quire::FloatKind::kBfloat16 : quire::FloatKind::kFloat32};
   equal("quire_float_linear", quire_float_linear(&call), 0);
   compare(shape, tensors, tensors.x, weight, has_bias, 1e-6);
+}
+
+// Matrices that each have inputs of their own: those of one follow those of the one before in a row,
+// and so do the outputs.
+void run_floats(const Shape& each, int count, Random& random) {
+  const int inputs = count * each.inputs, outputs = count * each.outputs;
+  Tensors tensors({each.tokens, outputs, inputs}, random);
+  const size_t size = static_cast<size_t>(each.outputs * each.inputs);
+  const Floats weights = random.normals(static_cast<size_t>(count) * size);
+  Floats packed, whole(static_cast<size_t>(outputs * inputs));  // zeros beside the matrices
+  for (int which = 0; which < count; ++which) {
+    const float* weight = weights.data() + static_cast<size_t>(which) * size;
+    const Floats one = packed_floats(each, weight);
+    packed.insert(packed.end(), one.begin(), one.end());
+    for (int o = 0; o < each.outputs; ++o)
+      std::memcpy(&whole[static_cast<size_t>((which * each.outputs + o) * inputs + which * each.inputs)],
+                  weight + o * each.inputs, sizeof(float) * static_cast<size_t>(each.inputs));
+  }
+  const quire::FloatLinearCall call = {
+      tensors.x.data(), packed.data(), nullptr,     tensors.out.data(), tensors.x_stride,
+      tensors.out_stride, each.tokens, each.outputs, each.inputs,       num_threads,
+      quire::FloatKind::kFloat32};
+  quire_float_linears(&call, count, each.inputs, each.outputs);
+  compare({each.tokens, outputs, inputs}, tensors, tensors.x, whole, false, 1e-6);
 }
 
 constexpr uint16_t kHalfOne = 0x3c00;
@@ -211,6 +242,8 @@ void test_float_linear() {
               outputs % 3 == 0, random);
   for (const Shape& shape : {Shape{1, 700, 150}, Shape{14, 129, 67}, Shape{60, 17, 130}})
     run_float(shape, true, shape.tokens == 14, random);
+  for (const Shape& shape : {Shape{1, 64, 48}, Shape{5, 33, 20}, Shape{31, 16, 7}})
+    run_floats(shape, 1 + num_threads % 4, random);
 }
 
 void test_packed_linear() {

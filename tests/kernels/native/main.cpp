@@ -47,6 +47,7 @@ constexpr Test kTests[] = {
     {"packed rows", test_packed_rows},     {"pack int8", test_pack_int8},
     {"pack codes", test_pack_codes},
     {"norm linear", test_norm_linear},     {"largest", test_largest},
+    {"adapters", test_adapters},
     {"sampling", test_sampling},               {"logprobs", test_logprobs},
     {"decode", test_decode},               {"bitmask", test_bitmask},
     {"experts", test_experts},             {"route", test_route},

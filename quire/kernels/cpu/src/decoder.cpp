@@ -25,23 +25,26 @@ class Decoder {
     for (int32_t i = 0; i < call_.num_layers; ++i) {
       const DecoderLayer& layer = call_.layers[i];
       if (project(layer, i == 0) || attend(layer, call_.caches + 2 * i)) return -1;
-      if (multiply(layer.output, layer.output_bias, call_.attended, call_.addend)) return -1;
+      if (multiply(layer.output, layer.output_bias, layer.output_adapters, call_.attended))
+        return -1;
       if (widen(layer)) return -1;
-      if (multiply(layer.down, layer.down_bias, call_.inner, call_.addend)) return -1;
+      if (multiply(layer.down, layer.down_bias, layer.down_adapters, call_.inner)) return -1;
     }
     return 0;
   }
 
  private:
-  Layer after_norm(const float* norm, float eps, const float* bias, float* out, int64_t width) const {
+  Layer after_norm(const float* norm, float eps, const float* bias, const Adapters* adapters,
+                   float* out, int64_t width) const {
     const int64_t hidden = call_.layers->qkv.num_inputs;
-    return {call_.addend, hidden, call_.num_tokens, norm,  eps,  call_.residual,
-            bias,         false,  out,              width, call_.num_threads};
+    return {call_.addend, hidden, call_.num_tokens, norm,        eps,
+            call_.residual, bias, false,            out,         width,
+            adapters,     call_.slots, call_.num_threads};
   }
 
   int project(const DecoderLayer& layer, bool is_first) const {
-    Layer product = after_norm(layer.attention_norm, layer.attention_eps, layer.qkv_bias, call_.qkv,
-                               layer.qkv.num_outputs);
+    Layer product = after_norm(layer.attention_norm, layer.attention_eps, layer.qkv_bias,
+                               layer.qkv_adapters, call_.qkv, layer.qkv.num_outputs);
     if (is_first) {  // nothing has been added yet
       product.x = call_.residual;
       product.residual = nullptr;
@@ -74,15 +77,17 @@ class Decoder {
   }
 
   int widen(const DecoderLayer& layer) const {
-    Layer product = after_norm(layer.network_norm, layer.network_eps, layer.gate_up_bias, call_.inner,
-                               layer.down.num_inputs);
+    Layer product = after_norm(layer.network_norm, layer.network_eps, layer.gate_up_bias,
+                               layer.gate_up_adapters, call_.inner, layer.down.num_inputs);
     product.is_gated = true;
     return quire_norm_linear(&layer.gate_up, &product);
   }
 
-  int multiply(const PackedMatrix& matrix, const float* bias, const float* x, float* out) const {
-    const Layer product = {x,    matrix.num_inputs, call_.num_tokens,   nullptr,          0.0f, nullptr,
-                           bias, false,             out, matrix.num_outputs, call_.num_threads};
+  int multiply(const PackedMatrix& matrix, const float* bias, const Adapters* adapters,
+               const float* x) const {
+    const Layer product = {x,           matrix.num_inputs, call_.num_tokens, nullptr,     0.0f,
+                           nullptr,     bias,              false,            call_.addend,
+                           matrix.num_outputs, adapters,   call_.slots,      call_.num_threads};
     return quire_norm_linear(&matrix, &product);
   }
 

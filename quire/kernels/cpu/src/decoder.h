@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "adapters.h"
 #include "attention.h"
 #include "quantized.h"
 
@@ -19,6 +20,10 @@ struct DecoderLayer {
   const float* network_norm;
   const float* q_norm;  // of heads, or null
   const float* k_norm;
+  const Adapters* qkv_adapters;  // or null
+  const Adapters* output_adapters;
+  const Adapters* gate_up_adapters;
+  const Adapters* down_adapters;
   float attention_eps;
   float network_eps;
   float head_eps;
@@ -35,6 +40,7 @@ struct DecoderCall {
   float* qkv;            // working space: [num_tokens, outputs of qkv]
   float* attended;       // [num_tokens, num_heads * head_dim]
   float* inner;          // [num_tokens, inputs of down]
+  const int32_t* slots;  // of each token: its adapter, -1 for none; null if none has one
   int64_t num_tokens;
   int32_t num_layers;
   int32_t num_threads;

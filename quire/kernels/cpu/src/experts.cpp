@@ -129,12 +129,8 @@ struct Job {
   template <typename Product>
   static void multiply(const Product& product, const Share& share, int64_t piece, float* out,
                        int64_t stride) {
-    const Pieces& pieces = share.pieces;
-    const int64_t at = piece - share.first_piece;
-    const int64_t group = at / pieces.across() * pieces.groups;
-    const int64_t token = at % pieces.across() * pieces.tokens;
-    product.multiply(group, least(group + pieces.groups, pieces.num_groups), token,
-                     least(token + pieces.tokens, pieces.num_tokens),
+    const auto [group, end_group, token, end_token] = share.pieces.at(piece - share.first_piece);
+    product.multiply(group, end_group, token, end_token,
                      out + token * stride + group * Product::kGroupRows, stride);
   }
 

@@ -20,6 +20,7 @@ struct Job {
   const Layer& layer;
   const Product& product;
   const Pointwise& pointwise;
+  const Deltas& deltas;
   const Pieces pieces;
   float* normal;   // [num_tokens, num_inputs], with a norm
   float* wide;     // [num_tokens, num_outputs], with gates that do not fill groups
@@ -38,19 +39,29 @@ struct Job {
       }
     }
     product.lay(first, end);
+    if (!deltas.exist()) return;
+    const int64_t n = product.num_inputs();
+    for (int64_t token = first; token < end; ++token)
+      deltas.shrink(token, normal ? normal + token * n : layer.x + token * layer.x_stride);
   }
 
-  // Pieces of the same groups follow each other.
+  // Adds what adapters have to outputs from `group` on that lie at `out`.
+  void adapt(int64_t group, int64_t end_group, int64_t token, int64_t end_token, float* out,
+             int64_t stride) const {
+    if (!deltas.exist()) return;
+    const int64_t first = group * Product::kGroupRows;
+    const int64_t end = least(end_group * Product::kGroupRows, product.num_outputs());
+    for (int64_t t = token; t < end_token; ++t)
+      deltas.expand(t, first, end, out + (t - token) * stride);
+  }
+
   void multiply(int64_t piece, float* own_scratch) const {
-    const int64_t group = piece / pieces.across() * pieces.groups;
-    const int64_t token = piece % pieces.across() * pieces.tokens;
-    const int64_t end_group = least(group + pieces.groups, pieces.num_groups);
-    const int64_t end_token = least(token + pieces.tokens, pieces.num_tokens);
+    const auto [group, end_group, token, end_token] = pieces.at(piece);
     if (scratch) return multiply_gated(group, end_group, token, end_token, own_scratch);
-    float* out = wide ? wide : layer.out;
     const int64_t stride = wide ? product.num_outputs() : layer.out_stride;
-    product.multiply(group, end_group, token, end_token,
-                     out + token * stride + group * Product::kGroupRows, stride);
+    float* out = (wide ? wide : layer.out) + token * stride + group * Product::kGroupRows;
+    product.multiply(group, end_group, token, end_token, out, stride);
+    adapt(group, end_group, token, end_token, out, stride);
   }
 
   void multiply_gated(int64_t group, int64_t end_group, int64_t first, int64_t end_token,
@@ -62,6 +73,9 @@ struct Job {
       product.multiply(group, end_group, token, end, gates, 2 * width);
       product.multiply(group + pieces.num_groups, end_group + pieces.num_groups, token, end,
                        gates + width, 2 * width);
+      adapt(group, end_group, token, end, gates, 2 * width);
+      adapt(group + pieces.num_groups, end_group + pieces.num_groups, token, end, gates + width,
+            2 * width);
       for (int64_t t = token; t < end; ++t) {
         const float* from = gates + (t - token) * 2 * width;
         pointwise.silu_and_mul(from, from + width, static_cast<int32_t>(width),
@@ -116,22 +130,27 @@ int compute(const Layer& layer, Product product) {
 
   const size_t scratch_floats = static_cast<size_t>(
       fills_groups ? Job<Product>::gated_tokens(product) * 2 * pieces.groups * Product::kGroupRows : 0);
+  Deltas deltas(layer.adapters, layer.slots, layer.bias);
   Space space;
   const size_t laid = space.add(product.laid_bytes());
   const size_t normal = space.add(layer.norm_weight ? sizeof(float) * static_cast<size_t>(num_inputs) : 0);
   const size_t wide = space.add(is_wide ? sizeof(float) * static_cast<size_t>(num_tokens * num_outputs) : 0);
   const size_t scratch = space.add(sizeof(float) * scratch_floats * static_cast<size_t>(threads));
+  const size_t between =
+      space.add(sizeof(float) * static_cast<size_t>(num_tokens * deltas.width()));
   void* memory = nullptr;
   if (space.bytes && posix_memalign(&memory, 64, space.bytes) != 0) return -1;
   char* at = static_cast<char*>(memory);
   const auto floats = [&](size_t offset) { return reinterpret_cast<float*>(at + offset); };
   product.set_inputs(layer.norm_weight ? floats(normal) : layer.x,
                      layer.norm_weight ? product.num_inputs() : layer.x_stride, at + laid);
+  deltas.set_space(floats(between));
   Job<Product> job = {layer,
                       product,
                       chosen_pointwise(),
+                      deltas,
                       pieces,
-                      floats(normal),
+                      layer.norm_weight ? floats(normal) : nullptr,
                       is_wide ? floats(wide) : nullptr,
                       fills_groups ? floats(scratch) : nullptr,
                       scratch_floats,
@@ -142,6 +161,33 @@ int compute(const Layer& layer, Product product) {
   if (is_wide) job.apply_gates();
   std::free(memory);
   return 0;
+}
+
+// Matrices of one shape one behind the other, each with rows of inputs of its own.
+struct ManyJob {
+  const FloatLinearCall& call;
+  const Kernel& kernel;
+  const size_t matrix_bytes;
+  const int64_t x_step, out_step;
+  const Pieces pieces;  // of each
+  Phase multiplying;
+
+  void multiply(int64_t item) const {
+    const int64_t which = item / pieces.count();
+    FloatLinearCall one = call;
+    one.x += which * x_step;
+    one.weight = static_cast<const char*>(call.weight) + static_cast<size_t>(which) * matrix_bytes;
+    const auto [group, end_group, token, end_token] = pieces.at(item % pieces.count());
+    float* out = call.out + which * out_step + token * call.out_stride + group * kPacked;
+    FloatProduct(one, kernel).multiply(group, end_group, token, end_token, out, call.out_stride);
+  }
+};
+
+void work_on_many(void* data) {
+  ManyJob& job = *static_cast<ManyJob*>(data);
+  job.multiplying.run([&](int64_t first, int64_t end) {
+    for (int64_t item = first; item < end; ++item) job.multiply(item);
+  });
 }
 
 }  // namespace
@@ -155,7 +201,8 @@ int quire_packed_linear(const quire::PackedMatrix* matrix, const float* x, int64
                         int64_t num_tokens, const float* bias, float* out, int64_t out_stride,
                         int32_t num_threads) {
   const quire::Layer layer = {x,    x_stride, num_tokens, nullptr,    0.0f,       nullptr,
-                              bias, false,    out,        out_stride, num_threads};
+                              bias, false,    out,        out_stride, nullptr,
+                              nullptr, num_threads};
   return quire::compute(layer, quire::BlockProduct(*matrix, bias, num_tokens, quire::chosen_blocks()));
 }
 
@@ -163,8 +210,28 @@ int quire_packed_linear(const quire::PackedMatrix* matrix, const float* x, int64
 int quire_float_linear(const quire::FloatLinearCall* call) {
   const quire::Layer layer = {call->x, call->x_stride, call->num_tokens, nullptr,
                               0.0f,    nullptr,        call->bias,       false,
-                              call->out, call->out_stride, call->num_threads};
+                              call->out, call->out_stride, nullptr,           nullptr,
+                              call->num_threads};
   return quire::compute(layer, quire::FloatProduct(*call, quire::chosen_kernel()));
+}
+
+// The same for `count` weights one behind the other, without a bias: inputs of the next one lie
+// `x_step` floats behind those of the one before, and its outputs `out_step`.
+void quire_float_linears(const quire::FloatLinearCall* call, int32_t count, int64_t x_step,
+                         int64_t out_step) {
+  using namespace quire;
+  if (call->num_tokens == 0 || call->num_outputs == 0 || count == 0) return;
+  const int64_t groups = count_groups(*call), tokens = call->num_tokens;
+  const int64_t products = tokens * call->num_inputs * call->num_outputs * count;
+  const int64_t threads = products < kSerialProducts || call->num_threads < 1 ? 1 : call->num_threads;
+  const Kernel& kernel = chosen_kernel();
+  const Pieces pieces(groups, tokens, FloatProduct::kTogether, kernel.tile_tokens,
+                      divide_up(threads * kPieces, count));
+  const size_t item_bytes = call->kind == FloatKind::kFloat32 ? 4 : 2;
+  const size_t matrix_bytes = static_cast<size_t>(groups * call->num_inputs * kPacked) * item_bytes;
+  ManyJob job = {*call,  kernel, matrix_bytes, x_step, out_step,
+                 pieces, Phase(pieces.count() * count, 1)};
+  run_parallel(work_on_many, &job, static_cast<int32_t>(threads));
 }
 
 // A linear layer after a norm, and with gates if `layer` says so. The matrix is of quantised blocks,

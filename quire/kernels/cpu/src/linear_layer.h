@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "adapters.h"
 #include "attention.h"
 #include "phase.h"
 #include "quantized.h"
@@ -23,6 +24,8 @@ struct Layer {
   bool is_gated;      // the outputs are gates, then as many values: out = silu(gate) * value
   float* out;
   int64_t out_stride;
+  const Adapters* adapters;  // or null
+  const int32_t* slots;      // of each token: its adapter; null if none has one
   int32_t num_threads;
 };
 
@@ -126,6 +129,11 @@ constexpr int64_t kPieces = 8;
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// Some groups of outputs of some tokens.
+struct Rectangle {
+  int64_t group, end_group, token, end_token;
+};
+
 // How the outputs are cut into pieces: rectangles of groups and tokens.
 struct Pieces {
   int64_t num_groups, groups, num_tokens, tokens;
@@ -146,6 +154,11 @@ struct Pieces {
   }
   int64_t across() const { return divide_up(num_tokens, tokens); }
   int64_t count() const { return divide_up(num_groups, groups) * across(); }
+  // Pieces of the same groups follow each other.
+  Rectangle at(int64_t piece) const {
+    const int64_t group = piece / across() * groups, token = piece % across() * tokens;
+    return {group, least(group + groups, num_groups), token, least(token + tokens, num_tokens)};
+  }
 };
 
 // Working space, cut from one piece of memory.

@@ -24,6 +24,10 @@ struct Pointwise {
   void (*exponentials)(const float* x, float most, int32_t n, float* out);
   // out += factor * x.
   void (*add_scaled)(const float* x, float factor, int32_t n, float* out);
+  // out = the products of x with 8 rows, each `stride` behind the other.
+  void (*multiply_rows)(const float* x, const float* rows, int64_t stride, int32_t n, float* out);
+  // out += the sum of 8 rows times a factor each.
+  void (*add_rows)(const float* rows, int64_t stride, const float* factors, int32_t n, float* out);
   // Turns element i of the first half of x with element i of the second; out may be x.
   void (*rotate)(const float* x, const float* cos, const float* sin, int32_t half, float* out);
   // out = x as float16: the nearest, and beyond its range the largest.

@@ -97,6 +97,31 @@ void add_scaled(const float* x, float factor, int32_t n, float* out) {
   });
 }
 
+constexpr int kRowsAtOnce = 8;
+
+void multiply_rows(const float* x, const float* rows, int64_t stride, int32_t n, float* out) {
+  Floats sums[kRowsAtOnce] = {};
+  for_each_vector(n, [&](int32_t i, auto get, auto) __attribute__((always_inline)) {
+    const Floats value = get(x + i);
+    QUIRE_UNROLL
+    for (int row = 0; row < kRowsAtOnce; ++row)
+      sums[row] = fma(value, get(rows + row * stride + i), sums[row]);
+  });
+  for (int row = 0; row < kRowsAtOnce; ++row) out[row] = sum(sums[row]);
+}
+
+void add_rows(const float* rows, int64_t stride, const float* factors, int32_t n, float* out) {
+  Floats by[kRowsAtOnce];
+  for (int row = 0; row < kRowsAtOnce; ++row) by[row] = splat(factors[row]);
+  for_each_vector(n, [&](int32_t i, auto get, auto put) __attribute__((always_inline)) {
+    Floats total = {};
+    QUIRE_UNROLL
+    for (int row = 0; row < kRowsAtOnce; ++row)
+      total = fma(get(rows + row * stride + i), by[row], total);
+    put(out + i, get(out + i) + total);
+  });
+}
+
 void rotate(const float* x, const float* cos, const float* sin, int32_t half, float* out) {
   for_each_vector(half, [&](int32_t i, auto get, auto put) __attribute__((always_inline)) {
     const Floats first = get(x + i), second = get(x + half + i);
@@ -152,8 +177,9 @@ int32_t largest(const float* x, int32_t n) {
   return i;
 }
 
-constexpr Pointwise kPointwise = {normalize,  silu_and_mul, limited_gate, sigmoid, exponentials,
-                                  add_scaled, rotate,       to_halves,    largest};
+constexpr Pointwise kPointwise = {normalize,     silu_and_mul, limited_gate, sigmoid,
+                                  exponentials,  add_scaled,   multiply_rows, add_rows,
+                                  rotate,        to_halves,    largest};
 
 }  // namespace
 }  // namespace quire

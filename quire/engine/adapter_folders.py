@@ -1,0 +1,68 @@
+"""`AdapterFolders`: reads what adapters' folders hold, beside the step loop."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from threading import Lock
+
+from quire.files.adapter import AdapterFile, read_adapter
+from quire.protocol.adapter import LoRARequest
+
+NUM_THREADS = 2
+MAX_KNOWN = 4096
+"""Folders of which it is known what they hold."""
+
+Signature = tuple[tuple[str, int, int, int, int], ...]
+
+
+class AdapterFolders:
+    """A folder whose files look as they did is not read again, unless that is asked for."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="quire-adapter-folders")
+        self._lock = Lock()
+        self._queued: dict[tuple[str, bool], Future[AdapterFile]] = {}
+        """Those that no thread has begun with: what asks for them meanwhile joins in."""
+        self._known: OrderedDict[str, tuple[Signature, AdapterFile]] = OrderedDict()
+
+    def read(self, reference: LoRARequest) -> Future[AdapterFile]:
+        key = reference.lora_path, reference.load_inplace
+        with self._lock:
+            if (found := self._queued.get(key)) is not None:
+                return found
+            self._queued[key] = reading = self._threads.submit(self._read, reference, key)
+            return reading
+
+    def _read(self, reference: LoRARequest, key: tuple[str, bool]) -> AdapterFile:
+        with self._lock:
+            self._queued.pop(key, None)
+            known = self._known.get(reference.lora_path)
+        signature = _signature(reference.lora_path)
+        if known is not None and known[0] == signature and not reference.load_inplace:
+            return known[1]
+        file = read_adapter(reference.lora_path, reference.lora_name)
+        file = replace(file, modules={}, places={})  # ranks read these for themselves
+        with self._lock:
+            self._known[reference.lora_path] = signature, file
+            self._known.move_to_end(reference.lora_path)
+            while len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+        return file
+
+    def shutdown(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _signature(folder: str) -> Signature:
+    """What changes when files are written."""
+    try:
+        files = sorted(Path(folder).expanduser().glob("adapter_*"))
+        stats = [(file.name, file.stat()) for file in files]
+    except OSError:  # reading it says what is wrong
+        return ()
+    return tuple(
+        (name, one.st_size, one.st_mtime_ns, one.st_ctime_ns, one.st_ino) for name, one in stats
+    )

@@ -1,0 +1,1 @@
+"""Names that scripts written for vLLM import: `LoRARequest`."""

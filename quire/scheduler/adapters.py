@@ -1,0 +1,232 @@
+"""`AdapterSlots`: which adapters lie on the devices, in which slots and chunks.
+
+A second resource at admission. A sequence with a row uses its adapter's slot; adapters that none
+uses stay, and give way to others, the least recently used first. Requests that find no room wait
+without blocking others (`WaitingQueue.block`). Once the oldest of them has waited `max_wait_s`, no
+further request begins with the adapters that must make way for its own, so none starves.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.protocol.adapter import AdapterContent, AdapterLimits, PlacedAdapter
+from quire.protocol.plan import Int32Array
+
+
+@dataclass(slots=True)
+class Resident:
+    """An adapter on the devices."""
+
+    content: AdapterContent
+    slot: int
+    chunks: list[int]
+    num_users: int = 0
+    """Sequences with a row that use it."""
+
+
+class AdapterSlots:
+    def __init__(self, limits: AdapterLimits) -> None:
+        self.num_chunks = limits.num_chunks
+        self._max_wait_s = limits.max_wait_s
+        self._free_slots = list(range(self.num_chunks))[::-1]
+        self._free_chunks = list(range(self.num_chunks))[::-1]
+        self.residents: dict[str, Resident] = {}
+        """By digest, as all below."""
+        self._idle: OrderedDict[str, Resident] = OrderedDict()
+        """Those without users, the least recently used first."""
+        self._num_idle_chunks = 0
+        self._pinned: set[str] = set()
+        self._since: dict[str, float] = {}
+        """Since when requests wait for an adapter's place, the oldest first."""
+        self._blocked: dict[str, AdapterContent] = {}
+        """Those of them that are out of the queue's order."""
+        self._due: AdapterContent | None = None
+        """That of the request that has waited too long."""
+        self._leaving: set[str] = set()
+        """What makes way for it: no further request begins with these."""
+        self._has_changed = False
+        """Whether what is blocked may find room now."""
+        # Changes since the last plan that the next one will carry:
+        self._cleared: list[int] = []
+        self._placed: list[PlacedAdapter] = []
+
+    # --- admission --------------------------------------------------------------------------------
+
+    def has_room(self, adapter: AdapterContent, has_begun: bool) -> bool:
+        """Whether a sequence may get a row with this adapter; one that `has_begun` need not give
+        way, since others that run may wait for it."""
+        if adapter.digest in self.residents:
+            return has_begun or adapter.digest not in self._leaving
+        need = adapter.num_chunks
+        if self._due is not None and self._due != adapter:
+            need += self._due.num_chunks  # what gets free is kept for that one
+        return need <= self._num_available(adapter)
+
+    def acquire(self, adapter: AdapterContent) -> tuple[int, bool]:
+        """The slot of an adapter for which there is room, and whether it lay there already."""
+        found = self.residents.get(adapter.digest)
+        was_there = found is not None
+        if found is None:
+            found = self._place(adapter)
+        if self._idle.pop(adapter.digest, None) is not None:
+            self._num_idle_chunks -= len(found.chunks)
+        found.num_users += 1
+        if adapter.digest in self._blocked:  # others can follow
+            self._has_changed = True
+        else:
+            self._since.pop(adapter.digest, None)
+        if self._due == adapter:
+            self._stop_waiting()
+        return found.slot, was_there
+
+    def release(self, digest: str) -> None:
+        """A sequence gives its row up."""
+        resident = self.residents[digest]
+        resident.num_users -= 1
+        if not resident.num_users:
+            self._idle[digest] = resident
+            self._num_idle_chunks += len(resident.chunks)
+            self._has_changed = True
+
+    def _place(self, adapter: AdapterContent) -> Resident:
+        """Give an adapter a slot, and those that are in its way up."""
+        while len(self._free_chunks) < adapter.num_chunks:
+            unpinned = (digest for digest in self._idle if digest not in self._pinned)
+            self.evict(next(unpinned, None) or next(iter(self._idle)))
+        chunks = [self._free_chunks.pop() for _ in range(adapter.num_chunks)]
+        placed = Resident(adapter, self._free_slots.pop(), chunks)
+        self.residents[adapter.digest] = placed
+        numbers = np.array(chunks, np.int32)
+        self._placed.append(PlacedAdapter(adapter.digest, placed.slot, numbers))
+        return placed
+
+    def _num_available(self, adapter: AdapterContent) -> int:
+        """Chunks that are free, or held by adapters that may be evicted for this one. Pinned ones
+        are only where it could never run otherwise."""
+        available = len(self._free_chunks) + self._num_idle_chunks
+        pinned = [self.residents[one] for one in self._pinned if one in self.residents]
+        if self.num_chunks - sum(len(one.chunks) for one in pinned) < adapter.num_chunks:
+            return available
+        return available - sum(len(one.chunks) for one in pinned if not one.num_users)
+
+    # --- waiting ----------------------------------------------------------------------------------
+
+    def block(self, adapter: AdapterContent, now: float) -> None:
+        """A request found no room."""
+        self._blocked[adapter.digest] = adapter
+        self._since.setdefault(adapter.digest, now)
+
+    def unblock(self, now: float, is_wanted: Container[str]) -> list[str]:
+        """Adapters that may find room now, those first for which requests have waited longest.
+        `is_wanted` holds those for which some still wait."""
+        if self._due is not None and self._due.digest not in is_wanted:
+            self._stop_waiting()
+        oldest = next(self._oldest_blocked(is_wanted), None)
+        if oldest is None:
+            return []
+        is_late = now - self._since[oldest] >= self._max_wait_s
+        if self._due is None and is_late:
+            self._make_way(self._blocked[oldest])
+        if not self._has_changed:
+            return []
+        self._has_changed = False
+        found: list[str] = []
+        num_taken = 0
+        for digest, adapter in list(self._blocked.items()):
+            need = 0 if digest in self.residents else adapter.num_chunks
+            if self.has_room(adapter, False) and need + num_taken <= self._num_available(adapter):
+                num_taken += need
+                del self._blocked[digest]
+                found.append(digest)
+        return found
+
+    def _oldest_blocked(self, is_wanted: Container[str]) -> Iterator[str]:
+        """Forgets on the way what only requests that have ended waited for."""
+        for digest in list(self._since):
+            if digest not in is_wanted:
+                del self._since[digest]
+                self._blocked.pop(digest, None)
+            elif digest in self._blocked:
+                yield digest
+
+    def _make_way(self, adapter: AdapterContent) -> None:
+        """For a request that has waited too long: choose what is evicted for it, once it is idle.
+        What has the fewest users is soonest."""
+        self._due = adapter
+        available = len(self._free_chunks)
+        by_users = sorted(self.residents.values(), key=lambda one: one.num_users)
+        for resident in sorted(by_users, key=lambda one: one.content.digest in self._pinned):
+            if available >= adapter.num_chunks:
+                break
+            available += len(resident.chunks)
+            self._leaving.add(resident.content.digest)
+        self._has_changed = True
+
+    def _stop_waiting(self) -> None:
+        """It has got its place, or needs none any more."""
+        self._due = None
+        self._leaving.clear()
+        self._has_changed = True
+
+    # --- operating --------------------------------------------------------------------------------
+
+    def evict(self, digest: str) -> None:
+        """Forget an adapter that no sequence uses, if it is here."""
+        if (resident := self._idle.pop(digest, None)) is None:
+            return
+        self._num_idle_chunks -= len(resident.chunks)
+        del self.residents[digest]
+        self._leaving.discard(digest)
+        self._free_slots.append(resident.slot)
+        self._free_chunks += resident.chunks
+        self._cleared.append(resident.slot)
+        self._placed = [one for one in self._placed if one.slot != resident.slot]
+        self._has_changed = True
+
+    def pin(self, digest: str) -> None:
+        """Evict it only where another could never run otherwise."""
+        self._pinned.add(digest)
+
+    def unpin(self, digest: str) -> None:
+        self._pinned.discard(digest)
+        self._has_changed = True
+
+    def reset(self) -> None:
+        """After a failed step devices may lack what plans have placed: place all anew. No sequence
+        may have a row."""
+        for digest in list(self._idle):
+            self.evict(digest)
+
+    def take_changes(self) -> tuple[Int32Array, list[PlacedAdapter]]:
+        """Slots to clear, then adapters to place, since the last plan."""
+        cleared, placed = np.array(self._cleared, np.int32), self._placed
+        self._cleared, self._placed = [], []
+        return cleared, placed
+
+    @property
+    def num_used_chunks(self) -> int:
+        return self.num_chunks - len(self._free_chunks)
+
+    @property
+    def waiting(self) -> list[str]:
+        """Adapters for whose place requests wait."""
+        return list(self._since)
+
+    def check_integrity(self, num_users: dict[str, int]) -> None:
+        """Raise AssertionError if a slot or a chunk is leaked or held twice; `num_users` counts the
+        rows of each adapter."""
+        residents = self.residents.values()
+        slots = sorted([*self._free_slots, *(one.slot for one in residents)])
+        chunks = sorted([*self._free_chunks, *(i for one in residents for i in one.chunks)])
+        assert slots == list(range(self.num_chunks)), "an adapter slot is lost or held twice"
+        assert chunks == list(range(self.num_chunks)), "an adapter chunk is lost or held twice"
+        counted = {digest: one.num_users for digest, one in self.residents.items()}
+        idle = {digest for digest, count in counted.items() if not count}
+        assert idle == set(self._idle), "an adapter's users are counted wrongly"
+        used = {digest: count for digest, count in counted.items() if count}
+        assert used == num_users, "an adapter's users are counted wrongly"

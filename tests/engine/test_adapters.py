@@ -1,0 +1,290 @@
+"""Requests with adapters, through the toy executor: who waits for whom, what is evicted, and which
+prefixes are shared. Outputs are compared with a reference in every test: see `Engine.finish`, and
+tests/scheduler/test_properties.py for random load."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from quire.protocol.adapter import AdapterLimits, LoRARequest
+from quire.protocol.errors import EngineDeadError, RequestError
+from quire.protocol.request import NewRequest
+from quire.protocol.sampling import SamplingParams
+from quire.scheduler.adapters import AdapterSlots
+from tests.engine.driver import Engine, numbers
+
+
+def engine(
+    max_adapters: int = 1, max_rank: int = 8, max_host: int = 8, wait_s: float = 1e9, **more: object
+) -> Engine:
+    return Engine(adapters=AdapterLimits(max_adapters, max_rank, max_host, wait_s), **more)
+
+
+def slots_of(engine: Engine) -> AdapterSlots:
+    slots = engine.core.scheduler.adapters
+    assert slots is not None
+    return slots
+
+
+def test_without_adapters_a_request_for_one_is_refused() -> None:
+    one = Engine()
+    with pytest.raises(RequestError, match="enable_lora=True"):
+        one.add(numbers(5), adapter="a-8")
+
+
+def test_a_request_that_waits_for_a_slot_lets_others_go_ahead() -> None:
+    one = engine()
+    first = one.add(numbers(9), max_tokens=20, adapter="a-8")
+    one.step()
+    waits = one.add(numbers(9), max_tokens=1, adapter="b-8")
+    behind = [one.add(numbers(9, i), max_tokens=2) for i in (1, 2)]
+    behind.append(one.add(numbers(12), max_tokens=2, adapter="a-8"))
+    one.finish()
+    assert set(one.order[:3]) == set(behind) and one.order[3:] == [first, waits]
+
+
+@pytest.mark.parametrize("wait_s", [10.0, 1e9])
+def test_none_starves(wait_s: float) -> None:
+    """Requests for other adapters come all the time, so that these are never idle by themselves."""
+    one = engine(2, wait_s=wait_s)
+    for i in range(2):
+        one.add(numbers(5, i), max_tokens=9, adapter=f"hot{i}-8")
+    one.step()
+    cold = one.add(numbers(6), max_tokens=1, adapter="cold-8")
+    base = one.add(numbers(7), max_tokens=60)
+    for step in range(60):
+        one.now += 1.0
+        one.add(numbers(5, step), max_tokens=9, adapter=f"hot{step % 2}-8")
+        one.step()
+    assert (cold in one.ended) == (wait_s == 10.0)
+    if cold in one.ended:
+        # The second hot adapter went on meanwhile: only one had to make way.
+        before = one.order[: one.order.index(cold)]
+        assert any(one.digests.get(key) == "hot1-8" for key in before[-6:])
+    one.finish()
+    assert cold in one.ended and base in one.ended
+
+
+def test_what_waited_too_long_keeps_its_place_free() -> None:
+    """A small adapter does not take the chunk that a large one waits for."""
+    one = engine(1, 16, wait_s=5.0)
+    small = one.add(numbers(5), max_tokens=12, adapter="a-8")
+    one.step()
+    large = one.add(numbers(6), max_tokens=1, adapter="large-16")
+    others = []
+    for step in range(30):
+        one.now += 1.0
+        others.append(one.add(numbers(7, step), max_tokens=3, adapter=f"s{step % 3}-8"))
+        one.step()
+    one.finish()
+    assert one.order.index(small) < one.order.index(large) < one.order.index(others[8])
+
+
+def test_many_small_adapters_fit_where_few_large_ones_would() -> None:
+    one = engine(2, 32)
+    for i in range(8):
+        one.add(numbers(5, i), max_tokens=4, adapter=f"a{i}-8")
+    one.step()
+    assert one.core.scheduler.num_running == 8
+    one.finish()
+    for i in range(3):
+        one.add(numbers(5, i), max_tokens=4, adapter=f"b{i}-32")
+    one.step()
+    assert one.core.scheduler.num_running == 2
+    one.finish()
+
+
+def test_the_least_recently_used_makes_way_and_what_is_in_use_stays() -> None:
+    one = engine(3)
+    for name in ("a-8", "b-8", "c-8", "a-8"):
+        one.add(numbers(5), max_tokens=2, adapter=name)
+        one.finish()
+    one.add(numbers(5), max_tokens=2, adapter="d-8")
+    one.finish()
+    assert slots_of(one).residents.keys() == {"a-8", "c-8", "d-8"}
+    metrics = one.core.metrics.adapters
+    assert (metrics.device_queries.value, metrics.device_hits.value) == (5, 1)
+    assert (metrics.host_queries.value, metrics.host_hits.value) == (5, 1)
+
+
+def test_a_pinned_adapter_goes_last() -> None:
+    one = engine(2)
+    for name in ("a-8", "b-8"):
+        one.add(numbers(5), max_tokens=2, adapter=name)
+        one.finish()
+    assert one.core.adapters is not None
+    one.core.adapters._hosted["a-8"].names["a-8"] = 7
+    assert one.core.pin_adapter(7)
+    for name in ("c-8", "d-8"):
+        one.add(numbers(5), max_tokens=2, adapter=name)
+        one.finish()
+    assert slots_of(one).residents.keys() == {"a-8", "d-8"}
+    with pytest.raises(RequestError, match="lora_int_id=99 cannot be pinned"):
+        one.core.pin_adapter(99)
+
+
+def test_a_pinned_adapter_does_not_keep_others_from_running() -> None:
+    one = engine(1)
+    one.add(numbers(5), adapter="a-8")
+    one.finish()
+    one.core.pin_adapter(1)
+    key = one.add(numbers(5), adapter="b-8")
+    one.finish()
+    assert one.ended[key].finish_reason == "length"
+
+
+def test_others_run_while_an_adapter_loads() -> None:
+    one = engine(load_polls=8)
+    loads = one.add(numbers(5), max_tokens=1, adapter="a-8")
+    base = one.add(numbers(5), max_tokens=4)
+    one.step(6)
+    assert one.order == [base]
+    assert not one.core.has_work and 0 < (one.core.wait_s or 0) < 0.1, "a loop looks for it"
+    for _ in range(8):
+        one.step()
+    one.finish()
+    assert one.order == [base, loads]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_prefixes_are_shared_by_content_and_not_by_name(n: int) -> None:
+    """The same weights under another name do; new weights under the same name do not."""
+    one = engine()
+    one.folders.holds = {"sql": "v1-8", "alias": "v1-8"}
+    prompt = numbers(24)
+    keys = []
+    for folder in ("sql", "alias", None):
+        keys.append(one.add(prompt, n=n, **({} if folder is None else {"adapter": folder})))
+        one.finish()
+    one.folders.holds["sql"] = "v2-8"
+    for folder in ("sql", "sql", "alias"):
+        keys.append(one.add(prompt, n=n, adapter=folder))
+        one.finish()
+    assert [one.cached(key) for key in keys] == [0, 23, 0, 0, 23, 23]
+
+
+def test_a_reload_while_requests_run_leaves_them_their_weights() -> None:
+    one = engine(2)
+    one.folders.holds["sql"] = "v1-8"
+    old = one.add(numbers(9), max_tokens=12, adapter="sql")
+    one.step(3)
+    one.folders.holds["sql"] = "v2-8"
+    new = one.add(numbers(9), max_tokens=3, adapter="sql")
+    one.finish()
+    assert one.order == [new, old]
+
+
+def test_unloading_lets_requests_go_on() -> None:
+    one = engine()
+    key = one.add(numbers(9), max_tokens=6, adapter="a-8")
+    one.step(2)
+    assert one.core.list_adapters() == [1]
+    assert one.core.unload_adapter(1) and not one.core.unload_adapter(1)
+    assert one.core.list_adapters() == []
+    one.finish()
+    assert one.ended[key].finish_reason == "length"
+    assert not one.toy.hosted and not slots_of(one).residents, "it went with its last request"
+
+
+@pytest.mark.parametrize("fault", ["broken", "vanished", "large-64"])
+def test_a_fault_costs_its_own_request_alone(fault: str) -> None:
+    one = engine()
+    one.folders.holds["vanished"] = "gone-8"
+    one.folders.broken.add("broken")
+    one.toy.vanished.add("vanished")
+    good = [one.add(numbers(9), adapter="a-8"), one.add(numbers(9))]
+    bad = one.add(numbers(9), n=2, adapter=fault)
+    one.finish()
+    assert {one.ended[bad + i].finish_reason for i in range(2)} == {"error"}
+    assert all(one.ended[bad + i].is_own_fault for i in range(2))
+    assert [one.ended[key].finish_reason for key in good] == ["length"] * 2
+    if fault == "large-64":
+        assert "max_lora_rank is 8" in (one.ended[bad].error or "")
+
+
+def test_of_two_folders_with_the_same_content_one_may_vanish() -> None:
+    one = engine(load_polls=2)
+    one.folders.holds = {"vanished": "v-8", "there": "v-8"}
+    one.toy.vanished.add("vanished")
+    keys = [one.add(numbers(9), adapter=folder) for folder in ("vanished", "there")]
+    one.step(6)
+    one.finish()
+    assert [one.ended[key].finish_reason for key in keys] == ["error", "length"]
+
+
+@pytest.mark.parametrize("how", ["death", "shutdown"])
+def test_callers_learn_of_the_end_of_the_engine(how: str) -> None:
+    one = engine(load_polls=100)
+    loading = one.core.load_adapter("a", 1, "a-8")
+    params = SamplingParams(max_tokens=1)
+    new = NewRequest(
+        7, "r", np.array([1, 2], np.int32), params, 0.0, adapter=LoRARequest("b", 2, "b-8")
+    )
+    accepted = one.core.add(new)
+    one.step()
+    assert accepted is not None and not accepted.done() and not loading.done()
+    if how == "death":
+        one.core.die("a fault", RuntimeError("a fault"))
+    else:
+        one.core.shutdown()
+    assert isinstance(loading.exception(), EngineDeadError) and accepted.exception() is None
+    assert one.core.take_ended().finished[0].finish_reason == "error"
+    with pytest.raises(EngineDeadError):
+        one.core.load_adapter("c", 3, "c-8")
+
+
+def test_the_host_holds_no_more_than_it_may_and_all_get_their_turn() -> None:
+    one = engine(4, max_host=4, load_polls=1)
+    keys = [one.add(numbers(5, i), max_tokens=5, adapter=f"a{i}-8") for i in range(12)]
+    for _ in range(200):
+        one.step()
+        assert len(one.toy.hosted) <= 4
+    one.finish()
+    assert one.order == keys
+    assert one.core.metrics.adapters.host_evictions.value == 8
+
+
+def test_on_the_host_none_starves_either() -> None:
+    one = engine(2, max_host=2, wait_s=10.0)
+    for step in range(60):
+        if step == 2:
+            cold = one.add(numbers(6), max_tokens=1, adapter="cold-8")
+        one.add(numbers(5, step), max_tokens=9, adapter=f"hot{step % 2}-8")
+        one.now += 1.0
+        one.step()
+    assert cold in one.ended
+    one.finish()
+
+
+def test_an_adapter_and_a_preempted_row() -> None:
+    """A row that is added again finds its adapter in another slot."""
+    one = engine(2, num_blocks=10, policy="priority")
+    first = one.add(numbers(9), max_tokens=20, adapter="a-8", priority=3)
+    one.step(3)
+    one.add(numbers(9, 1), max_tokens=14, adapter="b-8", priority=1)
+    one.step(3)
+    one.add(numbers(9, 2), max_tokens=20, adapter="c-8", priority=2)
+    one.finish()
+    rows = [row for plan in one.plans for row in plan.added_rows if row.params.seed == first]
+    assert len({row.adapter_slot for row in rows}) == 2
+
+
+def test_a_thousand_adapters() -> None:
+    """Requests drawn by Zipf over a thousand folders: all are served, and soon."""
+    random = Random(0)
+    one = engine(4, 16, max_host=64, wait_s=50.0, max_num_seqs=16)
+    weights = [1 / (i + 1) for i in range(1000)]
+    names = random.choices([f"a{i}-8" for i in range(1000)], weights, k=600)
+    for i, name in enumerate(names):
+        one.add(numbers(5, i), max_tokens=3, adapter=name)
+        one.now += 1.0
+        one.step()
+    one.finish()
+    assert len(one.ended) == 600
+    assert {ended.finish_reason for ended in one.ended.values()} == {"length"}
+    metrics = one.core.metrics.adapters
+    assert metrics.device_queries.value == 600 and metrics.device_hits.value > 100
+    assert metrics.host_hits.value > 250
