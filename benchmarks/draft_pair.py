@@ -39,12 +39,8 @@ def main() -> None:
     args = parser.parse_args()
     data = Path(os.environ["QUIRE_TEST_DATA"]) / "prompts" / "spec_bench_question.jsonl"
     config = {"model": str(embedded_model_path()), "num_speculative_tokens": args.drafts}
-    options: dict[str, Any] = {
-        "dtype": "float32",
-        "max_model_len": 2048,
-        "num_threads": 1,
-        "log_level": "ERROR",
-    }
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 2048, "num_threads": 1}
+    options["log_level"] = "ERROR"
     plain, drafting = LLM(**options), LLM(speculative_config=config, **options)
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, ignore_eos=True)
     metrics = drafting._core.metrics

@@ -201,6 +201,7 @@ class ModelRunner:
         host_rows = plan.rows[plan.samples]
         if not len(host_rows):
             if self.drafter is not None:
+                self._begin_drafts()
                 self.drafter.accepted(rows, None)
             return PendingStep(plan.step, rows, None, prompt_logprobs)
         verified: Verified | None = None
@@ -213,6 +214,7 @@ class ModelRunner:
         else:
             sampled, verified = self._verify(executed, executed.staged.lines, masks)
         if self.drafter is not None:
+            self._begin_drafts()
             self.drafter.accepted(rows, None if verified is None else verified.counts)
             proposed = self.drafter.propose(rows)
             waiting = self.table.write_drafts(rows, proposed)
@@ -220,6 +222,11 @@ class ModelRunner:
         return PendingStep(
             plan.step, sampled.tokens, sampled.logprobs, prompt_logprobs, pooled, verified, drafted
         )
+
+    def _begin_drafts(self) -> None:
+        """What a head shares with the target it uses without any adapter."""
+        if self.adapters is not None:
+            self.adapters.layers.begin_step(None)
 
     def _drafted(self, num_drafts: Tensor, host_rows: Int32Array, most: int) -> Drafted:
         """What the host must know of the drafts that wait now."""

@@ -423,8 +423,8 @@ def reference_tokens(
     max_tokens: int,
     seed: int,
     windows: Windows,
-    adapter: str,
     has_grammar: bool,
+    adapter: str,
 ) -> tuple[list[int], str]:
     """And why they end."""
     tokens, made = list(prompt), list[int]()
@@ -499,7 +499,7 @@ def check_outputs(setting: Setting, work: list[Job]) -> None:
                 continue
             seed = derive_seed(i, child)
             expected, reason = reference_tokens(
-                job.prompt, job.max_tokens, seed, setting.windows, adapter, job.has_grammar
+                job.prompt, job.max_tokens, seed, setting.windows, job.has_grammar, adapter
             )
             if sequence.finish_reason in ("abort", "timeout"):
                 assert tokens == expected[: len(tokens)]
