@@ -6,6 +6,7 @@ results do not depend on what else a step computes, so tokens and logprobs must 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,9 @@ def test_drafts_from_the_text_itself(
             assert [o.outputs[0].token_ids for o in outputs[:2]] == [
                 o.outputs[0].token_ids for o in plain[:2]
             ]
+            place = 2 * list(FEATURES).index("letters")
+            letters = [o.outputs[0].text for o in outputs[place : place + 2]]
+            assert all(re.fullmatch(str(LETTERS.regex), text) for text in letters)
         else:
             assert seen(outputs) == seen(plain)
         metrics = llm._core.metrics
