@@ -13,7 +13,7 @@ from torch import Tensor
 
 LIBRARY_NAME = "libquire_cpu.so"
 ISAS = ("generic", "avx2", "avx512")
-ABI = 22
+ABI = 23
 
 
 def _find_library() -> Path:

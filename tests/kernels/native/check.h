@@ -56,6 +56,8 @@ void test_sampling();
 void test_logprobs();
 void test_decode();
 void test_bitmask();
+void test_propose_ngrams();
+void test_accept_tokens();
 void test_experts();
 void test_route();
 void test_sigmoid();

@@ -50,6 +50,7 @@ constexpr Test kTests[] = {
     {"adapters", test_adapters},
     {"sampling", test_sampling},               {"logprobs", test_logprobs},
     {"decode", test_decode},               {"bitmask", test_bitmask},
+    {"propose n-grams", test_propose_ngrams}, {"accept tokens", test_accept_tokens},
     {"experts", test_experts},             {"route", test_route},
     {"sigmoid", test_sigmoid},
     {"penalize", test_penalize},           {"dequantize", test_dequantize},
