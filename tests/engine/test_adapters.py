@@ -39,11 +39,13 @@ def test_a_request_that_waits_for_a_slot_lets_others_go_ahead() -> None:
     one = engine()
     first = one.add(numbers(9), max_tokens=20, adapter="a-8")
     one.step()
-    waits = one.add(numbers(9), max_tokens=1, adapter="b-8")
+    waits = [one.add(numbers(9), max_tokens=1, adapter=f"b{i}-8") for i in range(3)]
     behind = [one.add(numbers(9, i), max_tokens=2) for i in (1, 2)]
     behind.append(one.add(numbers(12), max_tokens=2, adapter="a-8"))
+    one.step()
+    assert one.core.scheduler.num_running == 4, "at once, however many wait before them"
     one.finish()
-    assert set(one.order[:3]) == set(behind) and one.order[3:] == [first, waits]
+    assert set(one.order[:3]) == set(behind) and one.order[3:] == [first, *waits]
 
 
 @pytest.mark.parametrize("wait_s", [10.0, 1e9])
