@@ -59,11 +59,11 @@ class AdapterSlots:
 
     def has_room(self, adapter: AdapterContent, has_begun: bool) -> bool:
         """Whether a sequence may get a row with this adapter; one that `has_begun` need not give
-        way, since others that run may wait for it."""
+        way, since others may wait for its end: beams, or a pause."""
         if adapter.digest in self.residents:
             return has_begun or adapter.digest not in self._leaving
         need = adapter.num_chunks
-        if self._due is not None and self._due != adapter:
+        if not has_begun and self._due is not None and self._due != adapter:
             need += self._due.num_chunks  # what gets free is kept for that one
         return need <= self._num_available(adapter)
 
@@ -82,6 +82,8 @@ class AdapterSlots:
             self._since.pop(adapter.digest, None)
         if self._due == adapter:
             self._stop_waiting()
+        elif self._due is not None and not was_there:
+            self._make_way(self._due)  # it may lie where that one was to go
         return found.slot, was_there
 
     def release(self, digest: str) -> None:
@@ -137,7 +139,10 @@ class AdapterSlots:
         self._has_changed = False
         found: list[str] = []
         num_taken = 0
-        for digest, adapter in list(self._blocked.items()):
+        for digest in self._since:
+            adapter = self._blocked.get(digest)
+            if adapter is None or digest not in is_wanted:
+                continue
             need = 0 if digest in self.residents else adapter.num_chunks
             if self.has_room(adapter, False) and need + num_taken <= self._num_available(adapter):
                 num_taken += need
@@ -159,12 +164,14 @@ class AdapterSlots:
         What has the fewest users is soonest."""
         self._due = adapter
         available = len(self._free_chunks)
+        available += sum(len(self.residents[one].chunks) for one in self._leaving)
         by_users = sorted(self.residents.values(), key=lambda one: one.num_users)
         for resident in sorted(by_users, key=lambda one: one.content.digest in self._pinned):
             if available >= adapter.num_chunks:
                 break
-            available += len(resident.chunks)
-            self._leaving.add(resident.content.digest)
+            if resident.content.digest not in self._leaving:
+                available += len(resident.chunks)
+                self._leaving.add(resident.content.digest)
         self._has_changed = True
 
     def _stop_waiting(self) -> None:

@@ -366,9 +366,17 @@ class WaitingQueue:
 
     def unblock(self, adapter: str) -> None:
         for lane in self.lanes_of.get(adapter, ()):
-            if lane.is_blocked:
-                lane.is_blocked = False
-                self._order.push(self._key(lane), lane)
+            self._unblock(lane)
+
+    def unblock_begun(self) -> None:
+        for lane in self._lanes.values():
+            if lane.slot == RETURNING:
+                self._unblock(lane)
+
+    def _unblock(self, lane: Lane) -> None:
+        if lane.is_blocked:
+            lane.is_blocked = False
+            self._order.push(self._key(lane), lane)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, if it is here."""

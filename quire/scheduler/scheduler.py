@@ -429,6 +429,8 @@ class Scheduler:
         if self.adapters is not None:
             for digest in self.adapters.unblock(now, waiting.lanes_of):
                 waiting.unblock(digest)
+            if self.pause is Pause.DRAIN:  # what is unblocked may be older and not begin
+                waiting.unblock_begun()
         promised = kv.num_promised(self.ranked_rows())
         while plan.room > 0 and self.free_rows and waiting:
             sequence = waiting.first_begun() if self.pause is Pause.DRAIN else waiting.first()

@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from quire.protocol.adapter import AdapterLimits, LoRARequest
+from quire.protocol.adapter import AdapterContent, AdapterLimits, LoRARequest
 from quire.protocol.errors import EngineDeadError, RequestError
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams
@@ -83,6 +83,58 @@ def test_what_waited_too_long_keeps_its_place_free() -> None:
         one.step()
     one.finish()
     assert one.order.index(small) < one.order.index(large) < one.order.index(others[8])
+
+
+def test_what_makes_way_is_chosen_again_when_another_took_its_place() -> None:
+    slots, large = AdapterSlots(AdapterLimits(6, 8, 8, 5.0)), AdapterContent("large", 2)
+    a, b, c, other = (AdapterContent(name, 2) for name in ("a", "b", "c", "other"))
+    for one in (a, b, c):
+        slots.acquire(one)
+    slots.block(large, 0.0)
+    assert slots.unblock(9.0, {"large"}) == [] and not slots.has_room(a, False)
+    slots.release("a")
+    slots.release("b")
+    assert slots.unblock(9.0, {"large"}) == ["large"]
+    slots.acquire(other)  # whose turn comes first, and for which `a` goes
+    assert not slots.has_room(b, False), "nothing would be left for the one that waits"
+    assert slots.has_room(large, False)
+
+
+def test_what_is_wanted_no_more_takes_no_place() -> None:
+    slots = AdapterSlots(AdapterLimits(2, 8, 8, 5.0))
+    large, gone, small = (
+        AdapterContent("large", 2),
+        AdapterContent("gone", 1),
+        AdapterContent("s", 1),
+    )
+    for name in "ab":
+        slots.acquire(AdapterContent(name, 1))
+    for one in (large, gone, small):
+        slots.block(one, 0.0)
+    slots.release("a")
+    assert slots.unblock(0.0, {"large", "s"}) == ["s"]
+
+
+def test_a_pause_does_not_wait_for_ever() -> None:
+    """A preempted request gets its adapter's place back, though older ones wait for it that may not
+    begin."""
+    one = engine(1, num_blocks=10, policy="priority")
+    first = one.add(numbers(9), max_tokens=20, adapter="a-8", priority=3)
+    base = one.add(numbers(9, 1), max_tokens=20)
+    one.step()
+    second = one.add(numbers(5, 2), max_tokens=4, adapter="b-8", priority=1)
+    later = one.add(numbers(5, 3), max_tokens=4, adapter="c-8", priority=2)
+    for _ in range(40):
+        one.step()
+        if "b-8" in slots_of(one).residents:
+            break
+    assert one.core.scheduler.waiting.has_begun and second not in one.ended
+    one.core.pause()
+    one.finish()
+    assert set(one.ended) == {first, base, second}
+    one.core.resume()
+    one.finish()
+    assert later in one.ended
 
 
 def test_many_small_adapters_fit_where_few_large_ones_would() -> None:
