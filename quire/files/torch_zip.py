@@ -30,6 +30,8 @@ from quire.files.tensor_places import (
 from quire.protocol.errors import AdapterError
 
 MAX_PICKLE_BYTES = 64 << 20
+MAX_SHARING = 4
+"""Times the size of a file that its tensors may have together: tied ones are stored once."""
 STORAGES = {
     "DoubleStorage": "F64",
     "FloatStorage": "F32",
@@ -93,12 +95,16 @@ def torch_zip_places(file: Path) -> dict[str, TensorPlace]:
             ) from error
         tensors = _described(file, text)
         check_count(file, len(tensors))
-        return {
+        places = {
             name: _place(
                 file, stream, name, tensor, members.get(f"{folder}data/{tensor.storage.member}")
             )
             for name, tensor in tensors.items()
         }
+        total, size = sum(place.nbytes for place in places.values()), file.stat().st_size
+        if total > MAX_SHARING * size:
+            raise damaged(file, f"its tensors have {total} bytes, the file {size}")
+        return places
 
 
 def _pickle_of(

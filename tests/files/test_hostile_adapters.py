@@ -287,9 +287,12 @@ class _Storage:
     pass
 
 
-def described(shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) -> bytes:
-    room = io.BytesIO()
-    _Pickler(room, 2).dump({A: _Tensor(shape, stride, offset)})
+def described(
+    shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0, count: int = 1
+) -> bytes:
+    """`count` tensors with the same numbers."""
+    tensor, room = _Tensor(shape, stride, offset), io.BytesIO()
+    _Pickler(room, 2).dump({A: tensor} | {f"{i}": tensor for i in range(1, count)})
     return room.getvalue()
 
 
@@ -308,6 +311,7 @@ PICKLES: list[tuple[bytes, str]] = [
     (pickled(described((4, 6), (6, 1), 1)), "reaches beyond its numbers"),
     (pickled(described((4, -6), (6, 1))), "pickle cannot be read"),
     (pickled(described((4, 6), (6, 1))), "there is no B beside it"),
+    (pickled(described((4, 6), (6, 1), count=9999)), "its tensors have 959904 bytes, the file"),
 ]
 
 
