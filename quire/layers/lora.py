@@ -321,11 +321,22 @@ class AdapterLayers:
 
     # --- adapters ---------------------------------------------------------------------------------
 
+    def check(self, weights: Mapping[str, LoraWeights]) -> None:
+        """Raises where an adapter does not fit the model, by shapes alone: tensors may be those of
+        the meta device."""
+        self._matched(weights)
+
     @torch.inference_mode()
     def prepare(self, weights: Mapping[str, LoraWeights]) -> HostAdapter:
         """This rank's share of an adapter, ready to be placed. `weights` are by the base's modules,
         as its checkpoint names them. May be called on any thread."""
-        pairs, saved = self._matched(weights)
+        matched = self._matched(weights)
+        saved = {
+            place.path: self._matrix(place, own.saved["weight"])
+            for place, own in matched
+            if "weight" in own.saved
+        }
+        pairs = [(place, own) for place, own in matched if own.a is not None or "bias" in own.saved]
         count = self._num_slices
         state = torch.zeros(2 * count, dtype=torch.int32)
         pieces: list[dict[int, Tensor]] = []
@@ -437,12 +448,9 @@ class AdapterLayers:
 
     # --- what an adapter has, and where it belongs ------------------------------------------------
 
-    def _matched(
-        self, weights: Mapping[str, LoraWeights]
-    ) -> tuple[list[tuple[_Place, LoraWeights]], dict[str, Matrix]]:
-        """What is for each place, and what takes the place of whole weights."""
-        pairs: list[tuple[_Place, LoraWeights]] = []
-        saved: dict[str, Matrix] = {}
+    def _matched(self, weights: Mapping[str, LoraWeights]) -> list[tuple[_Place, LoraWeights]]:
+        """What is for each place of this rank."""
+        matched: list[tuple[_Place, LoraWeights]] = []
         unknown: list[str] = []
         problems: list[str] = []
         for path, own in weights.items():
@@ -458,10 +466,7 @@ class AdapterLayers:
             if problem is not None:
                 problems.append(f"{path} {problem}")
                 continue
-            if "weight" in own.saved:
-                saved[place.path] = self._matrix(place, own.saved["weight"])
-            if own.a is not None or "bias" in own.saved:
-                pairs.append((place, own))
+            matched.append((place, own))
         if unknown:
             problems.insert(0, f"the model has no {_listed(unknown)}")
         if problems:
@@ -469,7 +474,7 @@ class AdapterLayers:
                 f"The adapter does not fit the model: {_listed(problems, '; ')}. Use an adapter "
                 "that was trained on this model."
             )
-        return pairs, saved
+        return matched
 
     def _is_elsewhere(self, name: str) -> bool:
         """Whether only other ranks have the module. Checkpoints have names of their own for

@@ -41,7 +41,21 @@ def load_adapter(file: AdapterFile, *, alternates: bool = False) -> dict[str, Lo
 
     The content must still be that which was hashed, and finite.
     """
-    tensors = _read(file)
+    return _modules(file, _read(file), alternates)
+
+
+def adapter_shapes(file: AdapterFile, *, alternates: bool = False) -> dict[str, LoraWeights]:
+    """The same on the meta device: what a base can be compared with before anything is read."""
+    tensors = {
+        name: torch.empty(place.shape, dtype=DTYPES[place.dtype], device="meta")
+        for name, place in file.places.items()
+    }
+    return _modules(file, tensors, alternates)
+
+
+def _modules(
+    file: AdapterFile, tensors: Mapping[str, Tensor], alternates: bool
+) -> dict[str, LoraWeights]:
     stacks = _Stacks(tensors)
     return {
         path: _weights(module, tensors)

@@ -9,7 +9,7 @@ import torch
 
 from quire.files.adapter import read_adapter
 from quire.layers.lora import AdapterLayers, HostAdapter
-from quire.loading.adapters import load_adapter
+from quire.loading.adapters import adapter_shapes, load_adapter
 from quire.protocol.errors import AdapterError
 from quire.protocol.plan import StepPlan
 from quire.worker.batch import Batch
@@ -39,6 +39,8 @@ class HostAdapters:
                     f"files in {folder} were changed while they were loaded; load the adapter when "
                     "they are complete."
                 )
+            # Before it takes memory: files of other bases may be of any size.
+            self.layers.check(adapter_shapes(file, alternates=self._alternates))
             held = self.layers.prepare(load_adapter(file, alternates=self._alternates))
         except AdapterError as error:
             raise AdapterError(f"adapter {name!r}: {error}") from None

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quire.config.model import load_model_config
+from quire.files.adapter import read_adapter
 from quire.kernels import cpu
 from quire.kernels.cpu.library import ISAS
 from quire.layers.attention.cpu import CpuBackend
@@ -20,6 +22,8 @@ from quire.layers.lora import AdapterLayers, weight_rows
 from quire.layers.parallel import Parallel, Stage
 from quire.models.loader import load_model
 from quire.protocol.errors import AdapterError
+from quire.worker.adapters import HostAdapters
+from tests.adapters import make_adapter
 from tests.layers.ranks import on_ranks
 from tests.models.adapters import AdaptedRun, Weights, place, random_adapter
 from tests.models.reference import (
@@ -285,6 +289,24 @@ def test_refused(change: dict[str, str], message: str, tmp_path: Path) -> None:
         weights = Weights(saved={"weight": torch.ones(3, 3)})
     with pytest.raises(AdapterError, match=message):
         layers.prepare({path: weights})
+
+
+def test_what_does_not_fit_is_not_read(tmp_path: Path) -> None:
+    """It may be larger than the memory of the host."""
+    base = random_model("llama")
+    model = load_model(
+        load_model_config(str(save_safetensors(base, tmp_path / "base"))),
+        dtype=torch.float32,
+        device="cpu",
+    )
+    make_adapter(random_model("llama", hidden_size=32), tmp_path / "one", target_modules=["q_proj"])
+    path = tmp_path / "one" / "adapter_model.safetensors"
+    save_file({name: one.fill_(torch.nan) for name, one in load_file(path).items()}, path)
+    adapters = HostAdapters(AdapterLayers.of(model, max_adapters=1, num_chunks=1))
+    file = read_adapter(path.parent, "one")
+    with pytest.raises(AdapterError, match=r"'one': The adapter does not fit the model: .*q_proj"):
+        adapters.load("one", str(path.parent), file.digest).result()
+    adapters.shutdown()
 
 
 EXPERT_FAMILIES = ["mixtral", "qwen3_moe", "qwen2_moe", "granitemoe", "gpt_oss", "deepseek_v3"]
