@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from quire.files.adapter import CONFIG_FILE
+from quire.files.adapter import CONFIG_FILE, adapter_folder
 from quire.protocol.errors import OptionError
 
 FORMATS = 'name=folder, or JSON with "name", "path" and perhaps "base_model_name"'
@@ -45,12 +44,12 @@ def read_modules(texts: tuple[str, ...]) -> tuple[AdapterModule, ...]:
 def check_folders(modules: tuple[AdapterModule, ...], folder: str | None) -> None:
     """At the start, before a model is loaded for them."""
     for module in modules:
-        if not (Path(module.path).expanduser() / CONFIG_FILE).is_file():
+        if not (adapter_folder(module.path) / CONFIG_FILE).is_file():
             raise OptionError(
                 f"lora_modules: {module.path!r} (of {module.name!r}) is not the folder of an "
                 f"adapter, which has {CONFIG_FILE}."
             )
-    if folder is not None and not Path(folder).expanduser().is_dir():
+    if folder is not None and not adapter_folder(folder).is_dir():
         raise OptionError(f"lora_folder {folder!r} is not a folder.")
 
 

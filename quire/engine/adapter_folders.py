@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from threading import Lock
 
-from quire.files.adapter import AdapterFile, read_adapter
+from quire.files.adapter import AdapterFile, adapter_folder, read_adapter
 from quire.protocol.adapter import LoRARequest
 
 NUM_THREADS = 2
@@ -59,7 +58,7 @@ class AdapterFolders:
 def _signature(folder: str) -> Signature:
     """What changes when files are written."""
     try:
-        files = sorted(Path(folder).expanduser().glob("adapter_*"))
+        files = sorted(adapter_folder(folder).glob("adapter_*"))
         stats = [(file.name, file.stat()) for file in files]
     except OSError:  # reading it says what is wrong
         return ()

@@ -16,11 +16,10 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 from quire.engine.executors.base import Executor
-from quire.files.adapter import AdapterFile
+from quire.files.adapter import AdapterFile, adapter_folder
 from quire.metrics.engine import AdapterMetrics
 from quire.protocol.adapter import AdapterContent, AdapterLimits, LoRARequest, chunks_for
 from quire.protocol.errors import AdapterError, EngineDeadError, QuireError
@@ -259,7 +258,7 @@ class Adapters:
         for call in hosted.calls:
             if not self._is_wanted(call):
                 continue
-            if str(Path(call.reference.lora_path).expanduser()) == hosted.file.folder:
+            if str(adapter_folder(call.reference.lora_path)) == hosted.file.folder:
                 self._refuse(call, error)
             else:
                 self._read_folder(call)  # its own folder holds the same, and may be all right

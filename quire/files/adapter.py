@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -204,9 +205,15 @@ class _Settings(CheckedValues):
         return float(value)
 
 
+def adapter_folder(path: str | Path) -> Path:
+    """Where a name lies that may begin with ~ or ~user. `Path.expanduser` raises if there is no
+    such user, and here it is a folder that does not exist."""
+    return Path(os.path.expanduser(path))
+
+
 def read_adapter(folder: str | Path, name: str) -> AdapterFile:
     """Checks a folder by its configuration and its file's header, then hashes the tensors."""
-    place = Path(folder).expanduser()
+    place = adapter_folder(folder)
     if not place.is_dir():
         raise AdapterError(
             f"adapter {shown(name)}: {shown(str(place))} is not a folder; give one that has "

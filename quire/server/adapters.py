@@ -3,13 +3,12 @@ there where `--allow-runtime-lora` is set, and for the admin key."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import PlainTextResponse
 
 from quire.config.adapters import AdapterModule, check_adapter_name
+from quire.files.adapter import adapter_folder
 from quire.protocol.errors import AdapterError, OptionError
 from quire.server.http.errors import UnknownModelError
 from quire.server.preparation.adapter_names import reference_to
@@ -44,7 +43,7 @@ async def load_lora_adapter(body: LoadBody, request: Request) -> PlainTextRespon
             f"The lora adapter {name!r} has already been loaded. If you want to load the adapter "
             "in place, set 'load_inplace' to True."
         )
-    if not Path(body.lora_path).expanduser().is_dir():
+    if not adapter_folder(body.lora_path).is_dir():
         raise UnknownModelError(
             f"No adapter found for {name!r}: {body.lora_path!r} is not a folder on this machine."
         )

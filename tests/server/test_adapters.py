@@ -217,6 +217,8 @@ def test_a_module_of_the_start_can_be_unloaded(served: Served) -> None:
         ({}, 400, "Both 'lora_name' and 'lora_path' must be provided"),
         ({"lora_name": "x"}, 400, "Both 'lora_name' and 'lora_path' must be provided"),
         ({"lora_name": "x", "lora_path": "/none"}, 404, "No adapter found for 'x'"),
+        ({"lora_name": "x", "lora_path": "~none/x"}, 404, "No adapter found for 'x'"),
+        ({"lora_name": "x", "lora_path": "\0"}, 404, "No adapter found for 'x'"),
         ({"lora_name": "x", "lora_path": "/"}, 400, "adapter_config.json is missing"),
         ({"lora_name": "base", "lora_path": "/"}, 400, "the model's own name"),
         ({"lora_name": "x" * 300, "lora_path": "/"}, 400, "has 300 characters"),

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from quire.config.adapters import AdapterModule
 from quire.config.server import ServedAdapterOptions
+from quire.files.adapter import CONFIG_FILE, adapter_folder
 from quire.protocol.adapter import LoRARequest
-
-CONFIG_FILE = "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class AdapterSettings:
         folder = options.lora_folder
         return cls(
             options.modules,
-            None if folder is None else str(Path(folder).expanduser().absolute()),
+            None if folder is None else str(adapter_folder(folder).absolute()),
             file if options.allow_runtime_lora else None,
         )
 
@@ -127,7 +126,7 @@ def reference_to(module: AdapterModule, *, load_inplace: bool = False) -> LoRARe
     """For the engine. Its number follows from the name, so that all processes say the same."""
     digest = hashlib.sha256(module.name.encode("utf-8", "surrogatepass")).digest()
     number = int.from_bytes(digest[:6], "big") + 1
-    path = str(Path(module.path).expanduser().absolute())
+    path = str(adapter_folder(module.path).absolute())
     return LoRARequest(module.name, number, path, module.base_model_name, None, load_inplace)
 
 
