@@ -21,7 +21,9 @@ class AdapterFolders:
     """A folder whose files look as they did is not read again, unless that is asked for."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="quire-adapter-folders")
+        self._looks = ThreadPoolExecutor(1, thread_name_prefix="quire-adapter-looks")
+        """At what is known, which does not wait for what is read."""
+        self._reads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="quire-adapter-folders")
         self._lock = Lock()
         self._queued: dict[tuple[str, bool], Future[AdapterFile]] = {}
         """Those that no thread has begun with: what asks for them meanwhile joins in."""
@@ -32,16 +34,38 @@ class AdapterFolders:
         with self._lock:
             if (found := self._queued.get(key)) is not None:
                 return found
-            self._queued[key] = reading = self._threads.submit(self._read, reference, key)
-            return reading
+            self._queued[key] = answer = Future[AdapterFile]()
+            self._looks.submit(self._look, reference, key, answer)
+            return answer
 
-    def _read(self, reference: LoRARequest, key: tuple[str, bool]) -> AdapterFile:
+    def _look(
+        self, reference: LoRARequest, key: tuple[str, bool], answer: Future[AdapterFile]
+    ) -> None:
         with self._lock:
-            self._queued.pop(key, None)
-            known = self._known.get(reference.lora_path)
+            del self._queued[key]
+        try:
+            _, known = self._find(reference)
+            if known is None:
+                reading = self._reads.submit(self._read, reference)
+                reading.add_done_callback(lambda done: _pass_on(done, answer))
+            else:
+                answer.set_result(known)
+        except Exception as error:
+            answer.set_exception(error)
+
+    def _find(self, reference: LoRARequest) -> tuple[Signature, AdapterFile | None]:
+        """How a folder looks now, and what it holds if that is known."""
         signature = _signature(reference.lora_path)
-        if known is not None and known[0] == signature and not reference.load_inplace:
-            return known[1]
+        with self._lock:
+            known = self._known.get(reference.lora_path)
+        if known is None or known[0] != signature or reference.load_inplace:
+            return signature, None
+        return known
+
+    def _read(self, reference: LoRARequest) -> AdapterFile:
+        signature, known = self._find(reference)
+        if known is not None:  # others have asked for it, too
+            return known
         file = read_adapter(reference.lora_path, reference.lora_name)
         file = replace(file, modules={}, places={})  # ranks read these for themselves
         with self._lock:
@@ -52,7 +76,17 @@ class AdapterFolders:
         return file
 
     def shutdown(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._looks.shutdown(wait=False, cancel_futures=True)
+        self._reads.shutdown(wait=False, cancel_futures=True)
+
+
+def _pass_on(done: Future[AdapterFile], answer: Future[AdapterFile]) -> None:
+    if done.cancelled():
+        answer.cancel()
+    elif (error := done.exception()) is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(done.result())
 
 
 def _signature(folder: str) -> Signature:
