@@ -19,6 +19,7 @@ LOCK = "server.lock"
 """A file that a living server holds locked; the system unlocks it however the server ends."""
 LOAD = "load"
 ADAPTERS = "adapters.json"
+FILES = frozenset({LOAD, ADAPTERS, f"{ADAPTERS}.lock", f"{ADAPTERS}.new"})
 COUNT_BYTES = 8
 """Of an API process's number of open requests in that file."""
 SOCKET_NAME_BYTES = 8
@@ -75,7 +76,7 @@ def _remove_if_dead(folder: Path) -> None:
         return
     with _locked(folder / LOCK):
         for entry in list(folder.iterdir()):
-            if entry.name.startswith((LOAD, ADAPTERS)) or stat.S_ISSOCK(entry.lstat().st_mode):
+            if entry.name in FILES or stat.S_ISSOCK(entry.lstat().st_mode):
                 entry.unlink()
         (folder / LOCK).unlink()
         folder.rmdir()  # which fails if something else lies there

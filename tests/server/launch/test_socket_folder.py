@@ -34,6 +34,7 @@ def test_only_folders_of_dead_servers_go(parent: Path) -> None:
     for folder in (living, dead, strange):
         make_socket(folder.path / "0123456789abcdef")
         Path(folder.load_file).write_bytes(b"12345678")
+    Path(dead.adapters_file).with_suffix(".json.lock").touch()
     (strange.path / "notes.txt").write_text("not a server's")
     for folder in (dead, strange):
         os.close(folder._lock)  # as the system does when a process is killed
@@ -44,7 +45,8 @@ def test_only_folders_of_dead_servers_go(parent: Path) -> None:
     (parent / "quire-file").touch()
     new = SocketFolder()
     assert not dead.path.exists()
-    assert {path.name for path in living.path.iterdir()} == {LOCK, "load", "0123456789abcdef"}
+    left = {path.name for path in living.path.iterdir()}
+    assert left == {LOCK, "load", "adapters.json", "0123456789abcdef"}
     assert (strange.path / "notes.txt").exists() and (others / "load").exists()
     assert (parent / "quire-link").is_symlink() and (parent / "quire-file").exists()
     living.remove()
