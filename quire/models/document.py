@@ -57,6 +57,10 @@ Other architectures are refused by name before anything is loaded. Weights come 
 
 """
 
+COLUMNS = (
+    *("family", "architectures", "attention", "experts", "GGUF"),
+    *("quantised", "adapters", "drafts", "parallelism", "fused"),
+)
 TINY = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -76,9 +80,7 @@ def models_page() -> str:
     """The whole page."""
     families = dict.fromkeys(SUPPORTED_ARCHITECTURES.values())
     rows = [_row(family) for family in sorted(families)]
-    head = ("family", "architectures", "attention", "experts", "GGUF", "quantised", "adapters")
-    head = (*head, "drafts", "parallelism", "fused")
-    lines = [head, ("---",) * len(head), *rows]
+    lines = [COLUMNS, ("---",) * len(COLUMNS), *rows]
     table = "".join("| " + " | ".join(line) + " |\n" for line in lines)
     return HEAD.format(methods=", ".join(METHODS)) + table
 
