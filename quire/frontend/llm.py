@@ -445,10 +445,10 @@ class LLM:
         """The adapter of each of `count` prompts. Raises if one cannot be used: as many as the host
         has room for are loaded here, and the others are loaded when it is their turn."""
         adapters = adapters_per_prompt(lora_request, count)
-        limits = self.options.adapters.limits
+        wanted = {one: index for index, one in reversed([*enumerate(adapters)]) if one is not None}
+        limits = self.options.adapters.limits if wanted else None
         if limits is None:
             return adapters
-        wanted = {one: index for index, one in reversed([*enumerate(adapters)]) if one is not None}
         for adapter, index in islice(wanted.items(), limits.max_host_adapters):
             with naming_index(index):
                 self.add_lora(adapter)

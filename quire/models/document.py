@@ -24,7 +24,7 @@ from quire.config.model import (
 )
 from quire.config.quantization import METHODS
 from quire.layers.attention.layer import Attention
-from quire.layers.decoder import NumberedLayers
+from quire.layers.decoder import DecoderLayers, NumberedLayers
 from quire.layers.experts import Experts
 from quire.layers.linear import LatentLinear
 from quire.layers.parallel import Parallel, Stage
@@ -42,19 +42,25 @@ HEAD = """\
 Other architectures are refused by name before anything is loaded. Weights come from safetensors or
 `.bin` files, and of the families with a GGUF name from such files too. Quantised checkpoints may be
 {methods}: see
-[quantization](quantization.md). Where they have the experts of a layer in one tensor (*stacked*),
-these may be MXFP4 alone. [Adapters](adapters.md) work with every family;
-[speculation](speculation.md) drafts from the text, and so works with all; EAGLE-3 heads work with
-all but OPT and GPT-2, and MTP layers are known of {mtp}.
+[quantization](quantization.md).
 
 - *attention*: what differs from a layer that sees all tokens and rotates whole heads, in a model
   with the settings that the family takes for granted.
+- *experts*: *stacked* are those of a layer that checkpoints have in one tensor.
+- *quantised*: whether all matrices may be, in any of these formats.
+- *adapters*: which linear layers may have [adapters](adapters.md).
+- *drafts*: what [speculation](speculation.md) may take them from: the text, another model with the
+  same vocabulary, an EAGLE-3 head, the model's own MTP layer.
 - *parallelism*: what divides the weights ([distributed](distributed.md)).
 - *fused*: whether norms are computed in the call of the layer that follows, on a CPU all layers in
   one call. `quire quantize --calibrate` has factors for these families.
 
 """
 
+COLUMNS = (
+    *("family", "architectures", "attention", "experts", "GGUF"),
+    *("quantised", "adapters", "drafts", "parallelism", "fused"),
+)
 TINY = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -74,11 +80,9 @@ def models_page() -> str:
     """The whole page."""
     families = dict.fromkeys(SUPPORTED_ARCHITECTURES.values())
     rows = [_row(family) for family in sorted(families)]
-    head = ("family", "architectures", "attention", "experts", "GGUF", "parallelism", "fused")
-    lines = [head, ("---",) * len(head), *rows]
-    mtp = " and ".join(f"`{name}`" for name in MTP_ARCHITECTURES)
+    lines = [COLUMNS, ("---",) * len(COLUMNS), *rows]
     table = "".join("| " + " | ".join(line) + " |\n" for line in lines)
-    return HEAD.format(methods=", ".join(METHODS), mtp=mtp) + table
+    return HEAD.format(methods=", ".join(METHODS)) + table
 
 
 def _row(family: str) -> tuple[str, ...]:
@@ -96,6 +100,9 @@ def _row(family: str) -> tuple[str, ...]:
         "; ".join(_traits(model, config.head_dim)) or "-",
         _experts(config, model),
         ", ".join(f"`{gguf}`" for gguf in stored) or "-",
+        "all but experts, which may be MXFP4" if model.weight_map.stacks_experts else "all",
+        "all but `kv_b_proj`" if _is_latent(model) else "all",
+        ", ".join(_drafts(config, model)),
         ", ".join(_parallelism(config, model)),
         "yes" if all(layer_parts(layer) is not None for layer in layers) else "no",
     )
@@ -105,6 +112,22 @@ def _experts(config: ModelConfig, model: CausalLM) -> str:
     if config.experts is None:
         return "-"
     return "stacked" if model.weight_map.stacks_experts else "yes"
+
+
+def _is_latent(model: CausalLM) -> bool:
+    return any(isinstance(module, LatentLinear) for module in model.modules())
+
+
+def _drafts(config: ModelConfig, model: CausalLM) -> Iterator[str]:
+    yield "text"
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    if all(layer.window is not None for layer in layers):
+        return  # blocks are let go of, and with them what another model would keep there
+    yield "model"
+    if any(isinstance(module, DecoderLayers) for module in model.modules()):
+        yield "EAGLE-3"
+    if config.architecture in MTP_ARCHITECTURES:
+        yield "MTP"
 
 
 def _made(config: ModelConfig, parallel: Parallel | None = None) -> CausalLM:
@@ -124,7 +147,7 @@ def _traits(model: CausalLM, head_dim: int) -> Iterator[str]:
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     rotaries = [module for module in model.modules() if isinstance(module, Rotary)]
     windows = [layer.window for layer in layers if layer.window is not None]
-    is_latent = any(isinstance(module, LatentLinear) for module in model.modules())
+    is_latent = _is_latent(model)
     if is_latent:
         yield "latent (MLA)"
     if windows:

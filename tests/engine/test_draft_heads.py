@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from quire import LLM, BeamSearchParams, SamplingParams, StructuredOutputs
+from quire.lora.request import LoRARequest
 from quire.protocol.errors import ModelError, OptionError
 from quire.protocol.plan import StepPlan
 from tests.draft_heads import (
@@ -33,6 +34,7 @@ from tests.draft_heads import (
     target_states,
 )
 from tests.engine.test_drafts import FEATURES, MAX_LEN, generate, prompts_of, seen
+from tests.frontend.test_adapters import save_adapter
 from tests.models.reference import VOCAB, random_tokens
 from tests.text.tokenizer_samples import write_json
 from tests.tiny import assert_at_rest, save_tiny, tiny_llm
@@ -232,6 +234,27 @@ def test_ranks_draft_together(
         assert tokens == [[c[0] for c in completions] for _, completions in plain[kind][:4]]
         assert llm._core.metrics.accepted_tokens.value > 20
         assert_at_rest(llm)
+
+
+def test_requests_with_adapters_beside_others(tmp_path: Path) -> None:
+    """The head shares its target's embedding and output head, and uses them as they are."""
+    folder, adapter = tmp_path / "target", tmp_path / "adapter"
+    folder.mkdir()
+    model, _ = save_mtp(folder, "glm4_moe")
+    modules = ["q_proj", "embed_tokens", "lm_head"]
+    save_adapter(model, adapter, 0, r=8, target_modules=modules)
+    request = LoRARequest("a", 1, str(adapter))
+    found = []
+    for config in ({}, {"method": "mtp", "num_speculative_tokens": 2}):
+        options: dict[str, Any] = {"enable_lora": True, "speculative_config": config}
+        with tiny_llm(folder, device="cpu", max_model_len=MAX_LEN, **options) as llm:
+            prompts = [{"prompt_token_ids": prompt} for prompt in prompts_of(4)]
+            adapters = [request, None, request, None]
+            outputs = llm.generate(prompts, ALL_FEATURES[:4], use_tqdm=False, lora_request=adapters)
+            found.append(seen(outputs))
+            assert_at_rest(llm)
+            assert not config or llm._core.metrics.draft_tokens.value > 50
+    assert found[0] == found[1]
 
 
 def test_a_head_drafts_up_to_the_length_that_is_asked_for(
