@@ -76,7 +76,8 @@ def _read(text: str) -> list[AdapterModule]:
 
 
 def _from_json(found: Any) -> AdapterModule:
-    known = {"name", "path", "base_model_name"}
+    # vLLM must be told how experts are stored; here the tensors say it.
+    known = {"name", "path", "base_model_name", "is_3d_lora_weight"}
     if not isinstance(found, dict) or not {"name", "path"} <= found.keys() <= known:
         raise OptionError(f"lora_modules must be {FORMATS}, got {found!r}.")
     path, base = found["path"], found.get("base_model_name")

@@ -34,6 +34,8 @@ class LoRARequest(msgspec.Struct, omit_defaults=True, frozen=True):
     """Not supported: must be None."""
     load_inplace: bool = False
     """Read the folder again although an adapter of this name is loaded."""
+    is_3d_lora_weight: bool = False
+    """Not needed: the tensors say how experts are stored."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.lora_name, str) or not self.lora_name:
