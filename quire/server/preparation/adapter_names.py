@@ -51,10 +51,18 @@ class AdapterNames:
             return changes[name]
         return self._modules.get(name) or self._in_folder(name)
 
+    @property
+    def has_folder(self) -> bool:
+        return self._folder is not None
+
+    def listed(self) -> dict[str, AdapterModule]:
+        """By name: those of the start and what was loaded since, without what the folder has."""
+        changed = {**self._modules, **self._changes()}
+        return {name: module for name, module in changed.items() if module is not None}
+
     def all(self) -> list[AdapterModule]:
-        """By name: those of the start and what was loaded since, then what the folder has."""
-        found = {name: module for name, module in self._modules.items() if self.find(name)}
-        found |= {name: module for name, module in self._changes().items() if module is not None}
+        """Those, then what the folder has, which takes a look at each folder in it."""
+        found = self.listed()
         for name in self._folder_names():
             if name not in found and (module := self._in_folder(name)) is not None:
                 found[name] = module

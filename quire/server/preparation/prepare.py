@@ -226,8 +226,9 @@ class Preparation:
         module = self.adapters.find(name)
         if module is not None:
             return reference_to(module)
-        names = [*self.model_names, *(module.name for module in self.adapters.all())]
+        names = [*self.model_names, *self.adapters.listed()]
         more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        more += ", and adapters of a folder, see /v1/models" if self.adapters.has_folder else ""
         raise UnknownModelError(
             f"model {name!r:.200} does not exist here; this server has "
             f"{', '.join(map(repr, names[:MAX_NAMED]))}{more}."
