@@ -6,7 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from quire.files.adapter import CONFIG_FILE, adapter_folder
+from quire.files.adapter import CONFIG_FILE as CONFIG_FILE
+from quire.files.adapter import adapter_folder as adapter_folder
 from quire.protocol.errors import OptionError
 
 FORMATS = 'name=folder, or JSON with "name", "path" and perhaps "base_model_name"'

@@ -7,8 +7,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import PlainTextResponse
 
-from quire.config.adapters import AdapterModule, check_adapter_name
-from quire.files.adapter import adapter_folder
+from quire.config.adapters import AdapterModule, adapter_folder, check_adapter_name
 from quire.protocol.errors import AdapterError, OptionError
 from quire.server.http.errors import UnknownModelError
 from quire.server.preparation.adapter_names import reference_to

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.config.adapters import AdapterModule
+from quire.config.adapters import CONFIG_FILE, AdapterModule, adapter_folder
 from quire.config.server import ServedAdapterOptions
-from quire.files.adapter import CONFIG_FILE, adapter_folder
 from quire.protocol.adapter import LoRARequest
 
 
