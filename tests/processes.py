@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-WAIT_S = 60.0
+WAIT_S = 200.0
 # Processes are forked from one that has imported all that takes long, and has no threads.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch.distributed", "quire.worker.groups"])
