@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
+import socket
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd
@@ -13,7 +16,7 @@ from typing import Any
 
 import torch
 
-WAIT_S = 60.0
+WAIT_S = 200.0
 # Processes are forked from one that has imported all that takes long, and has no threads.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch.distributed", "quire.worker.groups"])
@@ -71,3 +74,23 @@ def given(fd: int | None) -> DupFd | None:
 
 def taken(file: DupFd | None) -> int | None:
     return None if file is None else file.detach()
+
+
+def free_port() -> int:
+    """For a program that has to be told one. The system gives out higher ones by itself, so that
+    nothing takes it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue  # something listens there
+        return port
+
+
+@contextmanager
+def closed_port() -> Iterator[int]:
+    """One at which nothing listens meanwhile."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]

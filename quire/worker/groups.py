@@ -361,9 +361,15 @@ class _TorchRanks:
         return f"GPU {self._device.index}, {torch.cuda.get_device_properties(self._device).uuid}"
 
     def _connect(self, store: dist.Store) -> None:
-        # Default arguments there keep the group that exists at the first import, such as that of
-        # torch's compiler or of transformers; `_end_groups` could not end it then.
-        importlib.import_module("torch.distributed.nn.functional")
+        if self._backend == "gloo":
+            # Its threads drop tensors of finished collectives, for which they need Python: while
+            # the interpreter ends that would abort the process.
+            atexit.register(_end_groups)
+            # Default arguments there keep the group that exists at the first import, such as that
+            # of torch's compiler or of transformers; `_end_groups` could not end it then.
+            importlib.import_module("torch.distributed.nn.functional")
+        # NCCL's groups are left to the end of the process: to end them earlier would wait without
+        # end for CUDA graphs that still have their collectives.
         dist.init_process_group(
             self._backend,
             store=dist.PrefixStore("quire", store),
@@ -373,8 +379,6 @@ class _TorchRanks:
             # Communicators are made now: none could be while a CUDA graph is captured.
             device_id=self._device if self._backend == "nccl" else None,
         )
-        # Threads of gloo that still ran while the interpreter ends would abort the process.
-        atexit.register(_end_groups)
 
     @contextmanager
     def _explaining(self, names: Sequence[str]) -> Iterator[None]:

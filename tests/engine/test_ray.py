@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from quire.config.options import EngineOptions
 from quire.engine.executors.ray import RayActors
 from quire.protocol.errors import OptionError
 from tests.models.reference import random_tokens
+from tests.processes import closed_port
 from tests.server.running import RunningServer, eventually
 from tests.tiny import save_tiny
 
@@ -41,6 +42,9 @@ ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",  # else a token is kept in the home folder
 }
 PROMPTS: Any = [{"prompt_token_ids": random_tokens(9 + 5 * i, seed=i)} for i in range(3)]
+NOTICED_S = 5.0
+"""A rank that is gone is noticed within this time; the step itself would wait for it for
+`distributed_timeout_seconds`, ten minutes."""
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0, max_tokens=15_000, ignore_eos=True)
 
@@ -146,15 +150,13 @@ def test_two_nodes(nodes: Nodes, model: str, expected: list[list[int]]) -> None:
     import ray
 
     handler = signal.getsignal(signal.SIGTERM)
-    llm = start(model)
-    (pid,) = nodes.rank_pids(nodes.other)
-    assert len(nodes.rank_pids(nodes.head)) == 1
-    assert tokens(llm) == expected
-    in_the_middle(llm, lambda: os.kill(pid, signal.SIGKILL))
-    with pytest.raises(EngineDeadError, match=rf"rank 1 \(host \S+, process {pid}\): its actor on"):
-        llm.generate(PROMPTS, ENDLESS, use_tqdm=False)
-    llm.shutdown()
-    llm.shutdown()
+    with start(model) as llm:
+        (pid,) = nodes.rank_pids(nodes.other)
+        assert len(nodes.rank_pids(nodes.head)) == 1
+        assert tokens(llm) == expected
+        says = rf"rank 1 \(host \S+, process {pid}\): its actor on"
+        fail_in_the_middle(llm, lambda: os.kill(pid, signal.SIGKILL), says)
+        llm.shutdown()
     assert not ray.is_initialized() and signal.getsignal(signal.SIGTERM) is handler
     nodes.assert_free()
 
@@ -180,17 +182,20 @@ def test_ranks_of_a_stage_share_a_node(nodes: Nodes) -> None:
 def test_removed_node(nodes: Nodes, model: str, expected: list[list[int]]) -> None:
     """In the middle of a request, and with it one of two stages. Then there is too little for
     another engine, which is said at once."""
-    llm = start(model, tensor_parallel_size=1, pipeline_parallel_size=2)
-    assert tokens(llm) == expected
-    in_the_middle(llm, lambda: nodes.cluster.remove_node(nodes.other, allow_graceful=False))
+
+    def remove() -> None:
+        nodes.cluster.remove_node(nodes.other, allow_graceful=False)
+
     try:
-        with pytest.raises(EngineDeadError, match=r"rank 1 .*its actor on node 127\.0\.0\.1"):
-            llm.generate(PROMPTS, ENDLESS, use_tqdm=False)
-        llm.shutdown()
+        with start(model, tensor_parallel_size=1, pipeline_parallel_size=2) as llm:
+            assert tokens(llm) == expected
+            fail_in_the_middle(llm, remove, r"rank 1 .*its actor on node 127\.0\.0\.1")
         nodes.assert_free()
         with pytest.raises(OptionError, match=r"need 2 x 1 CPU of the Ray cluster.* 1 CPU on node"):
             start(model)
     finally:
+        if nodes.other in nodes.cluster.list_all_nodes():
+            nodes.cluster.remove_node(nodes.other, allow_graceful=False)
         nodes.other = nodes.cluster.add_node(**NODE)
 
 
@@ -206,21 +211,24 @@ def test_nothing_free(nodes: Nodes, model: str) -> None:
             return True
 
     other = Other.remote()
-    assert ray.get(other.is_there.remote())
-    with pytest.raises(EngineDeadError, match=r"not placed 2 x 1 CPU within 2 s .*\(1 free in all"):
-        start(model, distributed_timeout_seconds=2)
-    ray.kill(other)
+    says = r"not placed 2 x 1 CPU within 2 s .*\(1 free in all"
+    try:
+        assert ray.get(other.is_there.remote())
+        with pytest.raises(EngineDeadError, match=says):
+            start(model, distributed_timeout_seconds=2)
+    finally:
+        ray.kill(other)
     nodes.assert_free()
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nodes")
 def test_cluster_that_is_gone(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
-    with pytest.raises(OptionError, match=rf"cluster at 127\.0\.0\.1:{port}: .*refused.*ray start"):
-        start(model)
+    with closed_port() as port:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+        says = rf"cluster at 127\.0\.0\.1:{port}: .*refused.*ray start"
+        with pytest.raises(OptionError, match=says):
+            start(model)
     monkeypatch.setenv("RAY_ADDRESS", f"ray://127.0.0.1:{port}")
     with pytest.raises(OptionError, match=r"RAY_ADDRESS='ray://.*Ray Client"):
         start(model)
@@ -250,8 +258,8 @@ def test_server(nodes: Nodes, model: str) -> None:
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
     ray = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "ray")
     server = RunningServer.start("--model", model, *flags, *ray)
-    assert server.url, "".join(server.lines)
     try:
+        assert server.url, "".join(server.lines)
         client = server.client()
         ask: Any = {"model": client.models.list().data[0].id, "prompt": "Once"}
         first = client.completions.create(**ask, max_tokens=8, temperature=0)
@@ -259,17 +267,20 @@ def test_server(nodes: Nodes, model: str) -> None:
         stream = client.completions.create(stream=True, **ask, **endless)
         next(iter(stream))
         (pid,) = nodes.rank_pids(nodes.other)
+        struck = time.monotonic()
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(openai.APIError, match=rf"rank 1 \(host \S+, process {pid}\)"):
             list(stream)
         eventually(lambda: server.request("GET", "/health").status == 503, "the news")
+        assert time.monotonic() - struck < NOTICED_S
         assert f"process {pid}" in server.request("GET", "/health").error["message"]
         assert server.request("GET", "/v1/models").status == 503
         eventually(lambda: server.request("GET", "/health").status == 200, "the restart", 200)
         again = client.completions.create(**ask, max_tokens=8, temperature=0)
         assert again.choices[0].text == first.choices[0].text
-    finally:
         assert server.stop() == 0
+    finally:
+        server.stop()
     nodes.assert_free()
 
 
@@ -278,11 +289,20 @@ def processes() -> str:
     return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
 
 
-def in_the_middle(llm: LLM, action: Any) -> None:
-    """Do something once a request runs."""
+def fail_in_the_middle(llm: LLM, action: Callable[[], None], says: str) -> None:
+    """Do something once a request runs, whose error comes soon."""
+    struck: list[float] = []
 
-    def wait() -> None:
+    def strike() -> None:
         eventually(lambda: llm._core.scheduler.has_work, "a request")
-        threading.Timer(0.5, action).start()
+        time.sleep(0.5)
+        struck.append(time.monotonic())
+        action()
 
-    threading.Thread(target=wait).start()
+    thread = threading.Thread(target=strike)
+    thread.start()
+    with pytest.raises(EngineDeadError, match=says):
+        llm.generate(PROMPTS, ENDLESS, use_tqdm=False)
+    noticed = time.monotonic()
+    thread.join()
+    assert noticed - struck[0] < NOTICED_S

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from quire import LLM, AsyncLLM, BeamSearchParams, SamplingParams
+from quire.engine.executors import launch
 from quire.lora.request import LoRARequest
 from quire.protocol.errors import RequestError
 from quire.sampling_params import StructuredOutputsParams
@@ -345,10 +346,23 @@ def test_a_thousand_adapters(tiny: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
-def test_ranks(tiny: Tiny, adapted: Adapted, tmp_path: Path, tp: int, pp: int) -> None:
+@pytest.mark.parametrize(
+    ("tp", "pp", "way"),
+    [(2, 1, "memory"), (1, 2, "memory"), (2, 2, "memory"), (2, 1, "gloo")],
+)
+def test_ranks(
+    tiny: Tiny,
+    adapted: Adapted,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tp: int,
+    pp: int,
+    way: str,
+) -> None:
     """Each rank has its share; with few blocks sequences are preempted. What one rank refuses costs
     its own request alone."""
+    if way == "gloo":  # as between hosts
+        monkeypatch.setattr(launch, "share_memory", lambda device: False)
     prompts = [prompt for prompt in PROMPTS for _ in NAMES]
     names = [name for _ in PROMPTS for name in NAMES]
     wanted = [

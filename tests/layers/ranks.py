@@ -15,7 +15,7 @@ from quire.layers.quantization.unquantized import Unquantized
 from quire.layers.weights import Build
 
 T = TypeVar("T")
-TIMEOUT_S = 30
+TIMEOUT_S = 120
 
 
 class ThreadGroup:

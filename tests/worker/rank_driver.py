@@ -29,7 +29,7 @@ from tests.layers.ranks import on_ranks
 MAX_LEN, BLOCK_SIZE = 64, 8
 CHUNK = 9
 """Tokens of a prompt that a step computes."""
-TIMEOUT_S = 30
+TIMEOUT_S = 120
 
 
 @dataclass

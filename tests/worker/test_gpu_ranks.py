@@ -186,7 +186,8 @@ SHARED = {"QUIRE_RANKS_SHARE_DEVICES": "1"}
 
 
 def test_nccl_inside_a_graph() -> None:
-    """Replays compute with new inputs: collectives are part of the graph, in order."""
+    """Replays compute with new inputs: collectives are part of the graph, in order. The process
+    ends while the graph is still there."""
     (said,) = run_ranks(CAPTURE, 1, 1, [0], {"QUIRE_RANKS_SHARE_DEVICES": "0"})
     assert said == "done\n"
 

@@ -24,7 +24,7 @@ from quire.layers.parallel import Parallel
 from quire.protocol.errors import OptionError, RankMissing
 from quire.protocol.ranks import Connected, Inherited, StartRank
 from quire.worker.groups import join, new_store, shared_files
-from tests.processes import Failed, Started, given, results
+from tests.processes import Failed, Started, closed_port, free_port, given, results
 
 LONG_S = 100.0
 WORLDS = [(2, 1), (1, 2), (4, 1), (2, 2), (1, 4)]
@@ -282,10 +282,10 @@ def test_ranks_that_never_come() -> None:
 
 @pytest.mark.slow
 def test_store_that_is_not_there() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with pytest.raises(RankMissing, match=f"did not reach 127.0.0.1:{port} within 1 s"):
-        connected(1, 2, ("127.0.0.1", port), 1.0)
+    with closed_port() as port:
+        says = f"did not reach 127.0.0.1:{port} within 1 s"
+        with pytest.raises(RankMissing, match=says):
+            connected(1, 2, ("127.0.0.1", port), 1.0)
 
 
 @pytest.mark.slow
@@ -314,8 +314,7 @@ def in_environment(rank: int, port: int) -> list[float]:
 
 @pytest.mark.slow
 def test_processes_that_torchrun_started() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = [Started(in_environment, rank, port) for rank in range(2)]
     assert results(ranks) == [[6.0] * 3] * 2
 
@@ -329,8 +328,7 @@ def alone_in_environment(rank: int, port: int) -> Parallel:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_only_process_of_a_launcher(rank: int) -> None:
     """The first has the store where the other one does not come; the second finds no store."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     failed = Started(alone_in_environment, rank, port).result()
     assert isinstance(failed, Failed) and failed.kind == "RankMissing"
     assert f"rank {rank} of 2 on {socket.gethostname()} did not meet" in failed.message

@@ -300,13 +300,15 @@ class DistributedExecutor:
             self._launcher.stop(comes_back=self._in_service)
 
     def _receive(self, wait_s: float) -> None:
-        """Take in what has come, or comes within `wait_s`, and look after the ranks."""
+        """Take in what has come, or comes within `wait_s` and before the ranks are to be looked
+        after, which is done then."""
         with self._receiving:
             if self.failure is not None:
                 return
             try:
                 self._listen_to_new_ones()
-                for key, _ in self._ready(wait_s):
+                until_look = max(self._look_due - time.monotonic(), 0.0)
+                for key, _ in self._ready(min(wait_s, until_look)):
                     self._read(*key.data)
             except Exception as error:
                 logger.debug("an answer of a rank cannot be read", exc_info=error)

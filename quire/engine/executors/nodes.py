@@ -264,7 +264,6 @@ def run_node(options: EngineOptions) -> int:
         node = _Node(options, _connect(options))
         if node.run():
             return 0
-        logger.error("%s is lost; waiting for it", _address(options))
         time.sleep(RETRY_S)
 
 
@@ -273,7 +272,7 @@ class _Node:
 
     def __init__(self, options: EngineOptions, channel: Channel) -> None:
         self._channel, self._processes = channel, RankProcesses()
-        parallel = options.parallel
+        self._address, parallel = _address(options), options.parallel
         said = options.replace(hf_token=None).flat()
         hello = JoinNode(parallel.node_rank, socket.gethostname(), __version__, said)
         channel.line.settimeout(HANDSHAKE_S)
@@ -283,11 +282,11 @@ class _Node:
             raise QuireError(reply.reason)
         if not isinstance(reply, StartRanks):
             raise QuireError(
-                f"{_address(options)} has closed the connection, or not answered for "
+                f"{self._address} has closed the connection, or not answered for "
                 f"{HANDSHAKE_S:g} s; its log may say why. Check that master_port is that of host 0."
             )
         channel.line.settimeout(None)
-        logger.info("ranks %s run here for %s", _listed(reply.ranks), _address(options))
+        logger.info("ranks %s run here for %s", _listed(reply.ranks), self._address)
         shares = core_shares(len(reply.ranks))
         for start, share in zip(reply.ranks, shares, strict=True):
             start.processors = share if start.processors else []  # those here, not of host 0
@@ -302,10 +301,12 @@ class _Node:
     def run(self) -> bool:
         """Until the engine is gone; says whether it ended as it should."""
         threading.Thread(target=self._report, name="quire-node", daemon=True).start()
-        reply = self._read()
+        has_ended = isinstance(self._read(), EngineEnded)
+        if not has_ended:
+            logger.error("%s is lost; waiting for it", self._address)
         self._channel.close()
         self._processes.stop()
-        return isinstance(reply, EngineEnded)
+        return has_ended
 
     def _report(self) -> None:
         told: set[int] = set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,12 @@ from tests.server.running import (
 LONG: Any = {"prompt": "Once upon a time", "max_tokens": 900, "extra_body": {"ignore_eos": True}}
 
 
+StartServer = Callable[..., RunningServer]
+
+
 @pytest.fixture
-def own_server() -> Iterator[RunningServer]:
-    server = RunningServer.start("--max-engine-restarts", "1", "--enable-log-requests", *ENGINE)
-    assert server.url, "".join(server.lines)
-    yield server
-    server.stop()
+def own_server(start_server: StartServer) -> RunningServer:
+    return start_server("--max-engine-restarts", "1", "--enable-log-requests", *ENGINE)
 
 
 def test_killed_engine(own_server: RunningServer) -> None:
@@ -77,10 +77,10 @@ def test_killed_engine(own_server: RunningServer) -> None:
 
 
 @pytest.mark.slow
-def test_engine_that_hangs(tiny_model: Path) -> None:
+def test_engine_that_hangs(tiny_model: Path, start_server: StartServer) -> None:
     """It lives and answers nothing: its requests fail all the same, and another takes its place."""
     flags = ("--model", str(tiny_model), *TINY, "--engine-timeout-s", "3")
-    server = RunningServer.start(*flags)
+    server = start_server(*flags)
     client = server.client()
     model = client.models.list().data[0].id
     hung = server.engine_pid()
@@ -101,10 +101,10 @@ def test_engine_that_hangs(tiny_model: Path) -> None:
 
 
 @pytest.mark.slow
-def test_api_process_that_hangs(tiny_model: Path) -> None:
+def test_api_process_that_hangs(tiny_model: Path, start_server: StartServer) -> None:
     """It is replaced, its requests are aborted, and what another one answers goes on."""
     flags = ("--model", str(tiny_model), *TINY, "--api-timeout-s", "5", "--api-server-count", "2")
-    server = RunningServer.start(*flags)
+    server = start_server(*flags)
     other, hung = server.child_pids(API_PROCESS)
     long = {"prompt": "Hi", "max_tokens": 1900, "ignore_eos": True, "stream": True}
     os.kill(other, signal.SIGSTOP)  # so that it does not take this connection

@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -55,11 +55,12 @@ def test_only_folders_of_dead_servers_go(parent: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_server_leaves_nothing_for_long(parent: Path, tiny_model: Path) -> None:
+def test_a_killed_server_leaves_nothing_for_long(
+    parent: Path, tiny_model: Path, start_server: Callable[..., RunningServer]
+) -> None:
     """Its folder goes when the next one starts, which leaves that of a living one alone."""
     flags = ("--model", str(tiny_model), *TINY)
-    killed, living = (RunningServer.start(*flags) for _ in range(2))
-    assert killed.url and living.url
+    killed, living = (start_server(*flags) for _ in range(2))
     children = [
         pid for module in ("quire.engine.process", API_PROCESS) for pid in killed.child_pids(module)
     ]
@@ -71,7 +72,7 @@ def test_a_killed_server_leaves_nothing_for_long(parent: Path, tiny_model: Path)
         "the end of the killed server's processes",
     )
     assert len(list(parent.glob("quire-*"))) == 2
-    new = RunningServer.start(*flags)
+    new = start_server(*flags)
     assert len(list(parent.glob("quire-*"))) == 2, "the dead one's, less; its own, more"
     for server in (living, new):
         assert server.request("POST", "/v1/completions", {"prompt": "Hi"}).status == 200
