@@ -60,6 +60,32 @@ class ScriptedDrafter:
         return drafts
 
 
+Proposal = tuple[list[int], list[int]]
+"""Known tokens, and the drafts behind them."""
+
+
+class Recorder:
+    """What a drafter proposes, with the tokens that it is proposed behind."""
+
+    def __init__(self, llm: LLM) -> None:
+        runner = llm._core.executor.runner
+        self._table, self._drafter = runner.table, runner.drafter
+        self.proposed: list[Proposal] = []
+        runner.drafter = self
+
+    def update(self, plan: StepPlan) -> None:
+        self._drafter.update(plan)
+
+    def accepted(self, rows: Tensor, counts: Tensor | None) -> None:
+        self._drafter.accepted(rows, counts)
+
+    def propose(self, rows: Tensor) -> Tensor:
+        known = [self._table.token_ids[row, : self._table.num_tokens[row]].tolist() for row in rows]
+        found = self._drafter.propose(rows)
+        self.proposed += zip(known, found.tolist(), strict=True)
+        return found
+
+
 class Steps:
     """What the plans of a run asked for."""
 
@@ -326,14 +352,80 @@ def test_drafts_by_a_model(
         assert_at_rest(llm)
 
 
-def test_the_same_model_drafts_what_it_would_sample(folder: Path) -> None:
-    """Greedy and drawn: with the same random numbers at each place."""
+ALIKE = ("to_the_end", "drawn", "filters", "n", "bad_words", "allowed")
+"""What a model that is its own target drafts without a mistake."""
+SAME: dict[str, dict[str, Any]] = {
+    "chunks": {"block_size": 4, "max_num_batched_tokens": 21, "max_num_seqs": 5},
+    "overlap": {"block_size": 8, "max_steps_in_flight": 2},
+    "pool": {"block_size": 4, "num_gpu_blocks_override": 44, "max_num_batched_tokens": 40},
+    "pool-overlap": {"block_size": 8, "num_gpu_blocks_override": 28, "max_steps_in_flight": 2},
+}
+
+
+def assert_all_agree(llm: LLM, outputs: list[RequestOutput], proposed: list[Proposal]) -> None:
+    """Nothing else was drafted than what texts go on with, as far as they do."""
+    texts = [
+        [*(output.prompt_token_ids or ()), *completion.token_ids]
+        for output in outputs
+        for completion in output.outputs
+    ]
+    compared = 0
+    for known, drafts in proposed:
+        found = [draft for draft in drafts if draft >= 0]
+        ends = [text[len(known) :] for text in texts if text[: len(known)] == known]
+        compared += len(found) if any(ends) else 0
+        assert not any(ends) or any(found[: len(end)] == end[: len(found)] for end in ends if end)
+    assert compared >= llm._core.metrics.accepted_tokens.value > 50
+
+
+@pytest.mark.parametrize("setting", SAME)
+def test_the_same_model_drafts_what_it_would_sample(folder: Path, setting: str) -> None:
+    """Greedy and drawn, with the same random numbers at each place: in blocks that were shared,
+    forked, copied and found again, and for requests that were preempted."""
     config = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
-    params = [SamplingParams(**FEATURES[kind]) for kind in ("to_the_end", "drawn", "filters")]
-    with tiny_llm(folder, device="cpu", max_model_len=MAX_LEN, speculative_config=config) as llm:
-        generate(llm, prompts_of(3), params)
+    params = [SamplingParams(**FEATURES[kind]) for kind in ALIKE]
+    options = {"device": "cpu", "max_model_len": MAX_LEN, **SAME[setting]}
+    with tiny_llm(folder, speculative_config=config, **options) as llm:
+        recorder = Recorder(llm)
+        for _ in range(2):
+            outputs = generate(llm, prompts_of(len(params)), params)
+        assert_all_agree(llm, outputs, recorder.proposed)
+        assert any(output.num_cached_tokens for output in outputs)
+        assert (llm.statistics().num_preemptions > 0) == ("pool" in setting)
+        assert_at_rest(llm)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "deepseek_v2", "gpt2"])
+def test_other_families_draft_for_themselves(tmp_path: Path, family: str) -> None:
+    """With windows in some layers, latents and experts, and learned positions."""
+    save_tiny(tmp_path, family)
+    config = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 3}
+    params = [SamplingParams(**FEATURES[kind]) for kind in ("to_the_end", "drawn")]
+    options = {"device": "cpu", "max_model_len": 96, "block_size": 8}
+    with tiny_llm(tmp_path, speculative_config=config, **options) as llm:
+        recorder = Recorder(llm)
+        outputs = generate(llm, prompts_of(2), params)
+        assert_all_agree(llm, outputs, recorder.proposed)
+
+
+@pytest.mark.parametrize("num_ranks", [None, pytest.param(1, marks=pytest.mark.slow)])
+def test_ranks_draft_together(
+    folder: Path, plain: list[RequestOutput], num_ranks: int | None
+) -> None:
+    """With a draft model that is divided as the target is, or whole on each of them."""
+    config = {"model": str(folder), "num_speculative_tokens": 3}
+    config |= {"draft_tensor_parallel_size": num_ranks}
+    params = both("greedy") + both("drawn")
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "num_threads": 1, "device": "cpu"}
+    with tiny_llm(folder, max_model_len=MAX_LEN, speculative_config=config, **options) as llm:
+        outputs = generate(llm, prompts_of(4), params)
+        # Sums have another order there; these texts have no ties.
+        assert [o.outputs[0].token_ids for o in outputs] == [
+            o.outputs[0].token_ids for o in plain[:4]
+        ]
         metrics = llm._core.metrics
         assert metrics.accepted_tokens.value == metrics.draft_tokens.value > 50
+        assert_at_rest(llm)
 
 
 def test_a_model_drafts_for_texts_up_to_its_length(folder: Path) -> None:
