@@ -28,6 +28,7 @@ from quire.protocol.kv_spec import FLOAT8, KVLayout, KVSpec
 from quire.protocol.plan import AddedRow, StepPlan, empty_ints
 from quire.worker.batch import StepTokens
 from quire.worker.draft_passes import DraftPasses
+from quire.worker.graphs import StepGraphs
 from quire.worker.kv_tensors import KVTensors
 from quire.worker.memory import MIB
 from quire.worker.rows import RowTable
@@ -206,12 +207,12 @@ class DraftModel:
     ) -> None:
         """The last block of `kv` belongs to no row."""
         self._model, self._attention, self.kv = model, attention, kv
-        self._table = table
-        self._blocks = table.block_tables[source.kv_group]
+        self._table, self._own = table, table.beside(source.kv_group)
+        (self._blocks,) = self._own.block_tables
         self._num_drafts, self._schedule = source.num_drafts, source.schedule
         self._target_ranks, self._is_whole = source.target_ranks, source.parallel.size == 1
         max_rows, longest = table.token_ids.shape
-        self._longest = min(longest, source.longest)
+        self._last_position = source.config.max_position_tokens - 1
         self.passes = DraftPasses(
             model,
             attention,
@@ -220,7 +221,7 @@ class DraftModel:
             sampler,
             source.parallel,
             source.counts,
-            self._longest,
+            min(longest, source.longest),
             kv.num_blocks - 1,
         )
         waits = any(isinstance(one, Experts) and one.waits_for_device for one in model.modules())
@@ -231,16 +232,42 @@ class DraftModel:
             and ranks.is_capturable
             and not waits
         )
-        """Whether its passes can be CUDA graphs."""
+        """Whether its work can be CUDA graphs."""
+        self.graphs: StepGraphs | None = None
+        """Of what no passes compute."""
         self._wanted = np.zeros(max_rows, np.bool_)
         self._has_passed = np.zeros(max_rows, np.bool_)
         """Whether the passes of the last step that a row was in computed it."""
-        self._tokens: StepTokens | None = None
+        self._others: StepPlan | None = None
         """Of the step, what no passes compute."""
         self._rows, self._places, self._room = empty_ints(), empty_ints(), empty_ints()
         """Those that draft behind the step, which they are of the rows that sample, and the tokens
         that their blocks have room for; the host takes none of these back meanwhile."""
         self._count = 0
+
+    # --- before the engine is ready ---------------------------------------------------------------
+
+    def capture(self, max_tokens: int) -> None:
+        self.passes.capture(self.passes.all_keys())
+        if (graphs := self._build_graphs(max_tokens)) is not None:
+            graphs.capture(graphs.keys)
+            self.graphs = graphs
+
+    def measure(self, max_tokens: int) -> int:
+        """Bytes that `capture` takes."""
+        graphs = self._build_graphs(max_tokens)
+        return self.passes.measure() + (0 if graphs is None else graphs.measure())
+
+    def _build_graphs(self, max_tokens: int) -> StepGraphs | None:
+        """For steps of up to so many tokens; None where a text may have positions that the model
+        does not know."""
+        max_rows, longest = self._table.token_ids.shape
+        if longest > self._last_position + 1:
+            return None
+        model, attention = self._model, self._attention
+        return StepGraphs(model, attention, self._own, max_rows, max_tokens, has_logits=False)
+
+    # --- a step -----------------------------------------------------------------------------------
 
     def update(self, plan: StepPlan) -> None:
         """Follow the rows of a plan, before its step moves their lengths."""
@@ -257,10 +284,15 @@ class DraftModel:
         others = ~(drafting & self._has_passed[rows])
         # What is generated without drafts is left out: found in the cache, it costs agreement.
         others &= self._wanted[rows] | (plan.num_new_tokens > plan.num_samples)
-        self._tokens = None
+        self._others = None
         if others.any():
-            counts = plan.num_new_tokens[others]
-            self._tokens, _ = StepTokens.gather(self._table, rows[others], counts)
+            self._own.num_computed.copy_(self._table.num_computed)
+            self._others = StepPlan(
+                plan.step,
+                rows=rows[others],
+                num_new_tokens=plan.num_new_tokens[others],
+                num_samples=np.zeros_like(rows[others]),
+            )
         self._has_passed[rows] = drafting
         self._rows = rows[drafting]
         num_blocks = plan.num_blocks if len(plan.num_blocks) else np.zeros_like(rows)
@@ -270,11 +302,12 @@ class DraftModel:
     def accepted(self, rows: Tensor, counts: Tensor | None) -> None:
         """Behind drafts that were rejected nothing of use is computed, and it is overwritten before
         it is read. The same is true of all beyond the length that is drafted for."""
-        tokens, table = self._tokens, self._table
-        if tokens is None:
+        plan, table = self._others, self._own
+        if plan is None or (self.graphs is not None and self.graphs.launch(plan)):
             return
+        tokens, _ = StepTokens.gather(table, plan.rows, plan.num_new_tokens)
         attention = self._attention.plan([tokens.attention(table, self._blocks)])
-        positions = tokens.positions.clamp(max=self._longest - 1)
+        positions = tokens.positions.clamp(max=self._last_position)
         token_ids = table.token_ids[tokens.row_of, tokens.positions].long()
         self._model(StepContext(positions, attention, token_ids))
 

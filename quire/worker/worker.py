@@ -332,7 +332,7 @@ class Worker:
         self.graph_tokens = graphs.max_mixed_tokens
         drafter = self.runner.drafter
         if isinstance(drafter, DraftModel) and drafter.is_capturable:
-            drafter.passes.capture(drafter.passes.all_keys())
+            drafter.capture(self._max_tokens)
 
     def _profile_memory(self) -> MemoryProfile:
         """Measure with a runner that has all it will have, but a cache of one block, which all rows
@@ -359,7 +359,7 @@ class Worker:
             for_graphs = graphs.measure() if graphs is not None else 0
             drafter = runner.drafter
             if graphs is not None and isinstance(drafter, DraftModel) and drafter.is_capturable:
-                for_graphs += drafter.passes.measure()
+                for_graphs += drafter.measure(num_tokens)
             del runner, graphs, drafter
             used_bytes()
             return MemoryProfile(total, used, step, for_graphs)

@@ -6,6 +6,7 @@ replay goes through the same passes under Triton's interpreter.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,8 @@ from quire.layers.attention.triton import TritonBackend  # noqa: E402
 from quire.layers.parallel import Parallel  # noqa: E402
 from quire.protocol.plan import AddedRow, StepPlan  # noqa: E402
 from quire.protocol.sampling import SamplingParams  # noqa: E402
-from quire.worker.draft_passes import DraftPasses, PassesKey, PassKey  # noqa: E402
+from quire.worker.draft_passes import DraftPasses  # noqa: E402
+from quire.worker.graphs import StepGraphs  # noqa: E402
 from tests.kernels.gpu.test_graph_steps import DEVICE, MAX_LEN, ON_GPU, VOCAB, Side  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -97,11 +99,11 @@ class Decoding:
 class _Replay:
     """In place of a captured graph where there is no GPU."""
 
-    def __init__(self, passes: DraftPasses, key: PassesKey | PassKey) -> None:
-        self._passes, self._key = passes, key
+    def __init__(self, run: Callable[[Any], None], key: Any) -> None:
+        self._run, self._key = run, key
 
     def replay(self) -> None:
-        self._passes._run(self._key)
+        self._run(self._key)
 
 
 def passes_of(ours: Decoding, longest: int, captured: bool) -> DraftPasses:
@@ -122,7 +124,7 @@ def passes_of(ours: Decoding, longest: int, captured: bool) -> DraftPasses:
         passes.capture(passes.all_keys())
     elif captured:
         passes._logits = side.model.new_logits(MAX_ROWS)
-        replays: dict[Any, Any] = {key: _Replay(passes, key) for key in passes.all_keys()}
+        replays: dict[Any, Any] = {key: _Replay(passes._run, key) for key in passes.all_keys()}
         passes._graphs = replays
     return passes
 
@@ -205,3 +207,30 @@ def test_nothing_is_written_that_belongs_to_others() -> None:
             block = int(ours.table.block_tables[0, row, position // SIZE])
             expected.add((block, position % SIZE))
     assert places == expected
+
+
+def test_tokens_are_computed_a_second_time_from_lengths_of_their_own() -> None:
+    """As a draft model does behind its target, whose lengths have moved on."""
+    sides = [Side(SIZE, MAX_ROWS, (None,), kind) for kind in (TritonBackend, TorchBackend)]
+    ours, reference = sides
+    plan = Decoding(TorchBackend, CASES["greedy"]).prompts
+    for side in sides:
+        side.run_stage(plan)
+        side.table.append_sampled(torch.from_numpy(ROWS).to(DEVICE), torch.arange(3, device=DEVICE).int())
+    own = ours.table.beside(0)
+    graphs = StepGraphs(ours.model, ours.attention, own, MAX_ROWS, 64, has_logits=False)
+    ones = np.ones(len(ROWS), np.int32)
+    step = StepPlan(1, rows=ROWS, num_new_tokens=ones, num_samples=np.zeros_like(ones))
+    key = graphs.find(step)
+    assert key is not None
+    if ON_GPU:
+        graphs.capture([key])
+    else:
+        graphs._graphs[key] = _Replay(graphs._forward, key)  # type: ignore[assignment]
+    own.num_computed.copy_(ours.table.num_computed)
+    ours.table.num_computed += 1
+    assert graphs.launch(step) == key
+    reference.run_stage(step)
+    assert torch.equal(own.num_computed[ROWS], reference.table.num_computed[ROWS])
+    assert ours.table.num_computed[ROWS].tolist() == [1 + length for length in LENGTHS]
+    torch.testing.assert_close(ours.kv, reference.kv, equal_nan=True)
