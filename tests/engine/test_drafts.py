@@ -6,6 +6,7 @@ results do not depend on what else a step computes, so tokens and logprobs must 
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -439,6 +440,33 @@ def test_a_model_drafts_for_texts_up_to_its_length(folder: Path) -> None:
         assert len(output.outputs[0].token_ids) == MAX_LEN - known
         drafted = 40 - known
         assert drafted - 8 <= steps.num_drafts * 4 / 3 <= drafted
+
+
+def test_a_draft_model_shares_the_memory_of_the_cache(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its keys and values take as much as the target's, and start-up says so."""
+    config = {"model": str(folder), "num_speculative_tokens": 2, "max_model_len": 50}
+    options: dict[str, Any] = {"device": "cpu", "max_model_len": MAX_LEN, "block_size": 16}
+    options["kv_cache_memory_bytes"] = 1 << 20
+    found = []
+    caplog.set_level(logging.INFO, logger="quire")
+    for speculative_config in ({}, config):
+        with tiny_llm(folder, speculative_config=speculative_config, **options) as llm:
+            found.append(llm._core.scheduler.limits.num_blocks)
+            size = llm._core.executor.runner.kv.layout.bytes_per_block
+            kv = llm._core.executor.runner.draft_kv
+    assert found[0] == (1 << 20) // size and found[1] == ((1 << 20) - size) // (2 * size)
+    assert kv is not None and kv.layout.bytes_per_block == size
+    said = f"draft model: {folder}, up to 2 drafts of texts of up to 50 tokens; "
+    assert any(said in message for message in caplog.messages)
+
+
+def test_ranks_of_a_draft_model_are_one_or_those_of_the_target(folder: Path) -> None:
+    config = {"model": str(folder), "num_speculative_tokens": 3, "draft_tensor_parallel_size": 2}
+    message = r"'draft_tensor_parallel_size'.* 1 or tensor_parallel_size \(1\), got 2"
+    with pytest.raises(OptionError, match=message):
+        tiny_llm(folder, device="cpu", max_model_len=MAX_LEN, speculative_config=config)
 
 
 def test_a_model_with_another_vocabulary_cannot_draft(folder: Path, tmp_path: Path) -> None:

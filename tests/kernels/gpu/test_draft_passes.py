@@ -216,7 +216,9 @@ def test_tokens_are_computed_a_second_time_from_lengths_of_their_own() -> None:
     plan = Decoding(TorchBackend, CASES["greedy"]).prompts
     for side in sides:
         side.run_stage(plan)
-        side.table.append_sampled(torch.from_numpy(ROWS).to(DEVICE), torch.arange(3, device=DEVICE).int())
+        side.table.append_sampled(
+            torch.from_numpy(ROWS).to(DEVICE), torch.arange(3, device=DEVICE).int()
+        )
     own = ours.table.beside(0)
     graphs = StepGraphs(ours.model, ours.attention, own, MAX_ROWS, 64, has_logits=False)
     ones = np.ones(len(ROWS), np.int32)
