@@ -332,7 +332,15 @@ MODEL_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("setting", MODEL_SETTINGS)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(name, marks=pytest.mark.slow)
+        if name in ("same-chunks", "other-pool")
+        else name
+        for name in MODEL_SETTINGS
+    ],
+)
 def test_drafts_by_a_model(
     folder: Path, plain: list[RequestOutput], setting: str, request: pytest.FixtureRequest
 ) -> None:
@@ -429,9 +437,15 @@ def test_ranks_draft_together(
         assert_at_rest(llm)
 
 
-def test_a_model_drafts_for_texts_up_to_its_length(folder: Path) -> None:
+@pytest.mark.parametrize("key", ["max_model_len", "max_position_embeddings"])
+def test_a_model_drafts_for_texts_up_to_its_length(folder: Path, tmp_path: Path, key: str) -> None:
     """Longer ones go on without drafts."""
-    config = {"model": str(folder), "num_speculative_tokens": 3, "max_model_len": 40}
+    config: dict[str, Any] = {"model": str(folder), "num_speculative_tokens": 3}
+    if key == "max_model_len":
+        config[key] = 40
+    else:
+        save_tiny(tmp_path, max_position_embeddings=40)
+        config["model"] = str(tmp_path)
     params = SamplingParams(**FEATURES["to_the_end"])
     with tiny_llm(folder, device="cpu", max_model_len=MAX_LEN, speculative_config=config) as llm:
         steps = Steps(llm)
@@ -440,6 +454,9 @@ def test_a_model_drafts_for_texts_up_to_its_length(folder: Path) -> None:
         assert len(output.outputs[0].token_ids) == MAX_LEN - known
         drafted = 40 - known
         assert drafted - 8 <= steps.num_drafts * 4 / 3 <= drafted
+        # Others beside it have drafts, and a prompt may be too long from the start.
+        outputs = generate(llm, [*prompts_of(2), list(range(1, 60))], params)
+        assert outputs[0].outputs[0].token_ids == output.outputs[0].token_ids
 
 
 def test_a_draft_model_shares_the_memory_of_the_cache(
