@@ -26,8 +26,7 @@ def settle_speculation(options: EngineOptions, target: ModelConfig) -> EngineOpt
         num_tokens = wanted.num_tokens or mtp_config(target).num_layers - target.num_layers
     else:
         num_tokens = _eagle3_tokens(options, wanted, target)
-    if method in HEADS:
-        _check_division(options)
+    _check_division(options, wanted, method)
     settled = {**(options.decoding.speculative_config or {}), "method": method}
     if num_tokens:
         settled["num_speculative_tokens"] = num_tokens
@@ -142,15 +141,18 @@ def _is_target(options: EngineOptions, wanted: SpeculativeConfig, target: ModelC
     return wanted.model is not None and wanted.model == target.source.name
 
 
-def _check_division(options: EngineOptions) -> None:
-    """A head is divided as its target is."""
-    key, size = "draft_tensor_parallel_size", options.parallel.tensor_parallel_size
-    found = (options.decoding.speculative_config or {}).get(key)
-    if found not in (None, size):
-        raise OptionError(
-            f"speculative_config[{key!r}] must be tensor_parallel_size ({size}) for a head, got "
-            f"{found!r}; leave it out."
-        )
+def _check_division(options: EngineOptions, wanted: SpeculativeConfig, method: str) -> None:
+    """A head is divided as its target is, and so may a model be."""
+    size, found = options.parallel.tensor_parallel_size, wanted.num_ranks
+    if found in (None, size) or (found == 1 and method not in HEADS):
+        return
+    rule = f"tensor_parallel_size ({size}) for a head"
+    if method not in HEADS:
+        rule = f"1 or tensor_parallel_size ({size})"
+    raise OptionError(
+        f"speculative_config['draft_tensor_parallel_size'] must be {rule}, got {found!r}; leave it "
+        "out."
+    )
 
 
 def _eagle3_tokens(options: EngineOptions, wanted: SpeculativeConfig, target: ModelConfig) -> int:

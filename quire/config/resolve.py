@@ -89,12 +89,6 @@ def cpu_cache_bytes(cache: CacheOptions, available_bytes: int, total_bytes: int)
 
 
 def _check_device(options: EngineOptions, device: DeviceInfo) -> None:
-    speculation = options.decoding.speculation
-    if speculation and speculation.method == "draft_model" and device.type != "cpu":
-        raise OptionError(
-            f"speculative_config: method {speculation.method!r} runs on CPUs only so far; use "
-            "method 'ngram' or 'auto' on a GPU."
-        )
     if options.device.device not in ("auto", device.type):
         raise OptionError(
             f"device={options.device.device!r} was not found: torch offers only {device.type!r} "
@@ -119,11 +113,6 @@ def check_options(options: EngineOptions) -> None:
             "ones. Leave one of them unset."
         )
     speculation = options.decoding.speculation
-    if speculation and speculation.method == "draft_model" and options.parallel.num_ranks > 1:
-        raise OptionError(
-            f"speculative_config: method {speculation.method!r} drafts on one rank, but "
-            f"{_sizes(options)} are {options.parallel.num_ranks}; use method 'ngram' or 'auto'."
-        )
     if speculation and options.parallel.pipeline_parallel_size > 1:
         raise OptionError(
             "speculative_config: drafts wait on one device, but pipeline_parallel_size="

@@ -69,6 +69,8 @@ class SpeculativeConfig:
     """Of that model."""
     max_model_len: int | None = None
     """Longest text that it drafts for; None: as long as it and the target can."""
+    num_ranks: int | None = None
+    """Ranks that it is divided among; None: as the target is."""
 
     @property
     def num_ahead(self) -> int:
@@ -102,7 +104,6 @@ class SpeculativeConfig:
                 raise _error(key, f"left out: method {method!r} has no model", value)
             if key.startswith("prompt_lookup") and has_model:
                 raise _error(key, "left out: a model that drafts looks nothing up", value)
-        _check_draft_model(given, method)
         auto = method == "auto"
         follows = method in (FROM_MODEL, *HEADS) and "num_speculative_tokens" not in given
         usual = AUTO_TOKENS if auto else None
@@ -116,8 +117,11 @@ class SpeculativeConfig:
         model, quantization = _text(given, "model"), _text(given, "quantization")
         if model is None and method != "mtp":
             raise _error("model", "the folder, file or name of a model that drafts", None)
-        longest = _count(given, "max_model_len", None) if "max_model_len" in given else None
-        return cls(method, num_tokens, 0, 0, schedule, model, quantization, longest)
+        longest, num_ranks = (
+            _count(given, key, None) if key in given else None
+            for key in ("max_model_len", "draft_tensor_parallel_size")
+        )
+        return cls(method, num_tokens, 0, 0, schedule, model, quantization, longest, num_ranks)
 
 
 def _method(given: dict[str, Any]) -> str:
@@ -135,13 +139,6 @@ def _method(given: dict[str, Any]) -> str:
             f"{', '.join(METHODS)}."
         )
     raise _error("method", f"one of {', '.join(METHODS)}", method)
-
-
-def _check_draft_model(given: dict[str, Any], method: str) -> None:
-    """A key that says nothing yet."""
-    if method == "draft_model" and given.get("draft_tensor_parallel_size", 1) != 1:
-        rule = "1: the model that drafts is not divided"
-        raise _error("draft_tensor_parallel_size", rule, given["draft_tensor_parallel_size"])
 
 
 def _text(given: dict[str, Any], key: str) -> str | None:

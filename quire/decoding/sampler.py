@@ -75,15 +75,33 @@ class RowSampling:
         kinds = Kinds(
             batch.has(self.drawing), batch.has(self._filtering), batch.has(self._searching)
         )
-        if batch.offsets is not None:
-            return self._sample_verifying(logits, batch, kinds)
-        return dispatch.sample_tokens(logits, batch.rows, self._num_tokens, self._settings, kinds)
-
-    def _sample_verifying(self, logits: Tensor, batch: Batch, kinds: Kinds) -> Tensor:
-        """Where rows have several lines: each is sampled as if it were a row of its own."""
+        if batch.offsets is None:
+            return dispatch.sample_tokens(
+                logits, batch.rows, self._num_tokens, self._settings, kinds
+            )
         if len(batch) > self._line_scratch.shape[1]:
             self._line_scratch = merge_scratch(2 * len(batch), logits.device)
-        taken, lines = self._columns.take(batch.rows), batch.all_lines
+        positions = batch.all_lines.num_known(self._num_tokens)
+        return self._sample_lines(logits, batch.rows, positions, kinds, self._line_scratch)
+
+    def draw(self, logits: Tensor, rows: Tensor, positions: Tensor, kinds: Kinds) -> Tensor:
+        """The tokens at these positions of `rows`, of which there are no more than the table has.
+        The same tensors are read each time: a CUDA graph may have it."""
+        return self._sample_lines(logits, rows, positions, kinds, self._settings.scratch)
+
+    def kinds(self, host_rows: NDArray[Any]) -> Kinds:
+        """What these rows do, told apart only as far as that saves much."""
+        draws, filters = (
+            len(rows) > 0 and bool(rows.members[host_rows].any())
+            for rows in (self.drawing, self._filtering)
+        )
+        return Kinds(draws, filters, filters)
+
+    def _sample_lines(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, kinds: Kinds, scratch: Tensor
+    ) -> Tensor:
+        """Each line is sampled as if it were a row of its own."""
+        taken = self._columns.take(rows)
         settings = RowSettings(
             self._temperature.of(taken),
             self._seed_low.of(taken),
@@ -91,10 +109,10 @@ class RowSampling:
             self._top_k.of(taken),
             self._top_p.of(taken),
             self._log_min_p.of(taken),
-            self._line_scratch,
+            scratch,
         )
-        positions = lines.num_known(self._num_tokens)
-        return dispatch.sample_tokens(logits, lines.numbers, positions, settings, kinds)
+        numbers = torch.arange(len(rows), device=rows.device)
+        return dispatch.sample_tokens(logits, numbers, positions, settings, kinds)
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Sample once in every way from logits as they come and as they are when edited."""
@@ -258,6 +276,19 @@ class Sampler:
         for edit in edits:
             edit.apply(logits, batch)
         return self._sampling.apply(logits, batch)
+
+    def begin_drafts(self, host_rows: NDArray[Any]) -> Kinds | None:
+        """How `draw` is to draw for these rows, whose settings are brought to the device; None
+        where their logits are edited first, which `draft` does."""
+        self._columns.flush()
+        if any(len(edit.users) and edit.users.members[host_rows].any() for edit in self._edits):
+            return None
+        return self._sampling.kinds(host_rows)
+
+    def draw(self, logits: Tensor, rows: Tensor, positions: Tensor, kinds: Kinds) -> Tensor:
+        """What `draft` draws at these positions (int32 [S]) where no logits are edited. Nothing is
+        asked of the host, so that a CUDA graph may have it."""
+        return self._sampling.draw(logits, rows, positions, kinds)
 
     def appended(self, rows: Tensor, tokens: Tensor, accepted: Tensor | None = None) -> None:
         """`tokens[i]` was generated for `rows[i]` (a row may occur more than once), or only those

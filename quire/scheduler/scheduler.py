@@ -269,6 +269,8 @@ class Scheduler:
             builder.cleared_slots, builder.placed_adapters = self.adapters.take_changes()
         plan = builder.build(self._freed_rows, self._cuts, self._appends)
         plan.epochs = self.columns.epoch[plan.rows]
+        if self.limits.num_ahead:
+            plan.num_blocks = self.columns.num_blocks[plan.rows]
         if self.prefix_groups is not None:
             self.prefix_groups.mark(plan, self.ranked_rows())
         if self.columns.has_stages:

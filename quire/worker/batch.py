@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.layers.attention.backend import AttentionInputs
 from quire.layers.attention.shared_prefix import HostPrefixTiles, PrefixTiles
-from quire.protocol.plan import StepPlan
+from quire.protocol.plan import Int32Array, StepPlan
 from quire.worker.rows import RowTable, StagedRows
 
 
@@ -71,6 +72,51 @@ def gather_batch(
         ),
         adapter_slots=table.adapter_slots[row_of] if uses_adapters else None,
     )
+
+
+@dataclass(slots=True)
+class StepTokens:
+    """What rows compute in a step, for a model that goes over it a second time: where the tokens
+    lie, as lengths were before the step."""
+
+    rows: Tensor
+    row_of: Tensor
+    """Of each token."""
+    positions: Tensor
+    query_start: Tensor
+    context_lens: Tensor
+    host_rows: Int32Array
+    query_lens: Int32Array
+
+    @classmethod
+    def gather(
+        cls, table: RowTable, rows: Int32Array, counts: Int32Array, *others: Int32Array
+    ) -> tuple[StepTokens, list[Tensor]]:
+        """Of the next `counts` tokens of `rows`; what else there is to send goes with them."""
+        ends = np.cumsum(counts, dtype=np.int32)
+        sent = table.staging.send(rows, counts, np.append(np.int32(0), ends), *others)
+        on_device, lens, query_start = sent[:3]
+        computed, num_tokens = table.num_computed[on_device], int(ends[-1])
+        row_of = torch.repeat_interleave(on_device, lens, output_size=num_tokens)
+        first = torch.repeat_interleave(computed - query_start[:-1], lens, output_size=num_tokens)
+        positions = torch.arange(num_tokens, device=table.device) + first
+        lens = computed + lens
+        return cls(on_device, row_of, positions, query_start, lens, rows, counts), sent[3:]
+
+    def attention(
+        self, table: RowTable, blocks: Tensor, decode_queries: int = 1
+    ) -> AttentionInputs:
+        """Over keys and values that lie in the group whose tables are `blocks`."""
+        return AttentionInputs(
+            query_start=self.query_start,
+            context_lens=self.context_lens,
+            block_tables=blocks[self.rows],
+            slots=slots_of(blocks, self.row_of, self.positions, table.block_size),
+            query_lens=self.query_lens,
+            max_context_lens=table.max_computed[self.host_rows],
+            send=table.staging.send,
+            decode_queries=decode_queries,
+        )
 
 
 def slots_of(blocks: Tensor, rows: Tensor, positions: Tensor, block_size: int) -> Tensor:

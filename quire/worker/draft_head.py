@@ -25,7 +25,7 @@ from quire.models.registry import CausalLM, model_class
 from quire.protocol.errors import OptionError
 from quire.protocol.kv_spec import FLOAT8, KVLayout, KVSpec
 from quire.protocol.plan import Int32Array, StepPlan
-from quire.worker.batch import slots_of
+from quire.worker.batch import StepTokens, slots_of
 from quire.worker.draft_model import wants_drafts
 from quire.worker.kv_tensors import KVTensors
 from quire.worker.rows import RowTable
@@ -160,9 +160,7 @@ class HeadSource:
         """KV of drafts of so many rows, beside that of the blocks of the cache."""
         return max_rows * self.blocks_ahead * self.layout.bytes_per_block
 
-    def build(
-        self, table: RowTable, sampler: Sampler, num_blocks: int, num_drafts: int, max_tokens: int
-    ) -> HeadDrafter:
+    def build(self, table: RowTable, sampler: Sampler, num_blocks: int) -> HeadDrafter:
         """The drafter for these rows, whose cache has so many blocks."""
         (head,), spec = self.heads, self.layout.specs[0]
         num_ahead = self.blocks_ahead * len(table.num_tokens)
@@ -201,14 +199,9 @@ class _Step:
     """The tokens of a step before its forward pass, on the device."""
 
     plan: StepPlan
-    rows: Tensor
-    row_of: Tensor
-    """Of each token."""
-    positions: Tensor
+    tokens: StepTokens
     first_lines: Tensor
     """Of each row that samples, which token its first line follows."""
-    query_start: Tensor
-    context_lens: Tensor
 
 
 class HeadDrafter:
@@ -257,21 +250,12 @@ class HeadDrafter:
         self._step = self._gather(plan) if plan.num_tokens else None
 
     def _gather(self, plan: StepPlan) -> _Step:
-        table, counts = self._table, plan.num_new_tokens
-        ends = np.cumsum(counts, dtype=np.int32)
+        ends = np.cumsum(plan.num_new_tokens, dtype=np.int32)
         first_lines = (ends - plan.num_samples)[plan.samples]
-        query_start = np.append(np.int32(0), ends)
-        rows, lens, query_start_sent, lines = table.staging.send(
-            plan.rows, counts, query_start, first_lines
+        tokens, (lines,) = StepTokens.gather(
+            self._table, plan.rows, plan.num_new_tokens, first_lines
         )
-        computed = table.num_computed[rows]
-        num_tokens = int(ends[-1])
-        row_of = torch.repeat_interleave(rows, lens, output_size=num_tokens)
-        first = torch.repeat_interleave(
-            computed - query_start_sent[:-1], lens, output_size=num_tokens
-        )
-        positions = torch.arange(num_tokens, device=table.device) + first
-        return _Step(plan, rows, row_of, positions, lines, query_start_sent, computed + lens)
+        return _Step(plan, tokens, lines)
 
     def accepted(self, rows: Tensor, counts: Tensor | None) -> None:
         """Compute what the target has computed in this step. Behind drafts that were rejected that
@@ -279,22 +263,13 @@ class HeadDrafter:
         step, table = self._step, self._table
         if step is None:
             return
-        plan = step.plan
-        behind = (step.positions + 1).clamp(max=self._longest - 1)
-        inputs = AttentionInputs(
-            query_start=step.query_start,
-            context_lens=step.context_lens,
-            block_tables=self._blocks[step.rows],
-            slots=slots_of(self._blocks, step.row_of, step.positions, table.block_size),
-            query_lens=plan.num_new_tokens,
-            max_context_lens=table.max_computed[plan.rows],
-            send=table.staging.send,
-            decode_queries=int(plan.num_samples.max(initial=1)),
-        )
+        plan, tokens = step.plan, step.tokens
+        behind = (tokens.positions + 1).clamp(max=self._longest - 1)
+        most = int(plan.num_samples.max(initial=1))
         hidden = self._forward(
-            inputs,
-            step.positions,
-            table.token_ids[step.row_of, behind].long(),
+            tokens.attention(table, self._blocks, most),
+            tokens.positions,
+            table.token_ids[tokens.row_of, behind].long(),
             self._head.combine(self._streams.first(plan.num_tokens)),
         )
         if len(step.first_lines):

@@ -8,19 +8,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.config.model import ModelConfig, load_model_config
+from quire.config.draft import draft_config
+from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
-from quire.config.speculative import SpeculativeConfig
+from quire.config.speculative import Schedule, SpeculativeConfig, scheduled_drafts
 from quire.decoding.sampler import Sampler
-from quire.layers.attention.backend import AttentionInputs, GroupedAttention, select_backend
-from quire.layers.attention.layer import StepContext, bind_kv_groups
-from quire.models.loader import count_weight_bytes, load_model
+from quire.layers.attention.backend import (
+    AttentionBackend,
+    GroupedAttention,
+    select_backend,
+)
+from quire.layers.attention.layer import Attention, StepContext
+from quire.layers.experts import Experts
+from quire.layers.parallel import Parallel
+from quire.models.loader import ONE_RANK, count_weight_bytes, held_weight_bytes, load_model
 from quire.models.registry import CausalLM
 from quire.protocol.errors import OptionError
-from quire.protocol.kv_spec import KVLayout, KVSpec
-from quire.protocol.plan import AddedRow, Int32Array, Int64Array, StepPlan
-from quire.worker.batch import slots_of
+from quire.protocol.kv_spec import FLOAT8, KVLayout, KVSpec
+from quire.protocol.plan import AddedRow, StepPlan, empty_ints
+from quire.worker.batch import StepTokens
+from quire.worker.draft_passes import DraftPasses
+from quire.worker.graphs import StepGraphs
 from quire.worker.kv_tensors import KVTensors
+from quire.worker.memory import MIB
 from quire.worker.rows import RowTable
 
 
@@ -36,6 +46,11 @@ class DraftSource:
     """Of the target: the one whose blocks have the drafts' KV too."""
     longest: int
     """Tokens of a text that it drafts for."""
+    num_drafts: int
+    schedule: Schedule
+    target_ranks: Parallel
+    parallel: Parallel
+    """How it is divided: as the target is, or each rank has the whole."""
     models: list[CausalLM] = field(default_factory=list)
     """The model, once it is loaded."""
 
@@ -46,14 +61,10 @@ class DraftSource:
         target: ModelConfig,
         layout: KVLayout,
         wanted: SpeculativeConfig,
+        target_ranks: Parallel,
     ) -> DraftSource:
         """Refuses a model that cannot draft for the target; no weight is read."""
-        config = load_model_config(
-            wanted.model,
-            token=options.model.hf_token,
-            load_format=options.model.load_format,
-            download_dir=options.model.download_dir,
-        )
+        config = draft_config(options, wanted)
         if config.vocab_size != target.vocab_size:
             raise OptionError(
                 f"speculative_config['model']={wanted.model!r} has a vocabulary of "
@@ -69,12 +80,27 @@ class DraftSource:
         is_gguf = config.source.kind == "gguf"
         if quantization is None and is_gguf and options.device.device == "cpu":
             quantization = "gguf"
-        spec = KVSpec(config.num_kv_heads, config.head_dim, options.cache.kv_cache_dtype)
-        own = KVLayout.of([spec] * config.num_layers, layout.block_size)
-        longest = min(
-            wanted.max_model_len or config.max_position_tokens, config.max_position_tokens
+        parallel = ONE_RANK if wanted.num_ranks == 1 else target_ranks
+        dtype = options.cache.kv_cache_dtype
+        spec = KVSpec(
+            parallel.heads(config.num_heads, config.num_kv_heads).kv_count,
+            config.head_dim,
+            options.model.dtype if dtype in FLOAT8 else dtype,
+            is_latent=config.latent is not None,
         )
-        return cls(config, own, options, quantization, layout.windows.index(None), longest)
+        longest = config.max_position_tokens
+        return cls(
+            config,
+            KVLayout.of([spec] * config.num_layers, layout.block_size),
+            options,
+            quantization,
+            layout.windows.index(None),
+            min(wanted.max_model_len or longest, longest),
+            wanted.num_tokens,
+            wanted.schedule,
+            target_ranks,
+            parallel,
+        )
 
     def count_weight_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
         return count_weight_bytes(
@@ -82,8 +108,13 @@ class DraftSource:
             dtype=dtype,
             device=device,
             load_format=self.options.model.load_format,
+            parallel=self.parallel,
             quantization=self.quantization,
         )
+
+    def count_ahead_bytes(self, max_rows: int) -> int:
+        """KV beside that of the blocks of the cache: a block for all that has none."""
+        return self.layout.bytes_per_block
 
     def load(self, dtype: torch.dtype, device: torch.device) -> None:
         model = load_model(
@@ -91,144 +122,206 @@ class DraftSource:
             dtype=dtype,
             device=device,
             load_format=self.options.model.load_format,
+            parallel=self.parallel,
             seed=self.options.model.seed,
             quantization=self.quantization,
             max_model_len=self.options.model.max_model_len,
         )
-        bind_kv_groups(model, self.layout.groups)
+        for module in model.modules():
+            if isinstance(module, Attention):  # what is behind a window is kept all the same
+                index = module.layer_index
+                module.bind(0, index, self.config.layer_window(index))
         self.models = [model]
 
-    def build(
-        self, table: RowTable, sampler: Sampler, num_blocks: int, num_drafts: int, max_tokens: int
-    ) -> DraftModel:
+    @property
+    def counts(self) -> list[int]:
+        """How many drafts of a row may be asked for."""
+        scheduled = {count for _, _, count in self.schedule}
+        return sorted({self.num_drafts, *scheduled} - {0})
+
+    def describe(self, num_blocks: int) -> str:
+        """For the log."""
+        (model,), ranks = self.models, self.target_ranks.size
+        weights = held_weight_bytes(model) / MIB
+        cache = (num_blocks + 1) * self.layout.bytes_per_block / MIB
+        divided = "" if ranks == 1 else ", divided" if self.parallel.size > 1 else ", whole"
+        where = "" if ranks == 1 else f" on each of {ranks} ranks{divided}"
+        return (
+            f"draft model: {self.config.source.name}, up to {self.num_drafts} drafts of texts of "
+            f"up to {self.longest:,} tokens; {weights:,.0f} MiB of weights and {cache:,.0f} MiB of "
+            f"KV in the target's blocks{where}"
+        )
+
+    def build(self, table: RowTable, sampler: Sampler, num_blocks: int) -> DraftModel:
         """The drafter for these rows, whose cache has so many blocks."""
-        (model,), spec = self.models, self.layout.specs[0]
-        kv = KVTensors(self.layout, num_blocks, table.device)
+        (model,) = self.models
+        kv = KVTensors(self.layout, num_blocks + 1, table.device)
+        kv.data[:, :, num_blocks].zero_()  # where it is not written, it is read all the same
+        heads = self.parallel.heads(self.config.num_heads, self.config.num_kv_heads)
+        attention = self._select_backend(table.device, model.dtype)(
+            kv.data,
+            heads.count,
+            heads.kv_count,
+            self.config.head_dim,
+            self.layout.block_size,
+            None,
+            self.config.latent,
+        )
+        return DraftModel(self, model, GroupedAttention([attention]), kv, table, sampler)
+
+    def _select_backend(self, device: torch.device, dtype: torch.dtype) -> type[AttentionBackend]:
+        spec = self.layout.specs[0]
+        windows = (self.config.layer_window(layer) for layer in range(self.config.num_layers))
         backend, _ = select_backend(
-            table.device.type,
-            model.dtype,
+            device.type,
+            dtype,
             spec.head_dim,
             self.layout.block_size,
+            next((window for window in windows if window is not None), None),
             wanted=self.options.device.attention_backend,
             cache_dtype=getattr(torch, spec.torch_dtype),
+            is_latent=spec.is_latent,
         )
-        heads = self.config.num_heads
-        attention = backend(
-            kv.data, heads, spec.num_kv_heads, spec.head_dim, self.layout.block_size
-        )
-        return DraftModel(
-            model, GroupedAttention([attention]), table, sampler, self, num_drafts, max_tokens
-        )
+        return backend
 
 
 class DraftModel:
     """Drafts by sampling: with the settings and the random numbers that the target samples the same
-    position with, so that the two agree most often. On a CPU.
+    position with, so that the two agree most often.
 
-    It has a computed length of its own for each row, 0 at first, and catches up when it is asked;
-    it writes the same into blocks that rows share. Rows that are too far behind for a step's tokens
-    have no drafts yet. Tokens that it drafted are computed again once they are known: the host may
-    have taken their blocks back.
+    Its keys and values lie in the row's blocks, as the target's do, up to the length that the
+    target has computed: so they are there whenever the target's are, in blocks that are shared,
+    forked, copied and found again. Where a row drafts in one step after the other, `DraftPasses`
+    compute what it was given in between. Other tokens are computed behind the step in which the
+    target has computed them. Nothing here waits for the device.
     """
 
     def __init__(
         self,
+        source: DraftSource,
         model: CausalLM,
         attention: GroupedAttention,
+        kv: KVTensors,
         table: RowTable,
         sampler: Sampler,
-        source: DraftSource,
-        num_drafts: int,
-        max_tokens: int,
     ) -> None:
-        """Drafts for the rows of `table`, computing `max_tokens` in a step at most."""
-        self._model, self._attention = model, attention
-        self._table, self._sampler = table, sampler
-        self._kv_group = source.kv_group
-        self._num_drafts, self._max_tokens = num_drafts, max_tokens
+        """The last block of `kv` belongs to no row."""
+        self._model, self._attention, self.kv = model, attention, kv
+        self._table, self._own = table, table.beside(source.kv_group)
+        (self._blocks,) = self._own.block_tables
+        self._num_drafts, self._schedule = source.num_drafts, source.schedule
+        self._target_ranks, self._is_whole = source.target_ranks, source.parallel.size == 1
         max_rows, longest = table.token_ids.shape
-        self._longest = min(longest, source.longest)
-        self._num_computed = np.zeros(max_rows, np.int32)
-        self._num_blocks = np.zeros(max_rows, np.int32)
-        """Blocks that the host has given to each row; it takes none back that drafts are written
-        to."""
+        self._last_position = source.config.max_position_tokens - 1
+        self.passes = DraftPasses(
+            model,
+            attention,
+            table,
+            self._blocks,
+            sampler,
+            source.parallel,
+            source.counts,
+            min(longest, source.longest),
+            kv.num_blocks - 1,
+        )
+        waits = any(isinstance(one, Experts) and one.waits_for_device for one in model.modules())
+        ranks = source.parallel
+        self.is_capturable = (
+            all(backend.support.cuda_graphs for backend in attention.backends)
+            and attention.max_decode_queries > 1
+            and ranks.is_capturable
+            and not waits
+        )
+        """Whether its work can be CUDA graphs."""
+        self.graphs: StepGraphs | None = None
+        """Of what no passes compute."""
         self._wanted = np.zeros(max_rows, np.bool_)
+        self._has_passed = np.zeros(max_rows, np.bool_)
+        """Whether the passes of the last step that a row was in computed it."""
+        self._others: StepPlan | None = None
+        """Of the step, what no passes compute."""
+        self._rows, self._places, self._room = empty_ints(), empty_ints(), empty_ints()
+        """Those that draft behind the step, which they are of the rows that sample, and the tokens
+        that their blocks have room for; the host takes none of these back meanwhile."""
+        self._count = 0
+
+    # --- before the engine is ready ---------------------------------------------------------------
+
+    def capture(self, max_tokens: int) -> None:
+        self.passes.capture(self.passes.all_keys())
+        if (graphs := self._build_graphs(max_tokens)) is not None:
+            graphs.capture(graphs.keys)
+            self.graphs = graphs
+
+    def measure(self, max_tokens: int) -> int:
+        """Bytes that `capture` takes."""
+        graphs = self._build_graphs(max_tokens)
+        return self.passes.measure() + (0 if graphs is None else graphs.measure())
+
+    def _build_graphs(self, max_tokens: int) -> StepGraphs | None:
+        """For steps of up to so many tokens; None where a text may have positions that the model
+        does not know."""
+        max_rows, longest = self._table.token_ids.shape
+        if longest > self._last_position + 1:
+            return None
+        model, attention = self._model, self._attention
+        return StepGraphs(model, attention, self._own, max_rows, max_tokens, has_logits=False)
+
+    # --- a step -----------------------------------------------------------------------------------
 
     def update(self, plan: StepPlan) -> None:
-        """Follow the rows of a plan, before its step."""
+        """Follow the rows of a plan, before its step moves their lengths."""
         for added in plan.added_rows:
-            self._num_computed[added.row] = 0
-            self._num_blocks[added.row] = added.num_forked_tokens // self._table.block_size
+            self._has_passed[added.row] = False
             self._wanted[added.row] = wants_drafts(added)
-        own = plan.block_groups == self._kv_group
-        np.maximum.at(self._num_blocks, plan.block_rows[own], plan.block_indices[own] + 1)
-        rows, lengths = plan.cut_rows, plan.cut_lengths
-        self._num_computed[rows] = np.minimum(self._num_computed[rows], lengths - 1)
+        # These have become shorter, or longer by more than what passes compute.
+        self._has_passed[plan.cut_rows] = False
+        self._has_passed[plan.append_rows] = False
+        rows, samples = plan.rows, plan.samples
+        num_sampling = int(np.count_nonzero(samples))
+        self._count = scheduled_drafts(self._schedule, num_sampling, self._num_drafts)
+        drafting = samples & self._wanted[rows] & (self._count > 0)
+        others = ~(drafting & self._has_passed[rows])
+        # What is generated without drafts is left out: found in the cache, it costs agreement.
+        others &= self._wanted[rows] | (plan.num_new_tokens > plan.num_samples)
+        self._others = None
+        if others.any():
+            self._own.num_computed.copy_(self._table.num_computed)
+            self._others = StepPlan(
+                plan.step,
+                rows=rows[others],
+                num_new_tokens=plan.num_new_tokens[others],
+                num_samples=np.zeros_like(rows[others]),
+            )
+        self._has_passed[rows] = drafting
+        self._rows = rows[drafting]
+        num_blocks = plan.num_blocks if len(plan.num_blocks) else np.zeros_like(rows)
+        self._room = num_blocks[drafting] * self._table.block_size
+        self._places = np.flatnonzero(drafting[samples]).astype(np.int32)
 
     def accepted(self, rows: Tensor, counts: Tensor | None) -> None:
-        """What was accepted is computed when the next drafts are."""
+        """Behind drafts that were rejected nothing of use is computed, and it is overwritten before
+        it is read. The same is true of all beyond the length that is drafted for."""
+        plan, table = self._others, self._own
+        if plan is None or (self.graphs is not None and self.graphs.launch(plan)):
+            return
+        tokens, _ = StepTokens.gather(table, plan.rows, plan.num_new_tokens)
+        attention = self._attention.plan([tokens.attention(table, self._blocks)])
+        positions = tokens.positions.clamp(max=self._last_position)
+        token_ids = table.token_ids[tokens.row_of, tokens.positions].long()
+        self._model(StepContext(positions, attention, token_ids))
 
     def propose(self, rows: Tensor) -> Tensor:
-        drafts = torch.full((len(rows), self._num_drafts), -1, dtype=torch.int32)
-        host_rows = rows.numpy()
-        places = np.flatnonzero(self._wanted[host_rows])
-        known = self._table.num_tokens.numpy()[host_rows[places]]
-        # What is drafted is computed too, but for the last token. Where blocks are short, a row has
-        # none for that.
-        room = self._num_blocks[host_rows[places]] * self._table.block_size
-        fits = known + self._num_drafts <= np.minimum(room + 1, self._longest)
-        places, known = places[fits], known[fits]
-        missing = known - self._num_computed[host_rows[places]]
-        granted = np.clip(self._max_tokens - (np.cumsum(missing) - missing), 0, missing)
-        behind = granted < missing
-        self._compute(host_rows[places[behind]], granted[behind])
-        places, granted = places[~behind], granted[~behind]
-        drafting, counts = host_rows[places], granted.astype(np.int32)
-        if not len(drafting):
+        shape = (len(rows), self._num_drafts)
+        drafts = torch.full(shape, -1, dtype=torch.int32, device=rows.device)
+        if not len(self._rows):
             return drafts
-        logits = self._compute(drafting, counts)
-        self._num_computed[drafting] -= 1  # the target has no block for the last one yet
-        on_device = torch.from_numpy(drafting)
-        known_tokens = self._table.num_tokens[on_device].long()
-        ones = np.ones(len(drafting), np.int32)
-        for i in range(self._num_drafts):
-            tokens = self._sampler.draft(logits, on_device, drafting, i)
-            drafts[places, i] = tokens
-            self._table.token_ids[on_device, known_tokens + i] = tokens
-            if i + 1 < self._num_drafts:
-                logits = self._forward(drafting, ones, known_tokens.numpy() + i)
+        found = self.passes.propose(self._rows, self._room, self._count)
+        if self._is_whole:  # on each rank, which must not drift apart
+            self._target_ranks.broadcast(found)
+        places = self._table.staging.send(self._places)[0].long()
+        drafts[places, : self._count] = found
         return drafts
-
-    def _compute(self, rows: Int32Array, counts: Int32Array) -> Tensor:
-        """Compute the next `counts` known tokens of `rows`; logits behind the last of each."""
-        rows, counts = rows[counts > 0], counts[counts > 0].astype(np.int32)
-        if not len(rows):
-            return torch.empty(0)
-        first = self._num_computed[rows].astype(np.int64)
-        self._num_computed[rows] += counts
-        return self._forward(rows, counts, first)
-
-    def _forward(self, host_rows: Int32Array, counts: Int32Array, first: Int64Array) -> Tensor:
-        """The model over `counts` tokens of each row from place `first` on."""
-        table, ends = self._table, np.cumsum(counts)
-        row_of = torch.from_numpy(np.repeat(host_rows, counts).astype(np.int64))
-        offsets = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
-        positions = torch.from_numpy(np.repeat(first, counts) + offsets)
-        blocks = table.block_tables[self._kv_group]
-        query_start = torch.zeros(len(counts) + 1, dtype=torch.int32)
-        query_start[1:] = torch.from_numpy(ends)
-        inputs = AttentionInputs(
-            query_start=query_start,
-            context_lens=torch.from_numpy((first + counts).astype(np.int32)),
-            block_tables=blocks[torch.from_numpy(host_rows)],
-            slots=slots_of(blocks, row_of, positions, table.block_size),
-            query_lens=counts,
-            send=table.staging.send,
-        )
-        token_ids = table.token_ids[row_of, positions].long()
-        step = StepContext(positions, self._attention.plan([inputs]), token_ids)
-        hidden = self._model(step)
-        return self._model.logits(hidden[torch.from_numpy(ends - 1)])
 
 
 def wants_drafts(added: AddedRow) -> bool:

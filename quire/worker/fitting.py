@@ -100,7 +100,7 @@ def check_model_fits(
     weight_bytes = count(parallel)
     token_bytes = kv_token_bytes(options, config, parallel)
     check_weights_fit(
-        weight_bytes * device.num_sharing + draft_bytes,
+        (weight_bytes + draft_bytes) * device.num_sharing,
         options,
         config,
         device,

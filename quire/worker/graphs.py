@@ -132,9 +132,11 @@ class StepGraphs:
         stage: Stage = ONE_STAGE,
         expert_counter: ExpertCounter | None = None,
         adapters: AdapterLayers | None = None,
+        has_logits: bool = True,
     ) -> None:
         """`max_queries` is one more than the most drafts of a row. With `adapters` each graph is
-        there twice, so that steps without any have nothing of them."""
+        there twice, so that steps without any have nothing of them. Without logits, all that comes
+        of a step are keys and values."""
         from quire.kernels.triton.rows import RowTensors, TokenTensors
 
         self._model, self._attention, self._table = model, attention, table
@@ -174,7 +176,7 @@ class StepGraphs:
         self._mixed_lens, self._single_tokens, self._single_lens = ints(3, aligned(most_rows + 1))
         # One for all graphs: each would keep logits of its own alive, gigabytes in all.
         self._logits: Tensor | None = None
-        if stage.is_last:
+        if stage.is_last and has_logits:
             self._logits = model.new_logits(max([max_rows, *(key.num_lines for key in mixed)]))
         # What stages send to each other does so outside of graphs, which read and leave it here.
         most = self.keys[0].num_tokens
@@ -423,13 +425,9 @@ class StepGraphs:
         None where no graph fits."""
         if uses_adapters and (self._adapters is None or self._adapters.waits_for_device):
             return None
-        key = self.find(plan, prefixes, uses_adapters)
+        key = self.launch(plan, prefixes, uses_adapters)
         if key is None:
             return None
-        self._pad(key, plan, prefixes)
-        if self._received is not None:
-            self._stage.receive(self._received[: plan.num_tokens])
-        self._graphs[key].replay()
         if self._sent is not None:
             sent = self._sent[: plan.num_tokens]
             self._stage.send(sent)
@@ -439,6 +437,22 @@ class StepGraphs:
             return self._logits[: int(plan.num_samples.sum())]
         logits = self._logits[: len(plan.rows)]
         return logits if plan.samples.all() else logits[staged.samples]
+
+    def launch(
+        self,
+        plan: StepPlan,
+        prefixes: HostPrefixTiles | None = None,
+        uses_adapters: bool = False,
+    ) -> GraphKey | None:
+        """Replay the graph that a step fits into, if any."""
+        key = self.find(plan, prefixes, uses_adapters)
+        if key is None:
+            return None
+        self._pad(key, plan, prefixes)
+        if self._received is not None:
+            self._stage.receive(self._received[: plan.num_tokens])
+        self._graphs[key].replay()
+        return key
 
     def find(
         self,

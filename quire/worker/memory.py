@@ -170,9 +170,14 @@ def _smaller_weights(
 
 
 def available_cache_bytes(
-    options: EngineOptions, layout: KVLayout, device: DeviceInfo, profile: MemoryProfile | None
+    options: EngineOptions,
+    layout: KVLayout,
+    device: DeviceInfo,
+    profile: MemoryProfile | None,
+    drafts_block_bytes: int = 0,
 ) -> int:
-    """Memory for the KV cache, once the weights are loaded; `profile` is what a GPU needs too."""
+    """Memory for the KV cache, once the weights are loaded; `profile` is what a GPU needs too. A
+    number of blocks is that of the target's, with `drafts_block_bytes` beside each."""
     cache = options.cache
     wanted = cache.kv_cache_memory_bytes
     if cache.num_gpu_blocks_override is not None:
@@ -182,7 +187,8 @@ def available_cache_bytes(
         default = cpu_cache_bytes(cache, available, total) // device.num_sharing
         return wanted if wanted is not None else default
     if wanted is not None:
-        _check_wanted(wanted, options, profile)
+        beside = (cache.num_gpu_blocks_override or 0) * drafts_block_bytes
+        _check_wanted(wanted + beside, options, profile)
         return wanted
     share = cache.gpu_memory_utilization
     assert share is not None

@@ -89,7 +89,7 @@ class ModelRunner:
         self.graphs: StepGraphs | None = None
         self.drafter: Drafter | None = None
         self.draft_kv: KVTensors | None = None
-        """What a head that drafts has in the same blocks, and copies of them."""
+        """What a head or model that drafts has in the same blocks, and copies of them."""
         self.adapters: HostAdapters | None = None
         """None: requests have none."""
         self.on_prompt_logits: Callable[[Int32Array, Tensor], None] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -160,6 +161,14 @@ class RowTable:
             rows, groups, indices, ids = sent[4:8]
             self.block_tables[groups, rows, indices] = ids
         return StagedRows(StagedLines(*sent[17:22]) if lines else None, *sent[9:17])
+
+    def beside(self, kv_group: int) -> RowTable:
+        """The same rows with lengths of their own, and the blocks of one group, for a model that
+        computes their tokens a second time."""
+        other = copy(self)
+        other.num_computed = torch.zeros_like(self.num_computed)
+        other.block_tables = self.block_tables[kv_group : kv_group + 1]
+        return other
 
     def uses_adapters(self, plan: StepPlan) -> bool:
         """Whether a row of the plan, which is carried out, has an adapter."""

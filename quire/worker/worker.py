@@ -33,8 +33,8 @@ from quire.protocol.expert_counts import ExpertCounts
 from quire.protocol.kv_spec import KVGroup, KVLayout
 from quire.protocol.output import DeviceMemory
 from quire.worker.adapters import HostAdapters
-from quire.worker.draft_head import HeadDrafter, HeadSource
-from quire.worker.draft_model import DraftSource
+from quire.worker.draft_head import HeadSource
+from quire.worker.draft_model import DraftModel, DraftSource
 from quire.worker.fitting import check_model_fits, kv_specs
 from quire.worker.kv_tensors import KVTensors
 from quire.worker.memory import (
@@ -96,7 +96,7 @@ class Worker:
         if wanted is not None and wanted.uses_head:
             self._draft = HeadSource.of(options, model_config, self.layout, wanted, parallel)
         elif wanted is not None and wanted.model is not None:
-            self._draft = DraftSource.of(options, model_config, self.layout, wanted)
+            self._draft = DraftSource.of(options, model_config, self.layout, wanted, parallel)
         self._backends = [self._select_backend(group) for group in self.layout.groups]
         self._num_threads = options.device.num_threads
         names = {backend.support.name for backend in self._backends}
@@ -199,7 +199,8 @@ class Worker:
     def profile(self) -> int:
         """Bytes that the KV cache may have, by a memory profile on a GPU."""
         profile = self._profile_memory() if self.device.type == "cuda" else None
-        return available_cache_bytes(self._options, self.layout, self._device_info, profile)
+        drafts = 0 if self._draft is None else self._draft.layout.bytes_per_block
+        return available_cache_bytes(self._options, self.layout, self._device_info, profile, drafts)
 
     def size_cache(self, cache_bytes: int, fits_max_model_len: bool) -> tuple[int, int]:
         """The longest request and the number of blocks that this rank has room for. Blocks of
@@ -207,10 +208,9 @@ class Worker:
         of them can have."""
         max_len = self._max_len
         if self._draft is not None and self._options.cache.num_gpu_blocks_override is None:
-            if isinstance(self._draft, HeadSource):
-                max_rows = self._options.scheduler.max_num_seqs
-                assert max_rows is not None
-                cache_bytes = max(cache_bytes - self._draft.count_ahead_bytes(max_rows), 0)
+            max_rows = self._options.scheduler.max_num_seqs
+            assert max_rows is not None
+            cache_bytes = max(cache_bytes - self._draft.count_ahead_bytes(max_rows), 0)
             both = self.layout.bytes_per_block + self._draft.layout.bytes_per_block
             cache_bytes = cache_bytes * self.layout.bytes_per_block // both
         if fits_max_model_len:
@@ -222,6 +222,8 @@ class Worker:
     def allocate(self, num_blocks: int, max_model_len: int) -> None:
         """Make the KV cache and the rows."""
         logger.info("%s", describe_cache(self.layout, num_blocks, max_model_len, self._max_tokens))
+        if isinstance(self._draft, DraftSource):
+            logger.info("%s", self._draft.describe(num_blocks))
         if self.layout.specs[0].has_scales:
             logger.info("keys and values in 8 bits have %s", describe_kv_scales(self._model))
         with explaining("allocating the KV cache", f"Lower {LOWER_CACHE}.", self._device_info):
@@ -328,6 +330,9 @@ class Worker:
         )
         self.runner.graphs = graphs
         self.graph_tokens = graphs.max_mixed_tokens
+        drafter = self.runner.drafter
+        if isinstance(drafter, DraftModel) and drafter.is_capturable:
+            drafter.capture(self._max_tokens)
 
     def _profile_memory(self) -> MemoryProfile:
         """Measure with a runner that has all it will have, but a cache of one block, which all rows
@@ -352,7 +357,10 @@ class Worker:
             free, total = torch.cuda.mem_get_info()
             step = total - free - used
             for_graphs = graphs.measure() if graphs is not None else 0
-            del runner, graphs
+            drafter = runner.drafter
+            if graphs is not None and isinstance(drafter, DraftModel) and drafter.is_capturable:
+                for_graphs += drafter.measure(num_tokens)
+            del runner, graphs, drafter
             used_bytes()
             return MemoryProfile(total, used, step, for_graphs)
 
@@ -382,12 +390,8 @@ class Worker:
         )
         runner.adapters = self.adapters
         if self._draft is not None:
-            drafter = self._draft.build(
-                table, runner.sampler, kv.num_blocks, self._speculation_tokens, self._max_tokens
-            )
-            runner.drafter = drafter
-            if isinstance(drafter, HeadDrafter):
-                runner.draft_kv = drafter.kv
+            drafter = self._draft.build(table, runner.sampler, kv.num_blocks)
+            runner.drafter, runner.draft_kv = drafter, drafter.kv
         elif self._speculation is not None and self._parallel.stage.is_last:
             wanted = self._speculation
             settings = NgramSettings(wanted.num_tokens, wanted.min_ngram, wanted.max_ngram)

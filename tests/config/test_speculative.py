@@ -47,8 +47,10 @@ def test_methods_of_heads_may_be_left_out() -> None:
 
 def test_keys_of_a_draft_model() -> None:
     found = read(model="x", num_speculative_tokens=2, max_model_len=9, quantization="fp8")
-    assert found is not None and not found.uses_head
+    assert found is not None and not found.uses_head and found.num_ranks is None
     assert (found.model, found.max_model_len, found.quantization) == ("x", 9, "fp8")
+    found = read(model="x", num_speculative_tokens=2, draft_tensor_parallel_size=1)
+    assert found is not None and found.num_ranks == 1
 
 
 def test_drafts_by_batch_size() -> None:

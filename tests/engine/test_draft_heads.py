@@ -19,7 +19,6 @@ from torch import Tensor
 from quire import LLM, BeamSearchParams, SamplingParams, StructuredOutputs
 from quire.lora.request import LoRARequest
 from quire.protocol.errors import ModelError, OptionError
-from quire.protocol.plan import StepPlan
 from tests.draft_heads import (
     Layer,
     drafts,
@@ -33,7 +32,7 @@ from tests.draft_heads import (
     save_speculators,
     target_states,
 )
-from tests.engine.test_drafts import FEATURES, MAX_LEN, generate, prompts_of, seen
+from tests.engine.test_drafts import FEATURES, MAX_LEN, Recorder, generate, prompts_of, seen
 from tests.frontend.test_adapters import save_adapter
 from tests.models.reference import VOCAB, random_tokens
 from tests.text.tokenizer_samples import write_json
@@ -41,28 +40,6 @@ from tests.tiny import assert_at_rest, save_tiny, tiny_llm
 
 pytestmark = pytest.mark.usefixtures("native")
 TIE = 1e-3
-
-
-class Recorder:
-    """What a drafter proposes, with the tokens that it is proposed behind."""
-
-    def __init__(self, llm: LLM) -> None:
-        runner = llm._core.executor.runner
-        self._table, self._drafter = runner.table, runner.drafter
-        self.proposed: list[tuple[list[int], list[int]]] = []
-        runner.drafter = self
-
-    def update(self, plan: StepPlan) -> None:
-        self._drafter.update(plan)
-
-    def accepted(self, rows: Tensor, counts: Tensor | None) -> None:
-        self._drafter.accepted(rows, counts)
-
-    def propose(self, rows: Tensor) -> Tensor:
-        known = [self._table.token_ids[row, : self._table.num_tokens[row]].tolist() for row in rows]
-        found = self._drafter.propose(rows)
-        self.proposed += zip(known, found.tolist(), strict=True)
-        return found
 
 
 def assert_drafted(

@@ -6,6 +6,7 @@ results do not depend on what else a step computes, so tokens and logprobs must 
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,32 @@ class ScriptedDrafter:
                 is_wrong = (7 * row + 3 * (len(known) + j)) % WRONG_EVERY == 0
                 drafts[i, j] = (token + is_wrong) % VOCAB
         return drafts
+
+
+Proposal = tuple[list[int], list[int]]
+"""Known tokens, and the drafts behind them."""
+
+
+class Recorder:
+    """What a drafter proposes, with the tokens that it is proposed behind."""
+
+    def __init__(self, llm: LLM) -> None:
+        runner = llm._core.executor.runner
+        self._table, self._drafter = runner.table, runner.drafter
+        self.proposed: list[Proposal] = []
+        runner.drafter = self
+
+    def update(self, plan: StepPlan) -> None:
+        self._drafter.update(plan)
+
+    def accepted(self, rows: Tensor, counts: Tensor | None) -> None:
+        self._drafter.accepted(rows, counts)
+
+    def propose(self, rows: Tensor) -> Tensor:
+        known = [self._table.token_ids[row, : self._table.num_tokens[row]].tolist() for row in rows]
+        found = self._drafter.propose(rows)
+        self.proposed += zip(known, found.tolist(), strict=True)
+        return found
 
 
 class Steps:
@@ -305,7 +332,15 @@ MODEL_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("setting", MODEL_SETTINGS)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(name, marks=pytest.mark.slow)
+        if name in ("same-chunks", "other-pool")
+        else name
+        for name in MODEL_SETTINGS
+    ],
+)
 def test_drafts_by_a_model(
     folder: Path, plain: list[RequestOutput], setting: str, request: pytest.FixtureRequest
 ) -> None:
@@ -326,19 +361,91 @@ def test_drafts_by_a_model(
         assert_at_rest(llm)
 
 
-def test_the_same_model_drafts_what_it_would_sample(folder: Path) -> None:
-    """Greedy and drawn: with the same random numbers at each place."""
+ALIKE = ("to_the_end", "drawn", "filters", "n", "bad_words", "allowed")
+"""What a model that is its own target drafts without a mistake."""
+SAME: dict[str, dict[str, Any]] = {
+    "chunks": {"block_size": 4, "max_num_batched_tokens": 21, "max_num_seqs": 5},
+    "overlap": {"block_size": 8, "max_steps_in_flight": 2},
+    "pool": {"block_size": 4, "num_gpu_blocks_override": 44, "max_num_batched_tokens": 40},
+    "pool-overlap": {"block_size": 8, "num_gpu_blocks_override": 28, "max_steps_in_flight": 2},
+}
+
+
+def assert_all_agree(llm: LLM, outputs: list[RequestOutput], proposed: list[Proposal]) -> None:
+    """Nothing else was drafted than what texts go on with, as far as they do."""
+    texts = [
+        [*(output.prompt_token_ids or ()), *completion.token_ids]
+        for output in outputs
+        for completion in output.outputs
+    ]
+    compared = 0
+    for known, drafts in proposed:
+        found = [draft for draft in drafts if draft >= 0]
+        ends = [text[len(known) :] for text in texts if text[: len(known)] == known]
+        compared += len(found) if any(ends) else 0
+        assert not any(ends) or any(found[: len(end)] == end[: len(found)] for end in ends if end)
+    assert compared >= llm._core.metrics.accepted_tokens.value > 50
+
+
+@pytest.mark.parametrize("setting", SAME)
+def test_the_same_model_drafts_what_it_would_sample(folder: Path, setting: str) -> None:
+    """Greedy and drawn, with the same random numbers at each place: in blocks that were shared,
+    forked, copied and found again, and for requests that were preempted."""
     config = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
-    params = [SamplingParams(**FEATURES[kind]) for kind in ("to_the_end", "drawn", "filters")]
-    with tiny_llm(folder, device="cpu", max_model_len=MAX_LEN, speculative_config=config) as llm:
-        generate(llm, prompts_of(3), params)
+    params = [SamplingParams(**FEATURES[kind]) for kind in ALIKE]
+    options = {"device": "cpu", "max_model_len": MAX_LEN, **SAME[setting]}
+    with tiny_llm(folder, speculative_config=config, **options) as llm:
+        recorder = Recorder(llm)
+        for _ in range(2):
+            outputs = generate(llm, prompts_of(len(params)), params)
+        assert_all_agree(llm, outputs, recorder.proposed)
+        assert any(output.num_cached_tokens for output in outputs)
+        assert (llm.statistics().num_preemptions > 0) == ("pool" in setting)
+        assert_at_rest(llm)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "deepseek_v2", "gpt2"])
+def test_other_families_draft_for_themselves(tmp_path: Path, family: str) -> None:
+    """With windows in some layers, latents and experts, and learned positions."""
+    save_tiny(tmp_path, family)
+    config = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 3}
+    params = [SamplingParams(**FEATURES[kind]) for kind in ("to_the_end", "drawn")]
+    options = {"device": "cpu", "max_model_len": 96, "block_size": 8}
+    with tiny_llm(tmp_path, speculative_config=config, **options) as llm:
+        recorder = Recorder(llm)
+        outputs = generate(llm, prompts_of(2), params)
+        assert_all_agree(llm, outputs, recorder.proposed)
+
+
+@pytest.mark.parametrize("num_ranks", [None, pytest.param(1, marks=pytest.mark.slow)])
+def test_ranks_draft_together(
+    folder: Path, plain: list[RequestOutput], num_ranks: int | None
+) -> None:
+    """With a draft model that is divided as the target is, or whole on each of them."""
+    config = {"model": str(folder), "num_speculative_tokens": 3}
+    config |= {"draft_tensor_parallel_size": num_ranks}
+    params = both("greedy") + both("drawn")
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "num_threads": 1, "device": "cpu"}
+    with tiny_llm(folder, max_model_len=MAX_LEN, speculative_config=config, **options) as llm:
+        outputs = generate(llm, prompts_of(4), params)
+        # Sums have another order there; these texts have no ties.
+        assert [o.outputs[0].token_ids for o in outputs] == [
+            o.outputs[0].token_ids for o in plain[:4]
+        ]
         metrics = llm._core.metrics
         assert metrics.accepted_tokens.value == metrics.draft_tokens.value > 50
+        assert_at_rest(llm)
 
 
-def test_a_model_drafts_for_texts_up_to_its_length(folder: Path) -> None:
+@pytest.mark.parametrize("key", ["max_model_len", "max_position_embeddings"])
+def test_a_model_drafts_for_texts_up_to_its_length(folder: Path, tmp_path: Path, key: str) -> None:
     """Longer ones go on without drafts."""
-    config = {"model": str(folder), "num_speculative_tokens": 3, "max_model_len": 40}
+    config: dict[str, Any] = {"model": str(folder), "num_speculative_tokens": 3}
+    if key == "max_model_len":
+        config[key] = 40
+    else:
+        save_tiny(tmp_path, max_position_embeddings=40)
+        config["model"] = str(tmp_path)
     params = SamplingParams(**FEATURES["to_the_end"])
     with tiny_llm(folder, device="cpu", max_model_len=MAX_LEN, speculative_config=config) as llm:
         steps = Steps(llm)
@@ -347,6 +454,36 @@ def test_a_model_drafts_for_texts_up_to_its_length(folder: Path) -> None:
         assert len(output.outputs[0].token_ids) == MAX_LEN - known
         drafted = 40 - known
         assert drafted - 8 <= steps.num_drafts * 4 / 3 <= drafted
+        # Others beside it have drafts, and a prompt may be too long from the start.
+        outputs = generate(llm, [*prompts_of(2), list(range(1, 60))], params)
+        assert outputs[0].outputs[0].token_ids == output.outputs[0].token_ids
+
+
+def test_a_draft_model_shares_the_memory_of_the_cache(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its keys and values take as much as the target's, and start-up says so."""
+    config = {"model": str(folder), "num_speculative_tokens": 2, "max_model_len": 50}
+    options: dict[str, Any] = {"device": "cpu", "max_model_len": MAX_LEN, "block_size": 16}
+    options["kv_cache_memory_bytes"] = 1 << 20
+    found = []
+    caplog.set_level(logging.INFO, logger="quire")
+    for speculative_config in ({}, config):
+        with tiny_llm(folder, speculative_config=speculative_config, **options) as llm:
+            found.append(llm._core.scheduler.limits.num_blocks)
+            size = llm._core.executor.runner.kv.layout.bytes_per_block
+            kv = llm._core.executor.runner.draft_kv
+    assert found[0] == (1 << 20) // size and found[1] == ((1 << 20) - size) // (2 * size)
+    assert kv is not None and kv.layout.bytes_per_block == size
+    said = f"draft model: {folder}, up to 2 drafts of texts of up to 50 tokens; "
+    assert any(said in message for message in caplog.messages)
+
+
+def test_ranks_of_a_draft_model_are_one_or_those_of_the_target(folder: Path) -> None:
+    config = {"model": str(folder), "num_speculative_tokens": 3, "draft_tensor_parallel_size": 2}
+    message = r"'draft_tensor_parallel_size'.* 1 or tensor_parallel_size \(1\), got 2"
+    with pytest.raises(OptionError, match=message):
+        tiny_llm(folder, device="cpu", max_model_len=MAX_LEN, speculative_config=config)
 
 
 def test_a_model_with_another_vocabulary_cannot_draft(folder: Path, tmp_path: Path) -> None:
