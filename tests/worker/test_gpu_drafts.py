@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from quire import LLM, SamplingParams
+from quire.protocol.plan import StepPlan
 from quire.worker.model_runner import ModelRunner
 
 pytestmark = pytest.mark.gpu
@@ -40,9 +41,12 @@ class KnownTexts:
         self.num_tokens = torch.zeros(2, dtype=torch.int64, device=device)
         """Accepted, and samples in all."""
 
-    def accepted(self, rows: Tensor, counts: Tensor) -> None:
-        self.num_tokens[0] += counts.sum()
-        self.num_tokens[1] += len(counts)
+    def update(self, plan: StepPlan) -> None:
+        """The table has all that it needs."""
+
+    def accepted(self, rows: Tensor, counts: Tensor | None) -> None:
+        self.num_tokens[0] += len(rows) if counts is None else counts.sum()
+        self.num_tokens[1] += len(rows)
 
     def propose(self, rows: Tensor) -> Tensor:
         rows = rows.long()
