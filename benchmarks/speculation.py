@@ -81,16 +81,18 @@ class Drafts:
     """Those of an engine, on or off; it must be at rest."""
 
     llm: LLM
-    on: tuple[Any, Any] = field(init=False)
+    runner: Any = field(init=False)
+    on: tuple[Any, Speculation] = field(init=False)
 
     def __post_init__(self) -> None:
-        core = self.llm._core
-        self.on = core.executor.runner.drafter, core.scheduler.speculation
+        executor: Any = self.llm._core.executor
+        self.runner = executor.runner
+        self.on = self.runner.drafter, self.llm._core.scheduler.speculation
 
     def switch(self, on: bool) -> None:
-        core = self.llm._core
-        off = None, Speculation(core.scheduler.columns)
-        core.executor.runner.drafter, core.scheduler.speculation = self.on if on else off
+        scheduler = self.llm._core.scheduler
+        off = None, Speculation(scheduler.columns)
+        self.runner.drafter, scheduler.speculation = self.on if on else off
 
     @property
     def counted(self) -> tuple[int, int]:
