@@ -338,6 +338,9 @@ def layers(model: str, num_tokens: int) -> dict[str, float]:
     from quire.kernels.triton import few_tokens
     from quire.kernels.triton.gemv import gemv
 
+    def one_token(x: Tensor, weight: Tensor) -> Tensor:
+        return gemv(x, weight)[0]
+
     shape, sums = SHAPES[model], dict[str, float]()
     rows = []
     for name, (outputs, inputs, count) in shape.linears().items():
@@ -346,14 +349,12 @@ def layers(model: str, num_tokens: int) -> dict[str, float]:
         weights = [torch.randn(outputs, inputs, **options) for _ in range(copies)]
         x = torch.randn(num_tokens, inputs, **options)
         expected = nn.functional.linear(x, weights[0]).float()
-        ways: dict[str, Callable[[Tensor], object]] = {
-            "one token": lambda weight, x=x: gemv(x[:1], weight),
-            "cuBLAS": lambda weight, x=x: nn.functional.linear(x, weight),
+        ways: dict[str, Callable[[Tensor], Tensor]] = {
+            "one token": partial(one_token, x[:1]),
+            "cuBLAS": partial(nn.functional.linear, x),
         }
         for tile in starmap(few_tokens.Tile, TILES):
-            ways[str(tuple(tile))] = lambda weight, x=x, tile=tile: few_tokens.linear(
-                x, weight, tile=tile
-            )
+            ways[str(tuple(tile))] = partial(few_tokens.linear, x, tile=tile)
         cells = []
         for way, multiply in ways.items():
             try:
