@@ -37,7 +37,9 @@ MAX_TOKENS = 16
 MAX_NGRAM = 32
 DEFAULT_NGRAM = 5
 AUTO_TOKENS = 4
-AUTO_NGRAMS = (3, 12)
+AUTO_NGRAMS = (2, 12)
+AUTO_BEYOND = 1
+"""Drafts of `auto` beyond as many as tokens agree: they may begin to be wrong at any of these."""
 
 Schedule = tuple[tuple[int, int, int], ...]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +80,9 @@ MIN_GAIN = 1.02
 """Drafts must make a step so many times as productive to be verified."""
 TRIAL_SHARE = 0.005
 """Share of the time that drafts may cost which are tried although they do not seem to pay."""
+PLAIN_STEPS = 3
+"""So many go without drafts where no step of about as many rows was measured: with prompts in all
+of them it never is."""
 
 
 class DraftValue:
@@ -95,6 +99,7 @@ class DraftValue:
         self._powers = np.arange(1, num_drafts + 1)
         self._credit_s = 0.0
         """Time that trials may take."""
+        self._plain_steps = PLAIN_STEPS
 
     def forget(self, row: int) -> None:
         self._accepted[row] = self._verified[row] = 0.0
@@ -115,29 +120,33 @@ class DraftValue:
 
     def worthwhile(self, rows: Int32Array, most: Int32Array, num_decoding: int) -> Int32Array:
         """Of `most` drafts of each of `rows` those that make a step more productive; others now
-        and then, to learn whether that has changed."""
+        and then, to learn whether that has changed; and none in a first step or two, to learn what
+        the others are compared with."""
+        if self._plain_steps and not self.costs.knows_plain(num_decoding):
+            self._plain_steps -= 1
+            return np.zeros_like(most)
+        self._plain_steps = PLAIN_STEPS
         accepted = self._accepted[rows] + PRIOR * self._share
         share = accepted / (self._verified[rows] + PRIOR)
         gains = share[:, None] ** self._powers
         gains[self._powers > most[:, None]] = -1.0
         order = np.argsort(-gains, axis=None, kind="stable")[: int(most.sum())]
         tokens = num_decoding + np.cumsum(gains.ravel()[order])
-        lines = num_decoding + np.arange(1, len(order) + 1)
-        seconds = self.costs.seconds(np.append(num_decoding, lines))
-        plain = num_decoding / seconds[0]
-        rate = tokens / seconds[1:]
+        plain = self.costs.plain(num_decoding)
+        seconds = self.costs.drafted(num_decoding, len(order))
+        rate = tokens / seconds
         best = int(np.argmax(rate))
-        count = best + 1 if rate[best] > MIN_GAIN * plain else 0
+        count = best + 1 if rate[best] > MIN_GAIN * num_decoding / plain else 0
         if count == 0:
-            count = self._trial(seconds, tokens - num_decoding, plain)
+            gain = plain * (tokens[0] - num_decoding) / num_decoding
+            count = self._trial(plain, seconds[0] - plain - gain)
         chosen = order[:count] // len(self._powers)
         return np.bincount(chosen, minlength=len(rows)).astype(np.int32)
 
-    def _trial(self, seconds: FloatArray, gains: FloatArray, rate: float) -> int:
+    def _trial(self, plain: float, loss: float) -> int:
         """How many drafts to verify although they do not seem to pay: 1, once there is time for
         it."""
-        self._credit_s = min(self._credit_s + TRIAL_SHARE * seconds[0], 10 * seconds[0])
-        loss = seconds[1] - seconds[0] - gains[0] / rate
+        self._credit_s = min(self._credit_s + TRIAL_SHARE * plain, max(10 * plain, loss))
         if loss > self._credit_s:
             return 0
         self._credit_s -= max(loss, 0.0)
@@ -149,38 +158,27 @@ SMALL = 16
 PER_OCTAVE = 8
 MAX_SURPRISE = 2.0
 """A step that takes more times as long as others of its size is counted as this."""
+FIRST_SURPRISE = 4.0
+"""The same for the first step of a size, against what was expected of it."""
+KNOWN_RATIO = 1.5
+"""Sizes that differ by less count as about the same."""
 SMOOTHING = 0.1
 UNMEASURED_SLOPE = 0.02
 """By what share a step is taken to grow with each line, until two sizes are measured."""
 
 
-class StepCosts:
-    """Seconds of steps without prompts, by their lines."""
+class StepTimes:
+    """Seconds of steps by their lines, on average over those of about one size."""
 
     def __init__(self) -> None:
-        self._planned: deque[tuple[int, float, int]] = deque()
-        self._last_applied = float("-inf")
         self._sizes: dict[int, tuple[float, float]] = {}
-        """Size class -> lines and seconds, on average."""
+        """Size class -> lines and seconds."""
 
-    def planned(self, plan: StepPlan, now: float) -> None:
-        is_plain = bool((plan.num_new_tokens == plan.num_samples).all())
-        self._planned.append((plan.step, now, plan.num_tokens if is_plain else 0))
-
-    def applied(self, step: int, now: float) -> None:
-        """A step's result is there; steps that failed before it never had one."""
-        while self._planned and self._planned[0][0] < step:
-            self._planned.popleft()
-        if self._planned and self._planned[0][0] == step:
-            _, planned_at, num_lines = self._planned.popleft()
-            if num_lines:
-                # A step launched ahead begins when the one before it ends.
-                self._measure(num_lines, max(now - max(planned_at, self._last_applied), 1e-6))
-        self._last_applied = now
-
-    def _measure(self, num_lines: int, seconds: float) -> None:
+    def measure(self, num_lines: int, seconds: float, expected: float | None = None) -> None:
         size = _size_class(num_lines)
         if size not in self._sizes:
+            if expected is not None:
+                seconds = min(seconds, FIRST_SURPRISE * expected)
             self._sizes[size] = (num_lines, seconds)
             return
         lines, usual = self._sizes[size]
@@ -190,12 +188,78 @@ class StepCosts:
             usual + SMOOTHING * (seconds - usual),
         )
 
-    def seconds(self, num_lines: NDArray[np.int64]) -> FloatArray:
-        """Expected of steps with so many lines, from the sizes that were measured around them."""
-        if not self._sizes:
-            return np.asarray(1.0 + UNMEASURED_SLOPE * num_lines, np.float64)
-        lines, seconds = np.array(sorted(self._sizes.values())).T
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def points(self) -> tuple[FloatArray, FloatArray]:
+        """Lines and seconds of each size, the smallest first."""
+        lines, seconds = np.array(sorted(self._sizes.values())).reshape(-1, 2).T
+        return lines, seconds
+
+
+class StepCosts:
+    """Seconds of steps without prompts: of those that verify drafts apart from others of as many
+    lines, since they are computed in other ways."""
+
+    def __init__(self) -> None:
+        self._planned: deque[tuple[int, float, int, int]] = deque()
+        self._last_applied = float("-inf")
+        self._plain, self._drafted = StepTimes(), StepTimes()
+
+    def planned(self, plan: StepPlan, now: float) -> None:
+        is_measured = bool((plan.num_new_tokens == plan.num_samples).all())
+        num_lines = plan.num_tokens if is_measured else 0
+        self._planned.append((plan.step, now, len(plan.rows), num_lines))
+
+    def applied(self, step: int, now: float) -> None:
+        """A step's result is there; steps that failed before it never had one."""
+        while self._planned and self._planned[0][0] < step:
+            self._planned.popleft()
+        if self._planned and self._planned[0][0] == step:
+            _, planned_at, num_rows, num_lines = self._planned.popleft()
+            if num_lines:
+                # A step launched ahead begins when the one before it ends.
+                seconds = max(now - max(planned_at, self._last_applied), 1e-6)
+                self._measure(num_rows, num_lines, seconds)
+        self._last_applied = now
+
+    def _measure(self, num_rows: int, num_lines: int, seconds: float) -> None:
+        if num_lines > num_rows:
+            expected = float(self.drafted(num_rows, num_lines - num_rows)[-1])
+            self._drafted.measure(num_lines, seconds, expected)
+        else:
+            self._plain.measure(num_lines, seconds)
+
+    def knows_plain(self, num_rows: int) -> bool:
+        """Whether a step of about so many rows without drafts was measured."""
+        lines, _ = self._plain.points()
+        return bool((np.maximum(lines / num_rows, num_rows / lines) < KNOWN_RATIO).any())
+
+    def plain(self, num_lines: int) -> float:
+        """Expected of a step of so many rows without drafts."""
+        return float(self._plain_at(np.array([num_lines]))[0])
+
+    def drafted(self, num_rows: int, num_drafts: int) -> FloatArray:
+        """Expected of steps of so many rows with 1 and up to `num_drafts` drafts: from the sizes
+        that were measured around them; far beyond these they grow as plain steps do."""
+        num_lines = num_rows + np.arange(1, num_drafts + 1)
+        lines, seconds = self._drafted.points()
+        if not (len(lines) and self._plain):
+            return self._plain_at(num_lines)
+        beyond = lines > num_rows
+        lines = np.append(num_rows, lines[beyond])
         # No step is quicker than one with fewer lines.
+        seconds = np.maximum.accumulate(np.append(self.plain(num_rows), seconds[beyond]))
+        near = np.minimum(num_lines, KNOWN_RATIO * lines[-1] if len(lines) > 1 else num_rows)
+        slope = (seconds[-1] - seconds[0]) / max(lines[-1] - lines[0], 1.0)
+        found = np.interp(num_lines, lines, seconds) + slope * np.maximum(near - lines[-1], 0.0)
+        return np.asarray(found + self._plain_at(num_lines) - self._plain_at(near), np.float64)
+
+    def _plain_at(self, num_lines: NDArray[Any]) -> FloatArray:
+        """From the sizes that were measured around these."""
+        lines, seconds = (self._plain or self._drafted).points()
+        if not len(lines):
+            return np.asarray(1.0 + UNMEASURED_SLOPE * num_lines, np.float64)
         seconds = np.maximum.accumulate(seconds)
         found = np.interp(num_lines, lines, seconds)
         if len(lines) > 1:

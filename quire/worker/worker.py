@@ -12,6 +12,7 @@ import torch
 from quire.config.device import DeviceInfo, resident_bytes
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
+from quire.config.speculative import AUTO_BEYOND
 from quire.decoding.sampler import Sampler
 from quire.decoding.speculative.ngram import NgramDrafter
 from quire.kernels import cpu
@@ -394,7 +395,8 @@ class Worker:
             runner.drafter, runner.draft_kv = drafter, drafter.kv
         elif self._speculation is not None and self._parallel.stage.is_last:
             wanted = self._speculation
-            settings = NgramSettings(wanted.num_tokens, wanted.min_ngram, wanted.max_ngram)
+            beyond = AUTO_BEYOND if wanted.is_measured else wanted.num_tokens
+            settings = NgramSettings(wanted.num_tokens, wanted.min_ngram, wanted.max_ngram, beyond)
             runner.drafter = NgramDrafter(settings, table.token_ids, table.num_tokens)
         return runner
 

@@ -20,7 +20,7 @@ from tests.bench.conftest import CONFIG
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks"
-SCRIPTS = ("gpu.py", "kernels.py", "profile_step.py", "sampling.py")
+SCRIPTS = ("gpu.py", "gpu_speculation.py", "kernels.py", "profile_step.py", "sampling.py")
 
 
 @pytest.fixture
@@ -28,12 +28,17 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The scripts as modules, named as they name each other."""
     monkeypatch.syspath_prepend(str(FOLDER))
     import gpu
+    import gpu_speculation
     import harness
     import profile_step
     import step_report
 
     return SimpleNamespace(
-        gpu=gpu, harness=harness, profile_step=profile_step, step_report=step_report
+        gpu=gpu,
+        gpu_speculation=gpu_speculation,
+        harness=harness,
+        profile_step=profile_step,
+        step_report=step_report,
     )
 
 
@@ -183,3 +188,33 @@ def test_profile_of_a_batch(
     assert "| attention | 1 (" in scripts.step_report.gpu_table(steps)
     assert "| apply |" in scripts.step_report.host_table(steps)
     assert scripts.step_report.other_kernels(steps) == []
+
+
+def test_drafts_are_right_as_often_as_the_drafter_is_told(
+    scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a CPU: tokens per step follow from the acceptance, and turns leave nothing behind."""
+    from quire import LLM
+
+    script: ModuleType = scripts.gpu_speculation
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(script, "CONTEXT", 20)
+    monkeypatch.setattr(script, "MAX_LEN", 160)
+    monkeypatch.setattr(script, "AUTO_STEPS", 8)
+    monkeypatch.setattr(script, "STREAM_TOKENS", 60)
+    monkeypatch.setattr(script.Rows, "launches", lambda rows: {"launched": 1.0})
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 50_000}))
+    config = {"method": "auto", "num_speculative_tokens": 4}
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 160}
+    with LLM(str(tmp_path), speculative_config=config, **options) as llm:
+        modes = script.Modes(llm, 50_000)
+        ways = [modes.plain(), *(modes.told("ngram", 4, share) for share in (0.0, 0.8, 1.0))]
+        found = script.in_turns(modes, ways, 2, 12, 1)
+        tokens = [found[way.name][0][1] / 2 for way in ways]
+        assert tokens[0] == tokens[1] == 1.0 and tokens[3] == 5.0
+        assert 2.0 < tokens[2] < 4.8
+        figures = script.losses(modes, 2, 4, 1)
+        assert set(figures) == {"auto, 4 drafts, 0% right", "auto, no drafts", "launches"}
+        assert "ngram, 3 drafts, 0% right" in script.verification(modes, 1, 4, 1)
+        assert "auto, 4 drafts, 80% right" in script.stream(modes, 4, 1)
+        assert not llm._core.has_work and llm._core.on_plan is None

@@ -128,6 +128,29 @@ def test_mtp_drafts_what_transformers_drafts(tmp_path: Path, family: str) -> Non
     )
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_mtp_texts_are_those_of_assisted_generation(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers drafts with the same layer by `use_mtp`."""
+    model, mtp = save_mtp(tmp_path, family)
+    monkeypatch.setattr(type(mtp), "from_pretrained", lambda target, **how: mtp)
+    prompts = [random_tokens(count, seed=count) for count in (4, 11)]
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        how: dict[str, Any] = {"use_mtp": True, "do_sample": False, "eos_token_id": VOCAB}
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, **how)
+        expected.append(made[0, len(prompt) :].tolist())
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    config = {"method": "mtp", "num_speculative_tokens": 2}
+    options = {"max_model_len": MAX_LEN, "speculative_config": config}
+    with tiny_llm(tmp_path, device="cpu", **options) as llm:
+        outputs = generate(llm, prompts, params)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+        assert llm._core.metrics.draft_tokens.value > 0
+
+
 KINDS = (
     "greedy",
     "drawn",

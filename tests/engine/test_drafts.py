@@ -599,14 +599,26 @@ def test_a_row_that_is_cut_back_goes_on_as_before(folder: Path) -> None:
         assert_at_rest(llm)
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen3", "gpt2"])
-def test_other_families_with_windows_and_without(tmp_path: Path, family: str) -> None:
-    """Blocks behind a window are given back by what was accepted, not by what was allocated."""
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [
+        ("mistral", None),
+        ("qwen3", None),
+        ("gpt2", None),
+        ("llama", "int4"),
+        ("mixtral", None),
+        ("qwen3_moe", "int8"),
+    ],
+)
+def test_other_families_and_formats(tmp_path: Path, family: str, quantization: str | None) -> None:
+    """With windows, experts and packed weights. Blocks behind a window are given back by what was
+    accepted, not by what was allocated."""
     save_tiny(tmp_path, family, **({"sliding_window": 24} if family == "mistral" else {}))
     kinds = ("greedy", "drawn", "repetition", "logprobs", "to_the_end")
     params = [SamplingParams(**FEATURES[kind]) for kind in kinds]
     prompts = prompts_of(len(params))
-    options = {"max_model_len": MAX_LEN, "block_size": 4, "max_steps_in_flight": 2}
+    options: dict[str, Any] = {"max_model_len": MAX_LEN, "quantization": quantization}
+    options |= {"block_size": 4, "max_steps_in_flight": 2}
     with tiny_llm(tmp_path, device="cpu", **options) as llm:
         expected = generate(llm, prompts, params)
         drafter, steps = speculate(llm, expected, 3), Steps(llm)

@@ -11,10 +11,12 @@ from quire.kernels.torch.ngrams import NgramSettings, propose_ngrams
 NONE = [-1, -1, -1]
 
 
-def drafts_of(text: list[int], least: int, most: int, num_drafts: int = 3) -> list[int]:
+def drafts_of(
+    text: list[int], least: int, most: int, num_drafts: int = 3, beyond: int = 9
+) -> list[int]:
     tokens = torch.tensor([text], dtype=torch.int32)
     rows = torch.zeros(1, dtype=torch.int32)
-    settings = NgramSettings(num_drafts, least, most)
+    settings = NgramSettings(num_drafts, least, most, beyond)
     found: list[int] = propose_ngrams(tokens, torch.tensor([len(text)]).int(), rows, settings)[
         0
     ].tolist()
@@ -40,6 +42,13 @@ def test_what_repeats_goes_on() -> None:
     assert drafts_of([7, 7, 7], 1, 4) == [7, 7, 7]
 
 
+def test_a_short_agreement_has_few_drafts() -> None:
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]
+    assert drafts_of(text, 1, 12, 5, beyond=1) == [3, 4, 5, -1, -1]
+    assert drafts_of([*text, 3], 1, 12, 5, beyond=1) == [4, 5, 6, 7, -1]
+    assert drafts_of([*text, 3], 1, 12, 5, beyond=0) == [4, 5, 6, -1, -1]
+
+
 def test_a_text_of_one_token_has_no_drafts() -> None:
     assert drafts_of([7], 1, 1) == NONE
     assert drafts_of([7], 3, 5) == NONE
@@ -53,7 +62,12 @@ def random_rows(num_rows: int, length: int, vocab: int, seed: int) -> tuple[torc
     return tokens, known, rows
 
 
-SETTINGS = [NgramSettings(1, 1, 1), NgramSettings(3, 2, 5), NgramSettings(8, 3, 12)]
+SETTINGS = [
+    NgramSettings(1, 1, 1),
+    NgramSettings(3, 2, 5),
+    NgramSettings(8, 3, 12),
+    NgramSettings(8, 2, 12, beyond=1),
+]
 
 
 @pytest.mark.usefixtures("native")

@@ -30,6 +30,7 @@ def propose_ngrams(
         settings.least,
         settings.most,
         settings.num_drafts,
+        settings.beyond,
         drafts.data_ptr(),
     )
     return drafts

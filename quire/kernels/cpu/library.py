@@ -13,7 +13,7 @@ from torch import Tensor
 
 LIBRARY_NAME = "libquire_cpu.so"
 ISAS = ("generic", "avx2", "avx512")
-ABI = 23
+ABI = 24
 
 
 def _find_library() -> Path:
@@ -297,6 +297,7 @@ PROPOSE_NGRAMS = (
     ctypes.c_int64,  # least
     ctypes.c_int64,  # most
     ctypes.c_int64,  # num_drafts
+    ctypes.c_int64,  # beyond
     ctypes.c_void_p,  # drafts
 )
 WRITE_DRAFTS = (

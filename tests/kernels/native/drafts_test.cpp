@@ -17,7 +17,7 @@ struct QuireDraftedRows {
 
 int32_t quire_propose_ngrams(const int32_t* tokens, int64_t stride, const int32_t* num_tokens,
                              const int32_t* rows, int64_t num_rows, int64_t least, int64_t most,
-                             int64_t num_drafts, int32_t* drafts);
+                             int64_t num_drafts, int64_t beyond, int32_t* drafts);
 void quire_write_drafts(const QuireDraftedRows* table, const int32_t* rows, int64_t num_rows,
                         const int32_t* drafts, int64_t num_drafts, int32_t* counts);
 void quire_accept_tokens(const QuireDraftedRows* table, const int32_t* rows, int64_t num_rows,
@@ -31,7 +31,8 @@ namespace {
 using Tokens = std::vector<int32_t>;
 
 // What follows the place that agrees with the end of the text in most tokens, found the long way.
-Tokens expected_drafts(const Tokens& text, int64_t least, int64_t most, int64_t num_drafts) {
+Tokens expected_drafts(const Tokens& text, int64_t least, int64_t most, int64_t num_drafts,
+                       int64_t beyond) {
   const int64_t count = static_cast<int64_t>(text.size());
   for (int64_t length = most; length >= least; --length) {
     for (int64_t place = count - 1; place >= length; --place) {
@@ -41,6 +42,7 @@ Tokens expected_drafts(const Tokens& text, int64_t least, int64_t most, int64_t 
         drafts.push_back(text[from]);
         if (++from == count) from = place;
       }
+      for (int64_t i = length + beyond; i < num_drafts; ++i) drafts[i] = -1;
       return drafts;
     }
   }
@@ -53,7 +55,7 @@ void test_propose_ngrams() {
   Random random(11);
   for (int round = 0; round < 40; ++round) {
     const int64_t least = random.integer(1, 3), most = least + random.integer(0, 3);
-    const int64_t num_drafts = random.integer(1, 6);
+    const int64_t num_drafts = random.integer(1, 6), beyond = random.integer(0, 6);
     const int64_t count = random.integer(1, 40);
     Tokens text(count);
     for (int32_t& token : text) token = random.integer(0, 3);
@@ -63,8 +65,8 @@ void test_propose_ngrams() {
     const Tokens num_tokens{0, static_cast<int32_t>(count)}, rows{1};
     Tokens drafts(num_drafts);
     const int32_t any = quire_propose_ngrams(table.data(), count, num_tokens.data(), rows.data(), 1,
-                                             least, most, num_drafts, drafts.data());
-    const Tokens expected = expected_drafts(text, least, most, num_drafts);
+                                             least, most, num_drafts, beyond, drafts.data());
+    const Tokens expected = expected_drafts(text, least, most, num_drafts, beyond);
     equal("any", any, expected[0] >= 0);
     for (int64_t i = 0; i < num_drafts; ++i) equal("draft", drafts[i], expected[i]);
   }

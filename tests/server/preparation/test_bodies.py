@@ -18,6 +18,7 @@ VALUES = {
     "stop_token_ids": [3, 4],
     "ignore_eos": True,
     "prompt_logprobs": 2,
+    "speculation": False,
     "logit_bias": {"7": -1.5},
     "bad_words": ["x"],
     "spaces_between_special_tokens": False,
