@@ -3,8 +3,6 @@ costs that verifies drafts, what accepted drafts bring, and what `auto` loses wh
 
     python benchmarks/gpu_speculation.py                       # llama-8b; about three minutes
     python benchmarks/gpu_speculation.py --batches 1 --drafts 7 --json speculation.json
-    python benchmarks/gpu_speculation.py --layers              # linear layers of 5 tokens by tile
-    python benchmarks/gpu_speculation.py --few-tokens 8 --batches 1   # with them in the engine
 
 Weights are random, so what is sampled is replaced by a text that the drafter knows: all other work
 is done as ever, the n-gram search too. One engine takes turns with drafts and without, and figures
@@ -19,8 +17,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 from harness import SHAPES, markdown_table, require_gpu, say, start_engine, write_json
@@ -49,16 +45,6 @@ MOST_VERIFIED = 64
 LEAST_SPEED = 2.9
 """With four drafts, of which each is right in four of five cases."""
 LEAST_AUTO = 0.99
-TILES = (
-    # Outputs, inputs, warps, stages.
-    (16, 256, 2, 4),
-    (16, 512, 4, 4),
-    (32, 128, 2, 6),
-    (32, 256, 4, 4),
-    (32, 512, 4, 3),
-    (64, 128, 4, 5),
-    (64, 256, 4, 3),
-)
 
 
 class Script:
@@ -328,70 +314,15 @@ def losses(modes: Modes, size: int, num_drafts: int, rounds: int) -> dict[str, A
     return {**figures, "launches": counted}
 
 
-def layers(model: str, num_tokens: int) -> dict[str, float]:
-    """Linear layers of so many tokens: cuBLAS, and the kernel of few tokens with several tiles; of
-    one token for comparison. Microseconds, in graphs, on weights that the L2 cache cannot hold."""
-    import torch
-    from torch import nn
-
-    from ceilings import seconds_of
-    from quire.kernels.triton import few_tokens
-    from quire.kernels.triton.gemv import gemv
-
-    def one_token(x: Tensor, weight: Tensor) -> Tensor:
-        return gemv(x, weight)[0]
-
-    shape, sums = SHAPES[model], dict[str, float]()
-    rows = []
-    for name, (outputs, inputs, count) in shape.linears().items():
-        copies = max(2, min(12, (1 << 29) // (2 * outputs * inputs)))
-        options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
-        weights = [torch.randn(outputs, inputs, **options) for _ in range(copies)]
-        x = torch.randn(num_tokens, inputs, **options)
-        expected = nn.functional.linear(x, weights[0]).float()
-        ways: dict[str, Callable[[Tensor], Tensor]] = {
-            "one token": partial(one_token, x[:1]),
-            "cuBLAS": partial(nn.functional.linear, x),
-        }
-        for tile in starmap(few_tokens.Tile, TILES):
-            ways[str(tuple(tile))] = partial(few_tokens.linear, x, tile=tile)
-        cells = []
-        for way, multiply in ways.items():
-            try:
-                if way not in ("one token", "cuBLAS"):
-                    found = multiply(weights[0])
-                    torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=1.0)
-                us = 1e6 * seconds_of([partial(multiply, weight) for weight in weights])
-            except Exception as error:  # a tile that does not fit, say: named, and the others go on
-                say(f"{name}, {way}: {error!r:.200}")
-                us = float("nan")
-            sums[way] = sums.get(way, 0.0) + count * us
-            cells.append(f"{us:.1f}")
-        rows.append([name, *cells])
-    rows.append(["all of a step", *(f"{us:.0f}" for us in sums.values())])
-    say(f"Linear layers of {num_tokens} tokens, us\n")
-    say(markdown_table(("layer", *sums), rows) + "\n")
-    return sums
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=SHAPES, default="llama-8b")
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--layers", action="store_true", help="only linear layers of 1 + DRAFTS")
-    parser.add_argument("--few-tokens", type=int, help="use the kernel of few tokens up to these")
     parser.add_argument("--json")
     args = parser.parse_args()
     require_gpu()
-    if args.layers:
-        write_json(args.json, {"layers": layers(args.model, 1 + args.drafts)})
-        return
-    if args.few_tokens is not None:
-        from quire.kernels.triton import few_tokens
-
-        few_tokens.USED_UP_TO = args.few_tokens
     config = {"method": "auto", "num_speculative_tokens": args.drafts}
     started = time.perf_counter()
     llm = start_engine(

@@ -60,10 +60,6 @@ def linear(
         from quire.kernels.triton.gemv import gemv
 
         return gemv(x, weight, bias, out=out)[0]
-    if _is_few(x):
-        from quire.kernels.triton.few_tokens import linear as few_tokens
-
-        return few_tokens(x, weight, bias, out)
     if out is not None:
         assert bias is None
         return torch.mm(x, weight.t(), out=out)
@@ -94,15 +90,6 @@ def norm_linear(
 def _is_vector(x: Tensor) -> bool:
     """Whether a linear layer of x is a matrix times a vector on a GPU."""
     return x.is_cuda and x.shape[0] == 1 and x.is_contiguous()
-
-
-def _is_few(x: Tensor) -> bool:
-    """Whether a linear layer of x is one of a few tokens on a GPU."""
-    if not x.is_cuda or x.dtype == torch.float32:
-        return False
-    from quire.kernels.triton.few_tokens import USED_UP_TO
-
-    return 1 < x.shape[0] <= USED_UP_TO and x.stride(1) == 1
 
 
 def route(logits: Tensor, config: ExpertsConfig, bias: Tensor | None = None) -> Routing:

@@ -12,7 +12,6 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 from quire.kernels.torch.attention import paged_attention, write_kv  # noqa: E402
 from quire.kernels.torch.qkv import rms_norm as rms_norm_reference  # noqa: E402
 from quire.kernels.torch.qkv import rotate  # noqa: E402
-from quire.kernels.triton import few_tokens  # noqa: E402
 from quire.kernels.triton.activation import silu_and_mul  # noqa: E402
 from quire.kernels.triton.decode_attention import (  # noqa: E402
     DecodeWorkspace,
@@ -466,25 +465,6 @@ def test_gemv(outputs: int, inputs: int, dtype: torch.dtype, with_bias: bool) ->
     found, total = gemv(x, weight, bias)
     close(found, expected)
     assert total is x
-
-
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize(
-    ("tokens", "outputs", "inputs", "dtype"),
-    [(2, 7, 40, torch.float32), (5, 33, 300, BFLOAT16), (16, 70, 513, BFLOAT16)],
-)
-def test_linear_of_a_few_tokens(
-    tokens: int, outputs: int, inputs: int, dtype: torch.dtype, with_bias: bool
-) -> None:
-    """With sizes that no tile divides, and what lies behind the tokens left alone."""
-    x = torch.randn(tokens + 1, inputs, device=DEVICE).to(dtype)[:tokens]
-    weight = torch.randn(outputs, inputs, device=DEVICE).to(dtype)
-    bias = torch.randn(outputs, device=DEVICE).to(dtype) if with_bias else None
-    wide = None if bias is None else bias.float()
-    out = torch.full((tokens + 1, outputs), 7.0, device=DEVICE).to(dtype)
-    few_tokens.linear(x, weight, bias, out[:tokens])
-    close(out[:tokens], torch.nn.functional.linear(x.float(), weight.float(), wide))
-    assert (out[tokens] == 7.0).all()
 
 
 @pytest.mark.parametrize("gated", [False, True])
