@@ -53,10 +53,15 @@ def bits(x: torch.Tensor) -> bytes:
     return bytes(x.contiguous().view(torch.uint8).numpy()) if x.numel() else b""
 
 
-@pytest.fixture
-def region() -> Iterator[int]:
+def new_region() -> int:
     fd = os.memfd_create("test")
     os.ftruncate(fd, max(region_bytes(4, SLOT), 2 * ring_bytes(RING)))
+    return fd
+
+
+@pytest.fixture
+def region() -> Iterator[int]:
+    fd = new_region()
     yield fd
     os.close(fd)
 
@@ -113,7 +118,8 @@ def test_one_rank(region: int) -> None:
     assert bits(group.all_reduce(x.clone())) == bits(x) == bits(group.all_gather(x))
 
 
-def wait_for_lost(file: DupFd, rank: int, stalls: bool) -> tuple[list[str], float]:
+def wait_for_lost(start: DupFd, file: DupFd, rank: int, stalls: bool) -> tuple[list[str], float]:
+    group_of(start, rank, 3).all_reduce(torch.ones(1))  # processes may take long to start
     group = group_of(file, rank, 3, 2.0)
     for _ in range(3):
         group.all_reduce(torch.ones(2000))
@@ -132,13 +138,15 @@ def wait_for_lost(file: DupFd, rank: int, stalls: bool) -> tuple[list[str], floa
 @pytest.mark.parametrize("stalls", [False, True], ids=["dies", "stalls"])
 def test_rank_that_is_gone(stalls: bool, region: int) -> None:
     """The others name it after their timeout, sleep until then, and fail at once from then on."""
-    ranks = [Started(wait_for_lost, given(region), rank, stalls) for rank in range(3)]
+    start = new_region()
+    ranks = [Started(wait_for_lost, given(start), given(region), rank, stalls) for rank in range(3)]
     for rank in ranks[:2]:
         messages, busy_s = rank.result()
         assert messages[0].startswith("rank 2 did not take part in a collective within 2 s")
         assert len(messages) == 50 and len(set(messages)) == 1
         assert busy_s < 1.0
     ranks[2].process.kill()
+    os.close(start)
 
 
 # --- links --------------------------------------------------------------------------------------
