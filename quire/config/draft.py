@@ -8,6 +8,7 @@ from dataclasses import replace
 from quire.config.eagle3 import EAGLE3, Eagle3Config
 from quire.config.model import MTP_ARCHITECTURES, ModelConfig, load_model_config
 from quire.config.options import EngineOptions
+from quire.config.resolve import check_quantization
 from quire.config.speculative import FROM_MODEL, HEADS, SpeculativeConfig
 from quire.protocol.errors import OptionError
 
@@ -20,12 +21,19 @@ def settle_speculation(options: EngineOptions, target: ModelConfig) -> EngineOpt
     if wanted is None or wanted.method not in (FROM_MODEL, "draft_model", "eagle3", "mtp"):
         return options
     method = _method(options, wanted, target)
+    config = target
     if method == "draft_model":
-        num_tokens = wanted.num_tokens
+        config, num_tokens = draft_config(options, wanted), wanted.num_tokens
     elif method == "mtp":
         num_tokens = wanted.num_tokens or mtp_config(target).num_layers - target.num_layers
     else:
-        num_tokens = _eagle3_tokens(options, wanted, target)
+        config, num_tokens = _eagle3(options, wanted, target)
+    check_quantization(
+        wanted.quantization,
+        config,
+        "speculative_config['quantization']",
+        "speculative_config['model']",
+    )
     _check_division(options, wanted, method)
     settled = {**(options.decoding.speculative_config or {}), "method": method}
     if num_tokens:
@@ -155,12 +163,15 @@ def _check_division(options: EngineOptions, wanted: SpeculativeConfig, method: s
     )
 
 
-def _eagle3_tokens(options: EngineOptions, wanted: SpeculativeConfig, target: ModelConfig) -> int:
-    _, eagle = eagle3_config(options, wanted, target)
+def _eagle3(
+    options: EngineOptions, wanted: SpeculativeConfig, target: ModelConfig
+) -> tuple[ModelConfig, int]:
+    """Of the head, and how many tokens it drafts."""
+    config, eagle = eagle3_config(options, wanted, target)
     num_tokens = wanted.num_tokens or eagle.num_tokens
     if num_tokens is None:
         raise OptionError(
             "speculative_config['num_speculative_tokens'] must be an integer of at least 1: the "
             f"configuration of {wanted.model!r} does not say for how many it was trained."
         )
-    return num_tokens
+    return config, num_tokens
