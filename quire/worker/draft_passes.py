@@ -79,7 +79,7 @@ class DraftPasses:
         self._table, self._blocks, self._sampler = table, blocks, sampler
         self._counts, self._longest, self._spare_block = counts, longest, spare_block
         self._inputs = ints(2, aligned(max_rows))
-        """Rows, and the tokens that their blocks have room for: 0 in padding."""
+        """Rows, and the tokens that their blocks have room for: -1 in padding."""
         self._lens, self._tokens = ints(2, max_rows)
         """Known tokens and drafts so far, and the last draft."""
         self._drafts = ints(max(counts), max_rows)
@@ -112,6 +112,7 @@ class DraftPasses:
         shape, is_pinned = self._inputs.shape, self._inputs.is_cuda
         packed = torch.zeros(shape, dtype=torch.int32, pin_memory=is_pinned)
         host = packed.numpy()
+        host[1, len(rows) :] = -1
         host[0, : len(rows)], host[1, : len(rows)] = rows, room
         self._inputs.copy_(packed, non_blocking=True)
 
@@ -156,8 +157,8 @@ class DraftPasses:
         """Logits behind the tokens so far; this rank's share."""
         table, queries = self._table, 2 if is_first else 1
         (rows, room), lens = self._inputs[:, :size], self._lens[:size]
-        if is_first:  # rows that draft have two tokens at least, padding as if it had
-            lens.copy_(table.num_tokens.index_select(0, rows).clamp_(min=2))
+        if is_first:  # rows that draft have two tokens at least; padding is as short as can be
+            lens.copy_(table.num_tokens.index_select(0, rows).masked_fill_(room < 0, 2))
         back = torch.arange(-queries, 0, device=table.device)
         positions = (lens[:, None] + back).clamp_(0, self._longest - 1)
         known = table.token_ids[rows[:, None], positions] if is_first else self._tokens[:size]
@@ -217,7 +218,7 @@ class DraftPasses:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
             self._logits = self._model.new_logits(len(self._lens))
-        self._inputs.zero_()
+        self._inputs[0], self._inputs[1] = 0, -1
         for key in keys:
             self._run(key)  # compiles kernels and sets up libraries outside of the graph
             torch.cuda.synchronize()
