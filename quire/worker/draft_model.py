@@ -156,7 +156,6 @@ class DraftSource:
         """The drafter for these rows, whose cache has so many blocks."""
         (model,) = self.models
         kv = KVTensors(self.layout, num_blocks + 1, table.device)
-        kv.data[:, :, num_blocks].zero_()  # where it is not written, it is read all the same
         heads = self.parallel.heads(self.config.num_heads, self.config.num_kv_heads)
         attention = self._select_backend(table.device, model.dtype)(
             kv.data,
@@ -282,8 +281,6 @@ class DraftModel:
         self._count = scheduled_drafts(self._schedule, num_sampling, self._num_drafts)
         drafting = samples & self._wanted[rows] & (self._count > 0)
         others = ~(drafting & self._has_passed[rows])
-        # What is generated without drafts is left out: found in the cache, it costs agreement.
-        others &= self._wanted[rows] | (plan.num_new_tokens > plan.num_samples)
         self._others = None
         if others.any():
             self._own.num_computed.copy_(self._table.num_computed)

@@ -404,6 +404,37 @@ def test_the_same_model_drafts_what_it_would_sample(folder: Path, setting: str) 
         assert_at_rest(llm)
 
 
+@pytest.mark.parametrize("cached", ["fresh", "nan"])
+@pytest.mark.parametrize("turn", ["drafted", "plain", "beams"])
+def test_prefixes_are_found_for_a_draft_model_too(folder: Path, turn: str, cached: str) -> None:
+    """Whatever generated them: a later turn over them has all its drafts accepted, as it has where
+    the turn before was drafted. Of what is not computed the cache holds nothing that can be read.
+    """
+    config = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+    options = {"device": "cpu", "max_model_len": MAX_LEN, "block_size": 4}
+    greedy = {"temperature": 0.0, "ignore_eos": True}
+    with tiny_llm(folder, speculative_config=config, **options) as llm:
+        draft_kv, metrics = llm._core.executor.runner.draft_kv, llm._core.metrics
+        assert draft_kv is not None and not draft_kv.data.any()
+        if cached == "nan":
+            draft_kv.data.fill_(float("nan"))
+        texts = prompts_of(3)
+        if turn == "beams":
+            params = BeamSearchParams(beam_width=2, max_tokens=30)
+            found = llm.beam_search([{"prompt_token_ids": text} for text in texts], params)
+            texts = [output.sequences[0].tokens for output in found]
+        else:
+            some = SamplingParams(**greedy, max_tokens=30, speculation=turn == "drafted")
+            outputs = generate(llm, texts, some)
+            texts = [[*t, *o.outputs[0].token_ids] for t, o in zip(texts, outputs, strict=True)]
+        before = metrics.draft_tokens.value, metrics.accepted_tokens.value
+        outputs = generate(llm, texts, SamplingParams(**greedy, max_tokens=20))
+        assert all((output.num_cached_tokens or 0) > 30 for output in outputs)
+        drafted = metrics.draft_tokens.value - before[0]
+        assert metrics.accepted_tokens.value - before[1] == drafted > 30
+        assert_at_rest(llm)
+
+
 @pytest.mark.parametrize("family", ["gemma3", "deepseek_v2", "gpt2"])
 def test_other_families_draft_for_themselves(tmp_path: Path, family: str) -> None:
     """With windows in some layers, latents and experts, and learned positions."""
