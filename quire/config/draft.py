@@ -10,6 +10,7 @@ from quire.config.model import MTP_ARCHITECTURES, ModelConfig, load_model_config
 from quire.config.options import EngineOptions
 from quire.config.resolve import check_quantization
 from quire.config.speculative import FROM_MODEL, HEADS, SpeculativeConfig
+from quire.files.vocabulary import read_vocabulary
 from quire.protocol.errors import OptionError
 
 
@@ -24,6 +25,7 @@ def settle_speculation(options: EngineOptions, target: ModelConfig) -> EngineOpt
     config = target
     if method == "draft_model":
         config, num_tokens = draft_config(options, wanted), wanted.num_tokens
+        _check_vocabulary(config, wanted, target)
     elif method == "mtp":
         num_tokens = wanted.num_tokens or mtp_config(target).num_layers - target.num_layers
     else:
@@ -48,6 +50,25 @@ def draft_config(options: EngineOptions, wanted: SpeculativeConfig) -> ModelConf
         token=options.model.hf_token,
         load_format=options.model.load_format,
         download_dir=options.model.download_dir,
+    )
+
+
+def _check_vocabulary(config: ModelConfig, wanted: SpeculativeConfig, target: ModelConfig) -> None:
+    """Models of one family have the same tokens, padded to different numbers."""
+    if config.vocab_size == target.vocab_size:
+        return
+    ours, theirs = (read_vocabulary(one.source.path) for one in (config, target))
+    shared = ours.keys() & theirs.keys()
+    if shared and all(ours[index] == theirs[index] for index in shared):
+        return
+    reason = "and one of them has no tokenizer.json to compare them by"
+    if shared:
+        index = next(index for index in sorted(shared) if ours[index] != theirs[index])
+        reason = f"whose token {index} is {theirs[index]!r} and not {ours[index]!r}"
+    raise OptionError(
+        f"speculative_config['model']={wanted.model!r} has a vocabulary of {config.vocab_size} "
+        f"tokens, {target.source.name} one of {target.vocab_size}, {reason}; use a smaller model "
+        "of the same family."
     )
 
 

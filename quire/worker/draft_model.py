@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,6 +50,8 @@ class DraftSource:
     """Tokens of a text that it drafts for."""
     num_drafts: int
     schedule: Schedule
+    vocab_size: int
+    """Of the target; the model may know some tokens more or fewer."""
     target_ranks: Parallel
     parallel: Parallel
     """How it is divided: as the target is, or each rank has the whole."""
@@ -65,12 +69,6 @@ class DraftSource:
     ) -> DraftSource:
         """Refuses a model that cannot draft for the target; no weight is read."""
         config = draft_config(options, wanted)
-        if config.vocab_size != target.vocab_size:
-            raise OptionError(
-                f"speculative_config['model']={wanted.model!r} has a vocabulary of "
-                f"{config.vocab_size} tokens, {target.source.name} one of {target.vocab_size}; use "
-                "a smaller model of the same family."
-            )
         if None not in layout.windows:
             raise OptionError(
                 f"speculative_config: all layers of {target.source.name} have windows, whose "
@@ -98,6 +96,7 @@ class DraftSource:
             min(wanted.max_model_len or longest, longest),
             wanted.num_tokens,
             wanted.schedule,
+            target.vocab_size,
             target_ranks,
             parallel,
         )
@@ -131,6 +130,8 @@ class DraftSource:
             if isinstance(module, Attention):  # what is behind a window is kept all the same
                 index = module.layer_index
                 module.bind(0, index, self.config.layer_window(index))
+        if self.config.vocab_size < self.vocab_size:
+            model.register_forward_pre_hook(partial(_name_known_tokens, self.config.vocab_size - 1))
         self.models = [model]
 
     @property
@@ -220,6 +221,7 @@ class DraftModel:
             sampler,
             source.parallel,
             source.counts,
+            source.vocab_size,
             min(longest, source.longest),
             kv.num_blocks - 1,
         )
@@ -325,3 +327,10 @@ def wants_drafts(added: AddedRow) -> bool:
     """Whether the scheduler may verify drafts of a row."""
     params = added.params
     return params.speculation and added.appends_sampled and added.pooling is None
+
+
+def _name_known_tokens(last: int, model: object, given: tuple[StepContext, ...]) -> Any:
+    """In place of tokens that a model does not have its last one, which is padding as a rule."""
+    (step,) = given
+    assert step.token_ids is not None
+    return (replace(step, token_ids=step.token_ids.clamp(max=last)),)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from quire.decoding.sampler import Sampler
 from quire.kernels.torch.sampling import Kinds
@@ -65,11 +66,12 @@ class DraftPasses:
         sampler: Sampler,
         parallel: Parallel,
         counts: list[int],
+        vocab_size: int,
         longest: int,
         spare_block: int,
     ) -> None:
-        """`blocks` are the tables of the rows, `counts` how many drafts may be asked for, `longest`
-        the tokens of a text that are drafted for."""
+        """`blocks` are the tables of the rows, `counts` how many drafts may be asked for,
+        `vocab_size` is the target's, `longest` the tokens of a text that are drafted for."""
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=table.device)
@@ -77,7 +79,8 @@ class DraftPasses:
         max_rows, max_blocks = blocks.shape
         self._model, self._attention, self._parallel = model, attention, parallel
         self._table, self._blocks, self._sampler = table, blocks, sampler
-        self._counts, self._longest, self._spare_block = counts, longest, spare_block
+        self._counts, self._vocab_size = counts, vocab_size
+        self._longest, self._spare_block = longest, spare_block
         self._inputs = ints(2, aligned(max_rows))
         """Rows, and the tokens that their blocks have room for: -1 in padding."""
         self._lens, self._tokens = ints(2, max_rows)
@@ -193,7 +196,7 @@ class DraftPasses:
 
     def _everywhere(self, logits: Tensor, sample: Callable[[Tensor], Tensor]) -> Tensor:
         """Ranks have the same logits; the first samples, and tells the others."""
-        logits = self._model.lm_head.gather(logits)
+        logits = self._of_target(self._model.lm_head.gather(logits))
         if self._parallel.size == 1:
             return sample(logits)
         tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
@@ -201,6 +204,13 @@ class DraftPasses:
             tokens.copy_(sample(logits))
         self._parallel.broadcast(tokens)
         return tokens
+
+    def _of_target(self, logits: Tensor) -> Tensor:
+        """Logits of the target's tokens; of what the model does not have, none is drafted."""
+        num_missing = self._vocab_size - logits.shape[1]
+        if num_missing > 0:
+            return F.pad(logits, (0, num_missing), value=-torch.inf)
+        return logits[:, : self._vocab_size]
 
     # --- capture ----------------------------------------------------------------------------------
 

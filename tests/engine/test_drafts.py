@@ -6,6 +6,7 @@ results do not depend on what else a step computes, so tokens and logprobs must 
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from pathlib import Path
@@ -22,7 +23,7 @@ from quire.protocol.errors import OptionError
 from quire.protocol.plan import StepPlan
 from quire.scheduler.sequence import Status
 from tests.frontend.grammars import TIGHT
-from tests.models.reference import VOCAB, random_tokens
+from tests.models.reference import VOCAB, random_tokens, save_safetensors
 from tests.tiny import assert_at_rest, save_tiny, tiny_llm
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -517,10 +518,59 @@ def test_ranks_of_a_draft_model_are_one_or_those_of_the_target(folder: Path) -> 
         tiny_llm(folder, device="cpu", max_model_len=MAX_LEN, speculative_config=config)
 
 
-def test_a_model_with_another_vocabulary_cannot_draft(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("difference", [-9, 12])
+def test_a_vocabulary_may_be_padded_to_another_size(tmp_path: Path, difference: int) -> None:
+    """Models of one family have the same tokens and matrices of different sizes. What the one that
+    drafts does not have is read as another token and never drafted, nor is what it alone has."""
+    target, other = tmp_path / "target", tmp_path / "other"
+    model = save_tiny(target)
+    save_tiny(other)
+    small = min(VOCAB, VOCAB + difference)
+    model.resize_token_embeddings(VOCAB + difference, mean_resizing=False)
+    if difference > 0:  # the model would like them best
+        model.lm_head.weight.data[VOCAB:] = 3 * model.lm_head.weight.data[:difference]
+    save_safetensors(model, other)
+    config = {"method": "draft_model", "model": str(other), "num_speculative_tokens": 3}
+    params = [SamplingParams(**FEATURES[kind]) for kind in ("to_the_end", "drawn", "repetition")]
+    prompts = [[*prompt[:-2], small - 1, small, prompt[-1]][-9:] for prompt in prompts_of(3)]
+    prompts = [[token % VOCAB for token in prompt] for prompt in prompts]
+    options = {"device": "cpu", "max_model_len": MAX_LEN}
+    with tiny_llm(target, **options) as llm:
+        expected = generate(llm, prompts, params)
+    with tiny_llm(target, speculative_config=config, **options) as llm:
+        recorder = Recorder(llm)
+        assert seen(generate(llm, prompts, params)) == seen(expected)
+        drafted = [draft for _, drafts in recorder.proposed for draft in drafts if draft >= 0]
+        assert max(drafted) < small
+        metrics = llm._core.metrics
+        share = metrics.accepted_tokens.value / metrics.draft_tokens.value
+        # The smaller model reads texts in which there are other tokens.
+        assert share > (0.7 if difference > 0 else 0.1)
+
+
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+def test_a_model_with_other_tokens_cannot_draft(
+    folder: Path, tmp_path: Path, has_tokenizer: bool
+) -> None:
     save_tiny(tmp_path, vocab_size=VOCAB + 3)
-    config = {"model": str(tmp_path), "num_speculative_tokens": 3}
-    with pytest.raises(OptionError, match=rf"vocabulary of {VOCAB + 3} tokens.* {VOCAB};"):
+    message, file = "no tokenizer.json", tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    file.unlink()
+    if has_tokenizer:
+        vocabulary = content["model"]["vocab"]
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+        file.write_text(json.dumps(content), encoding="utf-8")
+        message = r"token \d+ is 'a' and not 'b'"
+    config = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 3}
+    with pytest.raises(OptionError, match=rf"of {VOCAB + 3} tokens.* one of {VOCAB}, .*{message}"):
+        tiny_llm(folder, device="cpu", max_model_len=MAX_LEN, speculative_config=config)
+
+
+@pytest.mark.parametrize("wanted", ["gguf", "gptq"])
+def test_a_draft_model_is_kept_in_a_format_that_its_files_allow(folder: Path, wanted: str) -> None:
+    config = {"model": str(folder), "num_speculative_tokens": 3, "quantization": wanted}
+    message = rf"speculative_config\['quantization'\]='{wanted}' needs .*\['model'\]='{folder}'"
+    with pytest.raises(OptionError, match=message):
         tiny_llm(folder, device="cpu", max_model_len=MAX_LEN, speculative_config=config)
 
 

@@ -117,6 +117,7 @@ def passes_of(ours: Decoding, longest: int, captured: bool) -> DraftPasses:
         ours.sampler,
         Parallel(),
         [NUM_DRAFTS],
+        VOCAB,
         longest,
         SPARE_BLOCK,
     )
