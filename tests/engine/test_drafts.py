@@ -22,6 +22,7 @@ from quire.frontend.inputs import TokenizationOptions, parse_prompts
 from quire.protocol.errors import OptionError
 from quire.protocol.plan import StepPlan
 from quire.scheduler.sequence import Status
+from quire.worker import draft_model
 from tests.frontend.grammars import TIGHT
 from tests.models.reference import VOCAB, random_tokens, save_safetensors
 from tests.tiny import assert_at_rest, save_tiny, tiny_llm
@@ -41,6 +42,9 @@ class ScriptedDrafter:
         self._texts = texts
         self._num_drafts = num_drafts
         self.num_accepted = 0
+
+    def settle(self, plan: StepPlan) -> None:
+        """Nothing is kept of rows."""
 
     def update(self, plan: StepPlan) -> None:
         """The table has all that it needs."""
@@ -74,6 +78,9 @@ class Recorder:
         self._table, self._drafter = runner.table, runner.drafter
         self.proposed: list[Proposal] = []
         runner.drafter = self
+
+    def settle(self, plan: StepPlan) -> None:
+        self._drafter.settle(plan)
 
     def update(self, plan: StepPlan) -> None:
         self._drafter.update(plan)
@@ -405,35 +412,82 @@ def test_the_same_model_drafts_what_it_would_sample(folder: Path, setting: str) 
         assert_at_rest(llm)
 
 
-@pytest.mark.parametrize("cached", ["fresh", "nan"])
-@pytest.mark.parametrize("turn", ["drafted", "plain", "beams"])
-def test_prefixes_are_found_for_a_draft_model_too(folder: Path, turn: str, cached: str) -> None:
-    """Whatever generated them: a later turn over them has all its drafts accepted, as it has where
-    the turn before was drafted. Of what is not computed the cache holds nothing that can be read.
-    """
+PLAIN: dict[str, dict[str, Any]] = {
+    "drafted": {**GREEDY, "ignore_eos": True},
+    "plain": {**GREEDY, "ignore_eos": True, "speculation": False},
+    "several": {**DRAWN, "n": 2, "speculation": False},
+    "some": {**DRAWN, "stop": ["e"], "speculation": False},
+    "grammar": {**GREEDY, "structured_outputs": ENDLESS, "speculation": False},
+    "beams": {},
+}
+
+
+@pytest.mark.parametrize("setting", ["plain", "overlap", "pool-overlap"])
+def test_prefixes_are_found_for_a_draft_model_too(
+    folder: Path, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever generated them: later turns over them have all their drafts accepted, as where the
+    turn before was drafted. Nothing is read that is not computed."""
+    monkeypatch.setattr(draft_model, "MAX_LAG", 5)
     config = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
-    options = {"device": "cpu", "max_model_len": MAX_LEN, "block_size": 4}
-    greedy = {"temperature": 0.0, "ignore_eos": True}
+    options = {"device": "cpu", "max_model_len": MAX_LEN, **SAME.get(setting, {})}
+    beams = BeamSearchParams(beam_width=2, max_tokens=30)
     with tiny_llm(folder, speculative_config=config, **options) as llm:
         draft_kv, metrics = llm._core.executor.runner.draft_kv, llm._core.metrics
         assert draft_kv is not None and not draft_kv.data.any()
-        if cached == "nan":
-            draft_kv.data.fill_(float("nan"))
-        texts = prompts_of(3)
-        if turn == "beams":
-            params = BeamSearchParams(beam_width=2, max_tokens=30)
-            found = llm.beam_search([{"prompt_token_ids": text} for text in texts], params)
-            texts = [output.sequences[0].tokens for output in found]
-        else:
-            some = SamplingParams(**greedy, max_tokens=30, speculation=turn == "drafted")
-            outputs = generate(llm, texts, some)
-            texts = [[*t, *o.outputs[0].token_ids] for t, o in zip(texts, outputs, strict=True)]
-        before = metrics.draft_tokens.value, metrics.accepted_tokens.value
-        outputs = generate(llm, texts, SamplingParams(**greedy, max_tokens=20))
-        assert all((output.num_cached_tokens or 0) > 30 for output in outputs)
-        drafted = metrics.draft_tokens.value - before[0]
-        assert metrics.accepted_tokens.value - before[1] == drafted > 30
+        draft_kv.data.fill_(float("nan"))
+        kinds = [kind for kind in PLAIN for _ in range(2)]
+        prompts = prompts_of(len(kinds))
+        some = [SamplingParams(**PLAIN[kind]) for kind in kinds if kind != "beams"]
+        parsed = parse_prompts([{"prompt_token_ids": p} for p in prompts[: len(some)]])
+        requests = llm._submit(parsed, some, None, TokenizationOptions())
+        found = llm.beam_search([{"prompt_token_ids": p} for p in prompts[len(some) :]], beams)
+        texts = {"beams": [output.sequences[0].tokens for output in found]}
+        outputs = llm._finish(requests, False)
+        for kind, output in zip(kinds, outputs, strict=False):
+            for one in output.outputs:
+                texts.setdefault(kind, []).append(
+                    [*(output.prompt_token_ids or ()), *one.token_ids]
+                )
+        num_cached = 0
+        for kind in PLAIN:
+            before = metrics.draft_tokens.value, metrics.accepted_tokens.value
+            for text in texts[kind]:  # none is preempted
+                (turn,) = generate(llm, [text], SamplingParams(**{**GREEDY, "ignore_eos": True}))
+                num_cached += turn.num_cached_tokens or 0
+            drafted = metrics.draft_tokens.value - before[0]
+            assert metrics.accepted_tokens.value - before[1] == drafted > 20, kind
+        assert num_cached > 60
         assert_at_rest(llm)
+
+
+def test_a_prompt_is_found_for_a_draft_model_while_it_is_computed(folder: Path) -> None:
+    """Its last token too, in a step of its own: others share its block from then on."""
+    config = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+    options: dict[str, Any] = {"device": "cpu", "max_model_len": MAX_LEN, "block_size": 4}
+    options |= {"max_num_batched_tokens": 23, "speculative_config": config}
+    prompt = random_tokens(24, seed=4)
+    params = [SamplingParams(**PLAIN[kind]) for kind in ("plain", "drafted")]
+    with tiny_llm(folder, **options) as llm:
+        outputs = generate(llm, [prompt, prompt + random_tokens(5, seed=5)], params)
+        assert [output.num_cached_tokens for output in outputs] == [0, 24]
+        metrics = llm._core.metrics
+        assert metrics.accepted_tokens.value == metrics.draft_tokens.value > 20
+
+
+def test_requests_without_drafts_are_computed_some_tokens_at_a_time(folder: Path) -> None:
+    """So that they take little of the draft model."""
+    config = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+    with tiny_llm(folder, device="cpu", max_model_len=MAX_LEN, speculative_config=config) as llm:
+        passes: list[int] = []
+        model = llm._core.executor.runner.drafter._model
+        model.register_forward_hook(lambda *_: passes.append(1))
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=40, speculation=False)
+        generate(llm, prompts_of(4), params)
+        # The prompts, 16 tokens twice, and the rest with the next step that there is.
+        assert len(passes) == 3
+        generate(llm, prompts_of(1), params)
+        assert len(passes) == 3 + 4
 
 
 @pytest.mark.parametrize("family", ["gemma3", "deepseek_v2", "gpt2"])

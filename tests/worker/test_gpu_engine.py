@@ -382,6 +382,9 @@ class KnownTexts:
         self.table, self.texts, self.num_drafts = table, texts, num_drafts
         self.num_accepted = 0
 
+    def settle(self, plan: StepPlan) -> None:
+        """Nothing is kept of rows."""
+
     def update(self, plan: StepPlan) -> None:
         """The table has all that it needs."""
 
