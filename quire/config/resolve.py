@@ -100,19 +100,15 @@ def _check_device(options: EngineOptions, device: DeviceInfo) -> None:
 def check_options(options: EngineOptions) -> None:
     """Refuse what can be refused before a model is looked for, and maybe downloaded."""
     _check_parallel(options)
-    wanted = options.model.quantization
-    if wanted is not None and wanted not in QUANTIZATIONS:
-        raise OptionError(
-            f"quantization={wanted!r} is not supported; supported are {', '.join(QUANTIZATIONS)}. "
-            "Leave it unset for a quantised checkpoint or a GGUF file; for an unquantised one use "
-            "'fp8', 'int8' or 'int4', or quantise it once with `quire quantize`."
-        )
+    wanted, speculation = options.model.quantization, options.decoding.speculation
+    _check_is_known("quantization", wanted)
+    if speculation is not None:
+        _check_is_known("speculative_config['quantization']", speculation.quantization)
     if wanted in GGUF_BLOCKS and options.model.dtype == "float32":
         raise OptionError(
             f"quantization={wanted!r} computes from packed weights, dtype='float32' from exact "
             "ones. Leave one of them unset."
         )
-    speculation = options.decoding.speculation
     if speculation and options.parallel.pipeline_parallel_size > 1:
         raise OptionError(
             "speculative_config: drafts wait on one device, but pipeline_parallel_size="
@@ -124,6 +120,40 @@ def check_options(options: EngineOptions) -> None:
         raise OptionError(
             f"max_steps_in_flight={steps}, but pipeline_parallel_size={stages}: each stage of a "
             "pipeline works on a step of its own. Leave max_steps_in_flight unset."
+        )
+
+
+def _check_is_known(name: str, quantization: str | None) -> None:
+    if quantization is not None and quantization not in QUANTIZATIONS:
+        raise OptionError(
+            f"{name}={quantization!r} is not supported; supported are {', '.join(QUANTIZATIONS)}. "
+            "Leave it unset for a quantised checkpoint or a GGUF file; for an unquantised one use "
+            "'fp8', 'int8' or 'int4', or quantise it once with `quire quantize`."
+        )
+
+
+def check_quantization(
+    wanted: str | None, model: ModelConfig, name: str = "quantization", model_name: str = "model"
+) -> None:
+    """Refuse a format that contradicts the checkpoint. The options are called as the user wrote
+    them."""
+    quantized = model.quantization
+    if wanted in GGUF_BLOCKS and model.source.kind != "gguf":
+        raise OptionError(
+            f"{name}={wanted!r} needs a .gguf file, but {model_name}={model.source.name!r} has "
+            f"none. Leave {name} unset, or use 'int8'."
+        )
+    method = None if wanted is None else SAME_METHODS.get(wanted, wanted)
+    if quantized is not None and method not in (None, quantized.method):
+        raise OptionError(
+            f"{name}={wanted!r} contradicts {quantized.file}, which says that the weights of "
+            f"{model.source.name!r} are quantised by {quantized.method!r}. Leave {name} unset."
+        )
+    if quantized is None and method in METHODS and method not in WHILE_LOADING:
+        raise OptionError(
+            f"{name}={wanted!r} needs a checkpoint in this format, but "
+            f"{model_name}={model.source.name!r} says nothing of it in config.json. Leave {name} "
+            "unset, or use 'fp8', 'int8' or 'int4' to quantise the weights while they are loaded."
         )
 
 
@@ -269,24 +299,7 @@ def _check_device_count(options: EngineOptions, device: DeviceInfo) -> None:
 
 def _check_quantization(options: EngineOptions, model: ModelConfig, device: DeviceInfo) -> None:
     wanted, quantized = options.model.quantization, model.quantization
-    if wanted in GGUF_BLOCKS and model.source.kind != "gguf":
-        raise OptionError(
-            f"quantization={wanted!r} needs a .gguf file, but model={model.source.name!r} has "
-            "none. Leave quantization unset, or use 'int8'."
-        )
-    method = None if wanted is None else SAME_METHODS.get(wanted, wanted)
-    if quantized is not None and method not in (None, quantized.method):
-        raise OptionError(
-            f"quantization={wanted!r} contradicts {quantized.file}, which says that the weights of "
-            f"{model.source.name!r} are quantised by {quantized.method!r}. Leave quantization "
-            "unset."
-        )
-    if quantized is None and method in METHODS and method not in WHILE_LOADING:
-        raise OptionError(
-            f"quantization={wanted!r} needs a checkpoint in this format, but "
-            f"model={model.source.name!r} says nothing of it in config.json. Leave quantization "
-            "unset, or use 'fp8', 'int8' or 'int4' to quantise the weights while they are loaded."
-        )
+    check_quantization(wanted, model)
     name = wanted if quantized is None else quantized.method
     is_float32, is_cpu = options.model.dtype == "float32", device.type == "cpu"
     if name is not None and options.model.dtype != "auto" and is_float32 != is_cpu:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,13 +27,18 @@ from quire.models.loader import ONE_RANK, count_weight_bytes, held_weight_bytes,
 from quire.models.registry import CausalLM
 from quire.protocol.errors import OptionError
 from quire.protocol.kv_spec import FLOAT8, KVLayout, KVSpec
-from quire.protocol.plan import AddedRow, StepPlan, empty_ints
+from quire.protocol.plan import AddedRow, Int32Array, StepPlan, empty_ints
 from quire.worker.batch import StepTokens
 from quire.worker.draft_passes import DraftPasses
 from quire.worker.graphs import StepGraphs
 from quire.worker.kv_tensors import KVTensors
 from quire.worker.memory import MIB
 from quire.worker.rows import RowTable
+
+MAX_LAG = 16
+"""Tokens that a request without speculation generates before they are computed together."""
+MAX_TOTAL_LAG = 512
+"""The same of all such requests."""
 
 
 @dataclass
@@ -48,6 +55,8 @@ class DraftSource:
     """Tokens of a text that it drafts for."""
     num_drafts: int
     schedule: Schedule
+    vocab_size: int
+    """Of the target; the model may know some tokens more or fewer."""
     target_ranks: Parallel
     parallel: Parallel
     """How it is divided: as the target is, or each rank has the whole."""
@@ -65,12 +74,6 @@ class DraftSource:
     ) -> DraftSource:
         """Refuses a model that cannot draft for the target; no weight is read."""
         config = draft_config(options, wanted)
-        if config.vocab_size != target.vocab_size:
-            raise OptionError(
-                f"speculative_config['model']={wanted.model!r} has a vocabulary of "
-                f"{config.vocab_size} tokens, {target.source.name} one of {target.vocab_size}; use "
-                "a smaller model of the same family."
-            )
         if None not in layout.windows:
             raise OptionError(
                 f"speculative_config: all layers of {target.source.name} have windows, whose "
@@ -98,6 +101,7 @@ class DraftSource:
             min(wanted.max_model_len or longest, longest),
             wanted.num_tokens,
             wanted.schedule,
+            target.vocab_size,
             target_ranks,
             parallel,
         )
@@ -131,6 +135,8 @@ class DraftSource:
             if isinstance(module, Attention):  # what is behind a window is kept all the same
                 index = module.layer_index
                 module.bind(0, index, self.config.layer_window(index))
+        if self.config.vocab_size < self.vocab_size:
+            model.register_forward_pre_hook(partial(_name_known_tokens, self.config.vocab_size - 1))
         self.models = [model]
 
     @property
@@ -156,7 +162,6 @@ class DraftSource:
         """The drafter for these rows, whose cache has so many blocks."""
         (model,) = self.models
         kv = KVTensors(self.layout, num_blocks + 1, table.device)
-        kv.data[:, :, num_blocks].zero_()  # where it is not written, it is read all the same
         heads = self.parallel.heads(self.config.num_heads, self.config.num_kv_heads)
         attention = self._select_backend(table.device, model.dtype)(
             kv.data,
@@ -193,7 +198,8 @@ class DraftModel:
     target has computed: so they are there whenever the target's are, in blocks that are shared,
     forked, copied and found again. Where a row drafts in one step after the other, `DraftPasses`
     compute what it was given in between. Other tokens are computed behind the step in which the
-    target has computed them. Nothing here waits for the device.
+    target has computed them, but for those that are generated without drafts: some are computed
+    together, at the latest before others can find them. Nothing here waits for the device.
     """
 
     def __init__(
@@ -221,6 +227,7 @@ class DraftModel:
             sampler,
             source.parallel,
             source.counts,
+            source.vocab_size,
             min(longest, source.longest),
             kv.num_blocks - 1,
         )
@@ -238,6 +245,10 @@ class DraftModel:
         self._wanted = np.zeros(max_rows, np.bool_)
         self._has_passed = np.zeros(max_rows, np.bool_)
         """Whether the passes of the last step that a row was in computed it."""
+        self._decodes = np.zeros(max_rows, np.bool_)
+        """Whether a row has sampled: from then on others find what it computes when it has gone."""
+        self._lag = np.zeros(max_rows, np.int32)
+        """Tokens that the target has computed and this model has not."""
         self._others: StepPlan | None = None
         """Of the step, what no passes compute."""
         self._rows, self._places, self._room = empty_ints(), empty_ints(), empty_ints()
@@ -269,10 +280,20 @@ class DraftModel:
 
     # --- a step -----------------------------------------------------------------------------------
 
+    def settle(self, plan: StepPlan) -> None:
+        """Compute what rows lag behind that others may go on from, or that are cut."""
+        if not self._lag.any():
+            return
+        forked = [added.fork_of for added in plan.added_rows if added.fork_of >= 0]
+        rows = np.unique(np.concatenate((plan.freed_rows, plan.cut_rows, forked)).astype(np.int32))
+        rows = rows[self._lag[rows] > 0]
+        if len(rows):
+            self._compute(self._plan(rows, np.zeros_like(rows)))
+
     def update(self, plan: StepPlan) -> None:
         """Follow the rows of a plan, before its step moves their lengths."""
         for added in plan.added_rows:
-            self._has_passed[added.row] = False
+            self._has_passed[added.row] = self._decodes[added.row] = False
             self._wanted[added.row] = wants_drafts(added)
         # These have become shorter, or longer by more than what passes compute.
         self._has_passed[plan.cut_rows] = False
@@ -282,17 +303,15 @@ class DraftModel:
         self._count = scheduled_drafts(self._schedule, num_sampling, self._num_drafts)
         drafting = samples & self._wanted[rows] & (self._count > 0)
         others = ~(drafting & self._has_passed[rows])
-        # What is generated without drafts is left out: found in the cache, it costs agreement.
-        others &= self._wanted[rows] | (plan.num_new_tokens > plan.num_samples)
+        may_lag = self._decodes[rows] & ~self._wanted[rows] & (plan.num_new_tokens == samples)
+        self._decodes[rows] |= samples
+        lag = self._lag[rows] + may_lag
+        if lag.max(initial=0) < MAX_LAG and lag.sum() < MAX_TOTAL_LAG:
+            others &= ~may_lag
+            self._lag[rows[may_lag]] += 1
         self._others = None
         if others.any():
-            self._own.num_computed.copy_(self._table.num_computed)
-            self._others = StepPlan(
-                plan.step,
-                rows=rows[others],
-                num_new_tokens=plan.num_new_tokens[others],
-                num_samples=np.zeros_like(rows[others]),
-            )
+            self._others = self._plan(rows[others], plan.num_new_tokens[others])
         self._has_passed[rows] = drafting
         self._rows = rows[drafting]
         num_blocks = plan.num_blocks if len(plan.num_blocks) else np.zeros_like(rows)
@@ -302,9 +321,23 @@ class DraftModel:
     def accepted(self, rows: Tensor, counts: Tensor | None) -> None:
         """Behind drafts that were rejected nothing of use is computed, and it is overwritten before
         it is read. The same is true of all beyond the length that is drafted for."""
-        plan, table = self._others, self._own
-        if plan is None or (self.graphs is not None and self.graphs.launch(plan)):
+        if self._others is not None:
+            self._compute(self._others)
+
+    def _plan(self, rows: Int32Array, counts: Int32Array) -> StepPlan:
+        """To compute so many next tokens of rows, and what they lag behind."""
+        lag, own = self._lag[rows], self._own
+        own.num_computed.copy_(self._table.num_computed)
+        if lag.any():
+            sent_rows, sent_lag = own.staging.send(rows, lag)
+            own.num_computed.index_add_(0, sent_rows, -sent_lag)
+        self._lag[rows] = 0
+        return StepPlan(0, rows=rows, num_new_tokens=lag + counts, num_samples=np.zeros_like(rows))
+
+    def _compute(self, plan: StepPlan) -> None:
+        if self.graphs is not None and self.graphs.launch(plan):
             return
+        table = self._own
         tokens, _ = StepTokens.gather(table, plan.rows, plan.num_new_tokens)
         attention = self._attention.plan([tokens.attention(table, self._blocks)])
         positions = tokens.positions.clamp(max=self._last_position)
@@ -328,3 +361,10 @@ def wants_drafts(added: AddedRow) -> bool:
     """Whether the scheduler may verify drafts of a row."""
     params = added.params
     return params.speculation and added.appends_sampled and added.pooling is None
+
+
+def _name_known_tokens(last: int, model: object, given: tuple[StepContext, ...]) -> Any:
+    """In place of tokens that a model does not have its last one, which is padding as a rule."""
+    (step,) = given
+    assert step.token_ids is not None
+    return (replace(step, token_ids=step.token_ids.clamp(max=last)),)

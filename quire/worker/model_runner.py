@@ -105,6 +105,8 @@ class ModelRunner:
         """Launch the forward pass of a step."""
         if self.adapters is not None:
             self.adapters.carry_out(plan)
+        if self.drafter is not None:
+            self.drafter.settle(plan)
         staged = self.update_rows(plan)
         if self.drafter is not None:
             self.drafter.update(plan)

@@ -348,7 +348,6 @@ class Worker:
         with explaining("profiling the memory of the largest step", remedy, self._device_info):
             used = used_bytes()
             runner = self._build_runner(KVTensors(self.layout, 1, self.device), max_len)
-            runner.kv.clear()
             graphs = runner.build_graphs(num_tokens) if self._has_graphs else None
             runner.compile_kernels(graphs, self._num_threads, num_tokens)
             runner.execute(largest_step(num_rows, num_tokens, max_len, self._max_queries))
