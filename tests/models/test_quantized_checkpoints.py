@@ -102,6 +102,24 @@ def test_logits_are_those_of_the_numbers(name: str, tmp_path: Path) -> None:
             check(part, 1.5)  # a rank rounds by the largest of its own inputs
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_zero_points_beside_floats_may_only_be_zeros(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Some writers store them."""
+    stored = save_quantized(small_model(""), tmp_path, CASES["fp8 channel"])
+    expected = logits(tmp_path)
+    scales = [name for name in stored if name.endswith("weight_scale")]
+    names = [name.replace("weight_scale", "weight_zero_point") for name in scales]
+    for name, scale in zip(names, scales, strict=True):
+        stored[name] = torch.zeros_like(stored[scale]).to(dtype)
+    save_file(stored, tmp_path / "model.safetensors")
+    assert torch.equal(logits(tmp_path), expected)
+    stored[names[0]] = torch.ones_like(stored[scales[0]]).to(dtype)
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="has values, but float8_e4m3fn has none") as caught:
+        logits(tmp_path)
+    assert names[0] in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
 class PackReferences(PackQuantized):
     """The numbers themselves, whatever kernels would make of them."""
 

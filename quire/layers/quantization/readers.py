@@ -436,8 +436,10 @@ class ScaledReader:
             numbers = self.shape[0] * self.shape[1]  # integers with scales of 2 bytes, or floats
             return 4 * numbers if self.format.inputs is None else numbers * 34 // 32
         height, width = self._grid
-        num_scales = self.shape[0] if self.format.strategy == "tensor" else height * width
-        return self.shape[0] * self.shape[1] + 4 * num_scales
+        has_rows = is_native or self._as_groups or self.format.strategy == "tensor"
+        num_scales = (self.shape[0] if has_rows else height) * width
+        num_bytes = 5 if self._as_groups and self.format.has_zeros else 4
+        return self.shape[0] * self.shape[1] + num_bytes * num_scales
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -463,7 +465,9 @@ class ScaledReader:
             self.format.scale_name: StoredTensor(self._grid, scale_dtypes, self._filled_scales),
         }
         if self.format.has_zeros:
-            stored["weight_zero_point"] = StoredTensor(self._grid, (torch.int8,), filled(0))
+            # Some writers store zeros beside floats too.
+            kinds = (torch.int8,) if self._dtype == torch.int8 else (torch.int8, self._dtype)
+            stored["weight_zero_point"] = StoredTensor(self._grid, kinds, filled(0))
         if self.format.inputs == "static":
             stored["input_scale"] = StoredTensor(scalar, FLOATS, filled(0.05))
         if self.format.has_input_zero:
@@ -476,7 +480,15 @@ class ScaledReader:
     def read(self, tensors: Tensors, cuts: Sequence[Cut]) -> list[Share | QuantizedWeights]:
         scales = self._floats(tensors, self.format.scale_name, self._grid)
         rounding = self._rounding(tensors)
+        if self.format.has_zeros and self._dtype != torch.int8:
+            self._check_no_zeros(tensors)
         return [self._read(tensors, cut, scales, rounding) for cut in cuts]
+
+    def _check_no_zeros(self, tensors: Tensors) -> None:
+        if _whole(tensors["weight_zero_point"][0]).float().any():
+            raise TensorError(
+                f"{self.module}.weight_zero_point", f"has values, but {self.format.dtype} has none"
+            )
 
     def _floats(self, tensors: Tensors, name: str, shape: tuple[int, ...]) -> Tensor:
         stored, bring = tensors[name]
@@ -499,8 +511,16 @@ class ScaledReader:
 
     @property
     def _as_groups(self) -> bool:
-        """Whether the weights are more than numbers with a scale."""
-        return self.format.strategy == "group" or self.format.has_zeros
+        """Whether the weights are codes in groups of inputs, which may have zeros."""
+        is_grouped = self.format.strategy == "group" or self.format.has_zeros
+        return is_grouped and self._dtype == torch.int8
+
+    def _by_output(self, outputs: slice) -> Tensor:
+        """The row of `_grid` that each output has its scales in."""
+        if self.format.strategy == "tensor":
+            return torch.zeros(outputs.stop - outputs.start, dtype=torch.long)
+        height = 1 if self.format.block is None else self.format.block[0]
+        return torch.arange(outputs.start, outputs.stop) // height
 
     def _read(
         self, tensors: Tensors, cut: Cut, scales: Tensor, rounding: InputRounding | None
@@ -509,19 +529,16 @@ class ScaledReader:
         values = bring(_part(stored, cut.outputs, cut.inputs))
         if values.dtype == torch.float8_e4m3fn:
             _check_numbers(f"{self.module}.weight", values)
-        block = self.format.block
-        if self.format.strategy == "tensor":
-            scales = scales.expand(len(values), 1)
-        elif block is None or block[0] == 1:
-            scales = scales[cut.outputs]
         if self._as_groups:
             return self._grouped(tensors, cut, values, scales)
+        by_output = self._by_output(cut.outputs)
         values = _padded_bytes(values, cut.shape)
+        block = self.format.block
         if block is None:
+            scales = scales[by_output.to(scales.device), 0]
             return ScaledWeights(
-                values, F.pad(scales[:, 0], (0, cut.shape[0] - len(scales))), rounding=rounding
+                values, F.pad(scales, (0, cut.shape[0] - len(scales))), rounding=rounding
             )
-        by_output = torch.arange(cut.outputs.start, cut.outputs.stop) // block[0]
         by_input = torch.arange(cut.inputs.start, cut.inputs.stop) // block[1]
         height, width = common_size(by_output, block[0]), common_size(by_input, block[1])
         rows, columns = by_output[::height].to(values.device), by_input[::width].to(values.device)
@@ -538,14 +555,14 @@ class ScaledReader:
         size = self.shape[1] if self.format.block is None else self.format.block[1]
         groups = torch.arange(cut.inputs.start, cut.inputs.stop) // size
         common = common_size(groups, size)
-        starts = groups[::common].to(values.device)
+        rows, starts = self._by_output(cut.outputs), groups[::common]
+        places = rows.to(values.device)[:, None], starts.to(values.device)
         zeros = None
         if self.format.has_zeros:
             stored, bring = tensors["weight_zero_point"]
-            by_group = bring(_whole(stored)).reshape(self._grid).expand(self.shape[0], -1)
-            zeros = _unsigned(by_group[cut.outputs][:, starts])
+            zeros = _unsigned(bring(_whole(stored)).reshape(self._grid)[places])
         weights = GroupedWeights(
-            _unsigned(values), 8, scales[:, starts], min(common, cut.shape[1]), zeros
+            _unsigned(values), 8, scales[places], min(common, cut.shape[1]), zeros
         )
         return padded_groups(weights, cut.shape)
 
