@@ -392,7 +392,8 @@ class _Scheme:
     """A group of `config_groups`."""
 
     targets: tuple[str, ...]
-    format: MatrixFormat
+    format: MatrixFormat | None
+    """None: weights are as they are, as where a group is about attention alone."""
 
 
 @dataclass(frozen=True)
@@ -414,8 +415,10 @@ class CompressedTensorsConfig(QuantizationConfig):
         if (values.mapping("transform_config") or {}).get("config_groups"):
             values.fail("transform_config", "empty, since no transforms are computed", "some")
         groups = values.mapping("config_groups") or {}
-        if not groups:
-            values.fail("config_groups", "an object with at least one group", groups)
+        if not groups and not values.mapping("kv_cache_scheme"):
+            values.fail(
+                "config_groups", "an object with at least one group, or kv_cache_scheme set", groups
+            )
         usual = values.text("format", "")
         schemes = [
             _parse_group(values, f"config_groups[{name!r}]", group, usual)
@@ -425,7 +428,7 @@ class CompressedTensorsConfig(QuantizationConfig):
 
     @property
     def block(self) -> int:
-        return max(_inputs_of(scheme.format) for scheme in self.schemes)
+        return max((_inputs_of(scheme.format) for scheme in self.schemes), default=1)
 
     def _listed(self, module: str) -> MatrixFormat | None:
         if _closeness(self.ignored, module):
@@ -453,10 +456,10 @@ class CompressedTensorsConfig(QuantizationConfig):
         raise self.unknown(module, tensors)
 
 
-def _inputs_of(found: MatrixFormat) -> int:
+def _inputs_of(found: MatrixFormat | None) -> int:
     if isinstance(found, GroupFormat):
         return found.group_size or 1
-    return found.block[1] if found.block else 1
+    return found.block[1] if found is not None and found.block else 1
 
 
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
@@ -491,8 +494,10 @@ def _parse_group(values: CheckedValues, key: str, group: object, usual: str) -> 
         values.fail(key, "an object", group)
     targets = _names(CheckedValues(values.file, group), "targets")
     weights = group.get("weights")
+    if weights is None:
+        return _Scheme(targets, None)
     if not isinstance(weights, dict):
-        values.fail(f"{key}.weights", "an object", weights)
+        values.fail(f"{key}.weights", "an object or null", weights)
     checked = CheckedValues(values.file, weights)
     bits, kind = checked.values.get("num_bits"), checked.text("type", "int")
     # As compressed-tensors understands groups without a strategy.

@@ -17,6 +17,7 @@ from quire.kernels.cpu.library import MatrixHandle
 from quire.kernels.expert_matrices import ExpertMatrices
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES, BlockRows, dequantize_blocks
 from quire.layers.parallel import Parallel, Stage
+from quire.protocol.errors import ModelError
 
 ShardId = int | str
 ShardKey = tuple[ShardId, ...]
@@ -39,6 +40,15 @@ Weight = Share | StoredMatrix
 """As a file stores it."""
 Bring = Callable[[torch.Tensor], torch.Tensor]
 """Carries a tensor to the device of a model."""
+
+
+class TensorError(ModelError):
+    """A tensor of a checkpoint that cannot be what its name or format says. The loader adds the
+    file, and the `remedy`, by default another download."""
+
+    def __init__(self, tensor: str, problem: str, remedy: str | None = None) -> None:
+        super().__init__(f"tensor {tensor} {problem}")
+        self.tensor, self.problem, self.remedy = tensor, problem, remedy
 
 
 @dataclass(frozen=True)

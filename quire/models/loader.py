@@ -20,7 +20,6 @@ from quire.files.shards import DOWNLOAD_AGAIN
 from quire.layers.attention.kv_scales import load_kv_scale
 from quire.layers.parallel import Parallel
 from quire.layers.quantization.choose import FormatsFor, choose_methods, largest_block
-from quire.layers.quantization.readers import TensorError
 from quire.layers.weights import (
     Bring,
     Build,
@@ -28,6 +27,7 @@ from quire.layers.weights import (
     MethodFor,
     ShardKey,
     StoredTensor,
+    TensorError,
     Weight,
     WeightedLayer,
 )
@@ -331,25 +331,25 @@ def load_weights(
         target = missing.pop(name, None)
         if name in tied:
             tied_rows[name] = _some_rows(tensor)
-        if target is None:
-            is_known = name in tied_rows or weight_map.ignores(name)
-            is_known = is_known or _is_no_bias(name, tensor, quantized)
-            if not is_known and not _is_kv_scale(model, config, name, tensor):
-                extra.append(original_name)
-        elif not target.accepts_dtype(tensor):
-            mistyped.append(f"{original_name} (expected {target.dtype}, found {_dtype(tensor)})")
-        elif not target.accepts_shape(tuple(tensor.shape)):
-            found = list(tensor.shape)
-            misshapen.append(f"{original_name} (expected {list(target.shape)}, found {found})")
-        else:
-            try:
+        try:
+            if target is None:
+                is_known = name in tied_rows or weight_map.ignores(name)
+                is_known = is_known or _is_no_bias(name, tensor, quantized)
+                if not is_known and not _is_kv_scale(model, config, name, tensor):
+                    extra.append(original_name)
+            elif not target.accepts_dtype(tensor):
+                expected = f"expected {target.dtype}, found {_dtype(tensor)}"
+                mistyped.append(f"{original_name} ({expected})")
+            elif not target.accepts_shape(tuple(tensor.shape)):
+                found = list(tensor.shape)
+                misshapen.append(f"{original_name} (expected {list(target.shape)}, found {found})")
+            else:
                 target.load(tensor, bring)
-            except TensorError as error:
-                file = file_of(config.source, error.tensor, weight_map.rename)
-                named = weight_map.as_stored(error.tensor)
-                raise ModelError(
-                    f"{file}: tensor {named} {error.problem}; {DOWNLOAD_AGAIN}."
-                ) from error
+        except TensorError as error:
+            file = file_of(config.source, error.tensor, weight_map.rename)
+            named = weight_map.as_stored(error.tensor)
+            remedy = error.remedy or DOWNLOAD_AGAIN
+            raise ModelError(f"{file}: tensor {named} {error.problem}; {remedy}.") from error
     problems = [
         _listed("missing", [weight_map.as_stored(name) for name in missing]),
         _listed("not part of the model", extra),

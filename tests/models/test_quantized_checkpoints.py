@@ -323,6 +323,45 @@ def test_what_is_not_read_is_refused_by_name(
     assert str(file) in str(caught.value)
 
 
+KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+OF_ATTENTION = {
+    "targets": ["LlamaAttention"],
+    "weights": None,
+    "input_activations": KV_SCHEME,
+    "format": None,
+}
+
+
+@pytest.mark.parametrize("groups", [{}, {"group_0": OF_ATTENTION}])
+def test_a_scheme_of_the_cache_alone(groups: dict[str, Any], tmp_path: Path) -> None:
+    """As compressed-tensors writes it: nothing else is quantised."""
+    model = small_model("")
+    save_safetensors(model, tmp_path)
+    file = tmp_path / "config.json"
+    described = {
+        **packers.compressed({}),
+        "config_groups": groups,
+        "format": "dense",
+        "kv_cache_scheme": KV_SCHEME,
+    }
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": described}))
+    expected = reference_logits(model, TOKENS)
+    torch.testing.assert_close(logits(tmp_path), expected, rtol=0, atol=1e-3)
+    config = load_model_config(str(tmp_path), load_format="dummy")
+    load_model(config, dtype=torch.float32, device="cpu", load_format="dummy")
+
+
+def test_a_group_of_attention_beside_others(tmp_path: Path) -> None:
+    one, model = CASES["w4a16"], small_model("")
+    save_quantized(model, tmp_path, one)
+    file = tmp_path / "config.json"
+    described = json.loads(file.read_text())
+    described["quantization_config"]["config_groups"]["attention"] = OF_ATTENTION
+    file.write_text(json.dumps(described))
+    expected = reference_logits(model, TOKENS)
+    torch.testing.assert_close(logits(tmp_path), expected, rtol=0, atol=1e-3)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_schemes_that_have_a_name(name: str) -> None:
     written = preset_name_to_scheme(name, ["Linear"]).model_dump(mode="json")

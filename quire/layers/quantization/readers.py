@@ -23,7 +23,7 @@ from quire.kernels.torch.quantized_weights import (
     QuantizedWeights,
     ScaledWeights,
 )
-from quire.layers.weights import Bring, Cut, Share, StoredTensor, Weight
+from quire.layers.weights import Bring, Cut, Share, StoredTensor, TensorError, Weight
 from quire.protocol.errors import ModelError
 
 Tensors = Mapping[str, tuple[Weight, Bring]]
@@ -37,14 +37,6 @@ USUAL_WEIGHT = 0.02
 """Spread of random weights."""
 AWQ_NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]
 """Where the codes of eight outputs lie in a word."""
-
-
-class TensorError(ModelError):
-    """A tensor of a checkpoint that cannot be what its format says."""
-
-    def __init__(self, tensor: str, problem: str) -> None:
-        super().__init__(f"tensor {tensor} {problem}")
-        self.tensor, self.problem = tensor, problem
 
 
 class Reader(Protocol):
