@@ -51,6 +51,14 @@ class TensorError(ModelError):
         self.tensor, self.problem, self.remedy = tensor, problem, remedy
 
 
+class ShardError(ModelError):
+    """A weight that cannot be kept as it should be. The loader adds its name and file."""
+
+    def __init__(self, shard_key: ShardKey, problem: str) -> None:
+        super().__init__(problem)
+        self.shard_key, self.problem = shard_key, problem
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """One of the tensors that stand for a matrix in a checkpoint."""

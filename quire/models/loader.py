@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 from zlib import crc32
 
 import torch
@@ -25,6 +26,7 @@ from quire.layers.weights import (
     Build,
     MatrixLayer,
     MethodFor,
+    ShardError,
     ShardKey,
     StoredTensor,
     TensorError,
@@ -142,7 +144,7 @@ def load_model(
         method_for = _methods(config, quantization, dtype, device, load_format)
     block = largest_block(quantization, config.quantization)
     build = Build(dtype, torch.device(device), parallel, method_for, block, max_model_len)
-    model = model_class(config.architecture)(config, build)
+    model = _make(config, build)
     others = _of_others(config, build)
     model.elsewhere = frozenset(name.rpartition(".")[0] for name in others)
     if load_format == "dummy":
@@ -168,6 +170,21 @@ def load_model(
     if fused:
         fuse(model)
     return model.eval()
+
+
+def _make(config: ModelConfig, build: Build) -> CausalLM:
+    """The model without its weights."""
+    try:
+        return model_class(config.architecture)(config, build)
+    except TensorError as error:
+        file = config.source.path if config.quantization is None else config.quantization.file
+        raise _in_file(error, config, file) from error
+
+
+def _in_file(error: TensorError, config: ModelConfig, file: Path) -> ModelError:
+    """The error with all that its reader needs."""
+    named = weight_map_of(config).as_stored(error.tensor)
+    return ModelError(f"{file}: tensor {named} {error.problem}; {error.remedy or DOWNLOAD_AGAIN}.")
 
 
 def _log_slower(model: CausalLM) -> None:
@@ -235,8 +252,7 @@ def _of_others(config: ModelConfig, build: Build) -> set[str]:
         return set()
     everywhere = replace(build, device=torch.device("meta"), parallel=ONE_RANK)
     here = replace(build, device=torch.device("meta"))
-    make = model_class(config.architecture)
-    whole, own = (make(config, build) for build in (everywhere, here))
+    whole, own = (_make(config, build) for build in (everywhere, here))
     targets = weight_targets(whole)
     names = targets.keys() - weight_targets(own).keys()
     # Biases of zeros beside quantised matrices are for the ranks that have these.
@@ -263,7 +279,7 @@ def count_weight_bytes(
         method_for = _methods(config, quantization, dtype, device, load_format)
     block = largest_block(quantization, config.quantization)
     build = Build(dtype, torch.device("meta"), parallel, method_for, block)
-    model = model_class(config.architecture)(config, build)
+    model = _make(config, build)
     blocks: dict[str, GGUFTensor] = {}
     if config.source.kind == "gguf" and load_format != "dummy":
         rename = model.weight_map.rename
@@ -347,9 +363,13 @@ def load_weights(
                 target.load(tensor, bring)
         except TensorError as error:
             file = file_of(config.source, error.tensor, weight_map.rename)
-            named = weight_map.as_stored(error.tensor)
-            remedy = error.remedy or DOWNLOAD_AGAIN
-            raise ModelError(f"{file}: tensor {named} {error.problem}; {remedy}.") from error
+            raise _in_file(error, config, file) from error
+        except ShardError as error:
+            assert target is not None
+            modules = weight_map.modules(target.layer.path)
+            found_name = f"{modules.get(error.shard_key) or modules[()]}.weight"
+            file = file_of(config.source, found_name, weight_map.rename)
+            raise _in_file(TensorError(found_name, error.problem), config, file) from error
     problems = [
         _listed("missing", [weight_map.as_stored(name) for name in missing]),
         _listed("not part of the model", extra),
@@ -381,7 +401,7 @@ def check_tensors(
     headers."""
     method_for = _methods(config, quantization, dtype, device, load_format)
     build = Build(dtype, torch.device("meta"), ONE_RANK, method_for)
-    model = model_class(config.architecture)(config, build)
+    model = _make(config, build)
     weight_map, missing, misshapen = model.weight_map, weight_targets(model), []
     for stored_name, info in stored_tensors(config.source, load_format).items():
         target = missing.pop(weight_map.rename(stored_name), None)

@@ -243,6 +243,8 @@ def test_random_weights_are_like_those_of_a_model(name: str, tmp_path: Path) -> 
         ("fp8", "weight_scale", lambda x: x.mul_(float("nan")), "infinite or no numbers"),
         ("fp8", "weight", lambda x: (x.view(torch.uint8) | 0x7F).view(x.dtype), "are no numbers"),
         ("fp8 static", "input_scale", lambda x: x.mul_(float("nan")), "infinite or no numbers"),
+        ("fp8 static", "input_scale", lambda x: x.zero_(), "is 0, but inputs are divided by it"),
+        ("fp8 static", "input_scale", lambda x: x.neg_(), "is -0.03, but inputs are divided by it"),
         ("mxfp4", "weight_scale", lambda x: x.fill_(255), "infinite or no numbers"),
         ("gptq", "g_idx", lambda x: x.add_(1), "names groups from 1 to 2, but there are 2"),
         ("gptq", "g_idx", lambda x: x.sub_(1), "names groups from -1 to 0, but there are 2"),
@@ -515,15 +517,40 @@ def test_weights_are_rounded_while_they_load(
 
 
 @pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])
-def test_what_cannot_be_rounded_is_named(quantization: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["mlp.down_proj", "mlp.up_proj", "self_attn.k_proj"])
+def test_what_cannot_be_rounded_is_named(quantization: str, name: str, tmp_path: Path) -> None:
+    """By its name in the checkpoint and its place there, also where a rank has a part of it."""
     model = small_model("")
+    module = f"model.layers.1.{name}"
     with torch.no_grad():
-        model.model.layers[1].mlp.down_proj.weight[3, 5] = float("nan")
+        model.get_submodule(module).weight[-1, -1] = float("nan")
+        num_outputs, num_inputs = model.get_submodule(module).weight.shape
     save_safetensors(model, tmp_path)
     config = load_model_config(str(tmp_path))
-    message = r"model\.layers\.1\.mlp\.down_proj: weight of output 3 and input 5 is nan"
-    with pytest.raises(ModelError, match=message):
-        load_model(config, dtype=torch.float32, device="cpu", quantization=quantization)
+    place = f"nan for output {num_outputs - 1} and input {num_inputs - 1}"
+    for parallel in (Parallel(0, 1), Parallel(1, 2)):
+        if quantization == "int8" and parallel.size == 2 and name == "mlp.down_proj":
+            continue  # kept as floats
+        with pytest.raises(ModelError, match=rf"tensor {module}\.weight has {place}") as caught:
+            load_model(
+                config,
+                dtype=torch.float32,
+                device="cpu",
+                quantization=quantization,
+                parallel=parallel,
+            )
+        assert str(tmp_path / "model.safetensors") in str(caught.value)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_outputs_that_awq_cannot_pack(load_format: str, tmp_path: Path) -> None:
+    save_quantized(small_model(""), tmp_path, CASES["awq"])
+    changed = {"intermediate_size": 100}
+    config = load_model_config(str(tmp_path), hf_overrides=changed, load_format=load_format)
+    message = r"layers\.0\.mlp\.gate_proj\.qweight would have 100 outputs.* 8, such as 104; check"
+    with pytest.raises(ModelError, match=message) as caught:
+        load_model(config, dtype=torch.float32, device="cpu", load_format=load_format)
+    assert str(tmp_path / "config.json") in str(caught.value)
 
 
 def numbers_of(layer: MatrixLayer) -> Tensor:

@@ -27,6 +27,7 @@ from quire.layers.weights import (
     Matrix,
     MatrixLayer,
     NormWeight,
+    ShardError,
     ShardId,
     ShardKey,
     Share,
@@ -265,6 +266,22 @@ def _multiply(
     return out
 
 
+def _located(layer: MatrixLayer, shares: Mapping[ShardKey, Share]) -> ShardError | None:
+    """Where a checkpoint has what cannot be rounded."""
+    for key, share in shares.items():
+        if isinstance(share, BlockRows) or share.isfinite().all():
+            continue
+        row, column = (~share.isfinite()).nonzero()[0].tolist()
+        value, output = share[row, column].item(), row
+        for cut in layer.rank_cuts("weight", key):
+            if 0 <= row < cut.shape[0]:
+                output, column = cut.outputs.start + row, cut.inputs.start + column
+            row -= cut.shape[0]
+        found = f"{value} for output {output} and input {column}"
+        return ShardError(key, f"has {found}, which cannot be quantised")
+    return None
+
+
 class Packed:
     """A layer's weight becomes one matrix, or several where its shards differ in format. An `arena`
     is where the packer gets its memory from; `formats` are those of shards that a checkpoint has
@@ -344,6 +361,7 @@ class Packed:
         keys = [(*owner, part) for part in parts] if is_part else [shard_key]
         waiting.setdefault(shard_key, {})[name] = weight, bring or _stays
         arrived: list[Share | QuantizedWeights] = []
+        shares: dict[ShardKey, Share] = {}
         for key in keys:
             if len(waiting.get(key, ())) < len(layer.stored_tensors("weight", key)):
                 return
@@ -356,11 +374,15 @@ class Packed:
                 arrived += read
                 continue
             stored, bring = tensors["weight"]
-            arrived.append(_brought(layer.rank_share("weight", key, stored), bring))
+            shares[key] = _brought(layer.rank_share("weight", key, stored), bring)
+            arrived.append(shares[key])
         try:
             matrices = self._packer.pack(arrived)
-        except ModelError as error:  # such as numbers that cannot be rounded
-            raise ModelError(f"{layer.path}: {error}") from error
+        except ModelError as error:  # numbers that cannot be rounded
+            located = _located(layer, shares)
+            if located is None:
+                raise
+            raise located from error
         if owner:
             layer.by_expert[int(owner[0])] = matrices
             layer.matrices += matrices

@@ -35,6 +35,7 @@ SMALLEST_GROUP = 8
 """Where ranks cut groups into smaller ones, floats take no more memory."""
 USUAL_WEIGHT = 0.02
 """Spread of random weights."""
+SIZES_OF_OTHERS = "check that the sizes in config.json are those of these weights"
 AWQ_NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]
 """Where the codes of eight outputs lie in a word."""
 
@@ -179,8 +180,8 @@ class GroupReader(ABC):
     def _check_finite(self, name: str, values: Tensor) -> None:
         _check_finite(f"{self.module}.{name}", values)
 
-    def _error(self, name: str, problem: str) -> TensorError:
-        return TensorError(f"{self.module}.{name}", problem)
+    def _error(self, name: str, problem: str, remedy: str | None = None) -> TensorError:
+        return TensorError(f"{self.module}.{name}", problem, remedy)
 
     def _filled_scales(self, tensor: Tensor, generator: Generator) -> None:
         # Codes are equally likely.
@@ -194,7 +195,12 @@ class AwqReader(GroupReader):
     def _stored(self) -> dict[str, StoredTensor]:
         num_outputs, num_inputs = self.shape
         if num_outputs % 8:
-            raise self._error("qweight", f"has {num_outputs} outputs, no multiple of 8")
+            raise self._error(
+                "qweight",
+                f"would have {num_outputs} outputs, and AWQ packs a multiple of 8, such as "
+                f"{num_outputs + -num_outputs % 8}",
+                SIZES_OF_OTHERS,
+            )
         return {
             "qweight": StoredTensor((num_inputs, num_outputs // 8), WORDS, random_bits),
             "qzeros": StoredTensor((self.num_groups, num_outputs // 8), WORDS, filled(0x88888888)),
@@ -345,8 +351,9 @@ class BlocksReader(Mxfp4Reader):
         if self.shape[1] % self.group_size:
             raise self._error(
                 self.codes_name,
-                f"has {self.shape[1]} inputs, no multiple of {self.group_size}; check hidden_size "
-                "and intermediate_size in config.json",
+                f"would have {self.shape[1]} inputs, and MXFP4 packs a multiple of "
+                f"{self.group_size}, such as {self.num_groups * self.group_size}",
+                SIZES_OF_OTHERS,
             )
         stored = super()._stored()
         packed = stored[self.codes_name]
@@ -495,6 +502,9 @@ class ScaledReader:
             block = self.format.block
             return InputRounding(self._dtype, group_size=None if block is None else block[1])
         scale = self._floats(tensors, "input_scale", ())
+        if float(scale) <= 0:
+            name = f"{self.module}.input_scale"
+            raise TensorError(name, f"is {float(scale):g}, but inputs are divided by it")
         zero = None
         if self.format.has_input_zero:
             stored, bring = tensors["input_zero_point"]
