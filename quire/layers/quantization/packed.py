@@ -15,8 +15,15 @@ from torch import Tensor
 from quire.config.quantization import MXFP4, MatrixFormat
 from quire.kernels import cpu, dispatch
 from quire.kernels.cpu.memory import Arena, Empty
+from quire.kernels.cpu.quantized import pack_grouped
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES, BlockRows
-from quire.kernels.torch.quantize import check_finite, to_fp8, to_groups, to_int8
+from quire.kernels.torch.quantize import (
+    check_finite,
+    suits_half_scales,
+    to_fp8,
+    to_groups,
+    to_int8,
+)
 from quire.kernels.torch.quantized_weights import QuantizedWeights, ReferenceMatrix
 from quire.layers.quantization.matrices import DenseMatrix, make_matrix
 from quire.layers.quantization.readers import Reader, join_alike, make_reader
@@ -101,7 +108,11 @@ class PackInt8:
         tensors = [weight for weight in weights if isinstance(weight, Tensor)]
         for tensor in tensors:
             check_finite(tensor)
-        return [kernels().quantize_int8(tensors[0] if len(tensors) == 1 else torch.cat(tensors))]
+        weight = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        if suits_half_scales(weight):
+            return [kernels().quantize_int8(weight)]
+        groups = to_groups(weight, 8, INT8_BLOCK, scale_dtype=torch.float32)
+        return [pack_grouped(groups, 1) if cpu.available()[0] else ReferenceMatrix(groups)]
 
     def nbytes(self, num_outputs: int, num_inputs: int, stored: Stored) -> int:
         if num_inputs % INT8_BLOCK:
