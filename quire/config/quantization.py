@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ class GroupFormat:
     is_symmetric: bool
     has_order: bool = False
     """Whether a tensor says which group each input is in."""
+    is_shuffled: bool = False
+    """Whether the inputs of a group lie apart."""
     stores_zero_less_one: bool = False
 
     def __str__(self) -> str:
@@ -248,23 +250,19 @@ class GptqConfig(QuantizationConfig):
             raise self.unknown(module, tensors)
         has_order = "g_idx" in tensors
         _check_order(self, module, found, "g_idx", has_order)
-        return GroupFormat(
-            "gptq",
-            found.bits,
-            found.group_size,
-            found.is_symmetric,
-            has_order,
-            found.stores_zero_less_one,
-        )
+        return replace(found, has_order=has_order)
 
 
 def _gptq_format(values: CheckedValues, is_old: bool) -> GroupFormat:
+    group_size = _group_size(values, "group_size")
+    has_order = values.boolean("desc_act", False)
     return GroupFormat(
         "gptq",
         _one_of(values, "bits", (2, 3, 4, 8)),
-        _group_size(values, "group_size"),
+        group_size,
         values.boolean("sym", True),
-        has_order=values.boolean("desc_act", False),
+        has_order,
+        is_shuffled=has_order and group_size is not None,
         stores_zero_less_one=is_old,
     )
 
@@ -450,7 +448,13 @@ class CompressedTensorsConfig(QuantizationConfig):
             scale = tensors.get("weight_scale")
             has_groups = scale is None or scale.shape[-1:] != (1,)
             size = found.group_size if has_groups else None
-            return GroupFormat(found.layout, found.bits, size, symmetric, has_order)
+            return replace(
+                found,
+                group_size=size,
+                is_symmetric=symmetric,
+                has_order=has_order,
+                is_shuffled=has_order and size is not None,
+            )
         if "weight" in tensors and isinstance(found, ScaledFormat):
             return _scaled(self, module, tensors, found.block, found.inputs)
         raise self.unknown(module, tensors)
@@ -517,6 +521,7 @@ def _parse_group(values: CheckedValues, key: str, group: object, usual: str) -> 
     if name == "pack-quantized":
         if kind != "int" or bits not in (4, 8):
             values.fail(f"{key}.weights.num_bits", "4 or 8 (type int)", bits)
+        has_order = weights.get("actorder") in (True, "group", "dynamic")
         return _Scheme(
             targets,
             GroupFormat(
@@ -524,7 +529,8 @@ def _parse_group(values: CheckedValues, key: str, group: object, usual: str) -> 
                 bits,
                 group_size,
                 checked.boolean("symmetric", True),
-                weights.get("actorder") in (True, "group", "dynamic"),
+                has_order,
+                is_shuffled=has_order and group_size is not None,
             ),
         )
     if bits != 8 and name != "naive-quantized":

@@ -475,11 +475,9 @@ class QuantizationMethod(Protocol):
         """What the tokens of this step use of it; None: no token uses an adapter."""
         ...
 
-    def extra_bytes(
-        self, shard_key: ShardKey, num_outputs: int, num_inputs: int, stored: str | None
-    ) -> int:
-        """Memory of a checkpoint's matrix beside the parameters of its layer. `stored` is its kind
-        of blocks in the file, if `reads_blocks`."""
+    def extra_bytes(self, layer: MatrixLayer, shard_key: ShardKey, stored: str | None) -> int:
+        """Memory of what this rank keeps of a checkpoint's matrix beside the parameters of its
+        layer. `stored` is its kind of blocks in the file, if `reads_blocks`."""
         ...
 
     def create_weights(self, layer: MatrixLayer, outputs: Axis, inputs: Axis, build: Build) -> None:

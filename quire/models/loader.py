@@ -101,8 +101,7 @@ class Target:
             return 0
         if self.stored is not None and self.parameter != next(iter(layer.stored[key])):
             return 0  # counted with the first tensor of the matrix
-        *experts, num_outputs, num_inputs = layer.rank_shape("weight", key)
-        return prod(experts) * layer.method.extra_bytes(key, num_outputs, num_inputs, stored)
+        return layer.method.extra_bytes(layer, key, stored)
 
     def fill_dummy(self, tensor: torch.Tensor, generator: torch.Generator) -> None:
         if self.stored is not None:

@@ -234,6 +234,23 @@ def test_random_weights_are_like_those_of_a_model(name: str, tmp_path: Path) -> 
     assert counted == pytest.approx(held, rel=0.03)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", ["gptq", "gptq asym order", "w4a16 asym order", "fp8 block"])
+def test_what_a_rank_keeps_is_counted(name: str, size: int, tmp_path: Path) -> None:
+    """Also where it is floats, because inputs of a group lie apart, and in smaller groups."""
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 192}
+    model = random_model("llama", num_hidden_layers=1, **sizes, intermediate_size=288)
+    one = CASES[name]
+    save_quantized(model, tmp_path, one)
+    for load_format in ("auto", "dummy"):
+        config = load_model_config(str(tmp_path), load_format=load_format)
+        options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+        options |= {"load_format": load_format, "parallel": Parallel(0, size)}
+        held = held_weight_bytes(load_model(config, **options))
+        counted = count_weight_bytes(config, **options)
+        assert counted == pytest.approx(held, rel=0.03)
+
+
 @pytest.mark.parametrize(
     ("name", "tensor", "change", "message"),
     [

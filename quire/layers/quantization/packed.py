@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from math import prod
 from types import ModuleType
 from typing import Protocol
 
@@ -315,11 +316,18 @@ class Packed:
     def reads_blocks(self) -> bool:
         return self._packer.reads_blocks
 
-    def extra_bytes(
-        self, shard_key: ShardKey, num_outputs: int, num_inputs: int, stored: str | None
-    ) -> int:
-        _, found = self._formats.get(shard_key, ("", None))
-        return self._packer.nbytes(num_outputs, num_inputs, stored if found is None else found)
+    def extra_bytes(self, layer: MatrixLayer, shard_key: ShardKey, stored: str | None) -> int:
+        *experts, num_outputs, num_inputs = layer.rank_shape("weight", shard_key)
+        module, found = self._formats.get(shard_key, ("", None))
+        if found is None:
+            return prod(experts) * self._packer.nbytes(num_outputs, num_inputs, stored)
+        shape = layer.checkpoint_shape("weight", shard_key)
+        reader = make_reader(module, found, (shape[-2], shape[-1]), in_stack=bool(experts))
+        one = (layer.kept_experts.start,) if experts else shard_key
+        return prod(experts) * sum(
+            self._packer.nbytes(*cut.shape, reader.kept_format(cut))
+            for cut in layer.rank_cuts("weight", one)
+        )
 
     def create_weights(self, layer: MatrixLayer, outputs: Axis, inputs: Axis, build: Build) -> None:
         stacks = (layer.experts,) if layer.experts else ()

@@ -48,6 +48,10 @@ class Reader(Protocol):
         """What stands for it."""
         ...
 
+    def kept_format(self, cut: Cut) -> MatrixFormat | None:
+        """That of a rank's part; None where it is kept as floats."""
+        ...
+
     def nbytes(self, is_native: bool) -> int:
         """What it takes once it is packed, for a GPU or for the native library of a CPU."""
         ...
@@ -95,13 +99,31 @@ class GroupReader(ABC):
     def num_groups(self) -> int:
         return -(-self.shape[1] // self.group_size)
 
+    def kept_format(self, cut: Cut) -> MatrixFormat | None:
+        if len(range(self.shape[1])[cut.inputs]) == self.shape[1]:
+            return self.format
+        if self.format.is_shuffled:
+            return None  # a rank has parts of most groups, which may have any size
+        groups = torch.arange(self.shape[1]) // self.group_size
+        size = common_size(groups[cut.inputs], self.group_size)
+        if self._is_too_small(size):
+            return None
+        return replace(self.format, group_size=min(size, cut.shape[1]))
+
+    def _is_too_small(self, size: int) -> bool:
+        """Whether groups are kept as floats."""
+        return size < min(SMALLEST_GROUP, self.group_size)
+
     def nbytes(self, is_native: bool) -> int:
         num_outputs, num_inputs = self.shape
         bits = self.format.bits
+        by_group = (4 if is_native else 2) + (0 if self.format.is_symmetric else 1)
         if is_native:
             bits = 4 if bits <= 4 else 8
-        by_group = (4 if is_native else 2) + (0 if self.format.is_symmetric else 1)
-        return num_outputs * (num_inputs * bits // 8 + self.num_groups * by_group)
+            # Groups are filled up to whole blocks.
+            num_inputs += self.num_groups * (-min(self.group_size, num_inputs) % 32)
+        order_bytes = 4 * num_inputs if self.format.is_shuffled else 0
+        return num_outputs * (num_inputs * bits // 8 + self.num_groups * by_group) + order_bytes
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -112,7 +134,10 @@ class GroupReader(ABC):
         return stored
 
     def _number(self, tensor: Tensor, generator: Generator) -> None:
-        tensor.copy_(torch.arange(len(tensor), device=tensor.device) // self.group_size)
+        groups = torch.arange(len(tensor)) // self.group_size
+        if self.format.is_shuffled:  # alike for all matrices with these inputs
+            groups = groups[torch.randperm(len(groups), generator=Generator().manual_seed(0))]
+        tensor.copy_(groups)
 
     @abstractmethod
     def _stored(self) -> dict[str, StoredTensor]:
@@ -160,7 +185,7 @@ class GroupReader(ABC):
             order=None if order is None else order.int(),
             is_e2m1=self.format.layout == "mxfp4",
         )
-        if size < min(SMALLEST_GROUP, self.group_size):
+        if self._is_too_small(size):
             return _padded(weights.dequantize(), cut.shape)
         return padded_groups(replace(weights, group_size=min(size, cut.shape[1])), cut.shape)
 
@@ -475,6 +500,9 @@ class ScaledReader:
 
     def _filled_scales(self, tensor: Tensor, generator: Generator) -> None:
         tensor.fill_(USUAL_WEIGHT / RANDOM_SPREAD)
+
+    def kept_format(self, cut: Cut) -> MatrixFormat | None:
+        return self.format
 
     def read(self, tensors: Tensors, cuts: Sequence[Cut]) -> list[Share | QuantizedWeights]:
         scales = self._floats(tensors, self.format.scale_name, self._grid)
