@@ -135,6 +135,8 @@ def parse_quantization(values: CheckedValues) -> QuantizationConfig:
     method = values.text("quant_method", "").lower()
     if not method and "config_groups" in values.values:
         method = "compressed-tensors"
+    if not method and {"producer", "quantization"} <= values.values.keys():
+        method = "modelopt"  # as in its own file
     method = SAME_METHODS.get(method, method)
     if method not in _PARSERS:
         raise ModelError(
@@ -470,17 +472,21 @@ _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
 _INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
 _FP8 = {"num_bits": 8, "type": "float"}
 _BY_TOKEN = {"num_bits": 8, "strategy": "token", "dynamic": True}
+_FP8_BY_TOKEN = {**_BY_TOKEN, "type": "float"}
 PRESETS: dict[str, dict[str, Any]] = {
     "W4A16": {"weights": _INT4},
     "W4A16_ASYM": {"weights": {**_INT4, "symmetric": False}},
     "W8A16": {"weights": {**_INT4, "num_bits": 8}},
     "W8A8": {"weights": _INT8, "input_activations": _BY_TOKEN},
     "INT8": {"weights": _INT8, "input_activations": _BY_TOKEN},
-    "FP8": {"weights": _FP8, "input_activations": {"dynamic": False}},
-    "FP8_DYNAMIC": {"weights": {**_FP8, "strategy": "channel"}, "input_activations": _BY_TOKEN},
+    "FP8": {"weights": _FP8, "input_activations": {**_FP8, "dynamic": False}},
+    "FP8_DYNAMIC": {
+        "weights": {**_FP8, "strategy": "channel"},
+        "input_activations": _FP8_BY_TOKEN,
+    },
     "FP8_BLOCK": {
         "weights": {**_FP8, "strategy": "block", "block_structure": [128, 128]},
-        "input_activations": _BY_TOKEN,
+        "input_activations": _FP8_BY_TOKEN,
     },
 }
 """Schemes that groups may name instead of writing them out."""
@@ -512,15 +518,21 @@ def _parse_group(values: CheckedValues, key: str, group: object, usual: str) -> 
         is_packed = bits == 4 or (kind == "int" and group.get("input_activations") is None)
         name = "pack-quantized" if is_packed else "naive-quantized"
     if name not in (*PACKED_FORMATS, *PLAIN_FORMATS):
-        values.fail(f"{key}.format", f"one of {', '.join((*PACKED_FORMATS, *PLAIN_FORMATS))}", name)
+        supported = ", ".join((*PACKED_FORMATS, *PLAIN_FORMATS))
+        raise _unsupported(values, f"{key}.format", name, supported)
     group_size = _group_size(checked, "group_size") if strategy == "group" else None
     if kind == "float" and bits == 4:
         if name != "mxfp4-pack-quantized" or group_size != MXFP4_GROUP:
-            values.fail(f"{key}.weights", f"MXFP4 (groups of {MXFP4_GROUP}), if float4", weights)
+            supported = f"MXFP4 (groups of {MXFP4_GROUP})"
+            raise _unsupported(values, f"{key}.weights", weights, supported)
         return _Scheme(targets, GroupFormat("mxfp4", 4, group_size, is_symmetric=True))
     if name == "pack-quantized":
-        if kind != "int" or bits not in (4, 8):
-            values.fail(f"{key}.weights.num_bits", "4 or 8 (type int)", bits)
+        if kind != "int" or bits not in (2, 3, 4, 8):
+            found = f"{kind} of {bits} bits"
+            raise _unsupported(values, f"{key}.weights", found, "2, 3, 4 and 8 bits of type int")
+        if weights.get("strategy") not in (None, "group", "channel"):
+            key = f"{key}.weights.strategy"
+            raise _unsupported(values, key, strategy, "group and channel where codes are packed")
         has_order = weights.get("actorder") in (True, "group", "dynamic")
         return _Scheme(
             targets,
@@ -533,8 +545,10 @@ def _parse_group(values: CheckedValues, key: str, group: object, usual: str) -> 
                 is_shuffled=has_order and group_size is not None,
             ),
         )
-    if bits != 8 and name != "naive-quantized":
-        values.fail(f"{key}.weights.num_bits", "8", bits)
+    # Integers of fewer bits lie in bytes of their own.
+    if bits != 8 and (kind == "float" or bits not in range(2, 8)):
+        found = f"{kind} of {bits} bits"
+        raise _unsupported(values, f"{key}.weights", found, "float of 8 and int of 2 to 8 bits")
     block = _block(checked, "block_structure") if strategy == "block" else None
     if strategy == "group":
         block = (1, group_size or 1)
@@ -542,8 +556,21 @@ def _parse_group(values: CheckedValues, key: str, group: object, usual: str) -> 
     if inputs is not None and not isinstance(inputs, dict):
         values.fail(f"{key}.input_activations", "an object or null", inputs)
     rounding = None if inputs is None else ("dynamic" if inputs.get("dynamic") else "static")
+    if inputs is not None and inputs.get("type", "int") != kind:
+        # Inputs are rounded as weights are, or not at all.
+        if rounding == "static":
+            found = f"static scales of inputs of another type than {kind}"
+            raise _unsupported(values, f"{key}.input_activations", found, "dynamic ones")
+        rounding = None
     dtype = "float8_e4m3fn" if kind == "float" else "int8"
     return _Scheme(targets, ScaledFormat(dtype, strategy, block, inputs=rounding))
+
+
+def _unsupported(values: CheckedValues, key: str, found: object, supported: str) -> ModelError:
+    return ModelError(
+        f"{values.file}: {key} is {found}, which is not supported; supported: {supported}. To run "
+        f"the model, {REMEDY}."
+    )
 
 
 def _closeness(targets: Sequence[str], module: str) -> int:

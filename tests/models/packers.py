@@ -162,8 +162,10 @@ def scaled(
     input_scale: float | None = None,
     input_zero: int | None = None,
     has_zeros: bool = False,
+    largest: float | None = None,
 ) -> Packer:
-    largest = 448.0 if dtype == torch.float8_e4m3fn else 127.0
+    if largest is None:
+        largest = 448.0 if dtype == torch.float8_e4m3fn else 127.0
 
     def pack(weight: Tensor) -> Packed:
         if strategy == "tensor":
@@ -347,11 +349,20 @@ CASES: dict[str, Case] = {
         compressed({**INT4, "symmetric": False, "actorder": "group"}, format="pack-quantized"),
         packed(sym=False, order=True),
     ),
+    "w3a16 asym": case(
+        compressed({**INT4, "num_bits": 3, "symmetric": False}, format="pack-quantized"),
+        packed(3, sym=False),
+    ),
+    "w2a16": case(compressed({**INT4, "num_bits": 2}, format="pack-quantized"), packed(2)),
     "w8a16": case(compressed(INT8, format="pack-quantized"), packed(8, None)),
     "w8a8": case(
         compressed(INT8, TOKENS, format="int-quantized"),
         scaled("channel", dtype=torch.int8),
         rounding=int8_tokens,
+    ),
+    "w4a8": case(
+        compressed({**INT8, "num_bits": 4}, FP8_TOKENS, format="int-quantized"),
+        scaled("channel", dtype=torch.int8, largest=7),
     ),
     "w8a8 static": case(
         compressed(

@@ -315,10 +315,29 @@ def test_damage_is_named_with_its_tensor(
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt must be e4m3"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two"),
         (
-            packers.compressed({**packers.INT4, "num_bits": 3}, format="pack-quantized"),
-            r"weights.num_bits must be 4 or 8 \(type int\), got 3",
+            packers.compressed({**packers.INT4, "num_bits": 5}, format="pack-quantized"),
+            "weights is int of 5 bits, which is not supported.*`quire quantize`",
         ),
-        (packers.compressed(packers.INT4, format="nvfp4-pack-quantized"), "format must be one of"),
+        (
+            packers.compressed({**packers.INT4, "strategy": "tensor"}, format="pack-quantized"),
+            "strategy is tensor, which is not supported.*channel.*`quire quantize`",
+        ),
+        (
+            packers.compressed({**packers.INT8, "num_bits": 16}, format="int-quantized"),
+            "weights is int of 16 bits, which is not supported.*`quire quantize`",
+        ),
+        (
+            packers.compressed({**packers.FP8, "num_bits": 4}, format="float-quantized"),
+            r"supported: MXFP4 \(groups of 32\).*`quire quantize`",
+        ),
+        (
+            packers.compressed(packers.INT8, {**packers.FP8_TOKENS, "dynamic": False}),
+            "static scales of inputs of another type than int",
+        ),
+        (
+            packers.compressed(packers.INT4, format="nvfp4-pack-quantized"),
+            "format is nvfp4-pack-quantized, which is not supported.*`quire quantize`",
+        ),
         ({"quant_method": "compressed-tensors"}, "config_groups must be an object"),
         (
             packers.compressed(packers.INT4, sparsity_config={"format": "sparse-24-bitmask"}),
@@ -409,6 +428,18 @@ def test_what_older_versions_wrote(written: dict[str, Any], same: dict[str, Any]
         for weights in (written, same)
     )
     assert found == expected
+
+
+def test_a_configuration_as_modelopt_writes_it(tmp_path: Path) -> None:
+    """With its own file's contents in config.json, and no quant_method."""
+    model, one = small_model(""), CASES["modelopt"]
+    save_quantized(model, tmp_path, one)
+    expected = logits(tmp_path)
+    (tmp_path / "hf_quant_config.json").unlink()
+    file = tmp_path / "config.json"
+    described = {"producer": {"name": "modelopt", "version": "0.29"}, **one.config}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": described}))
+    assert torch.equal(logits(tmp_path), expected)
 
 
 @pytest.mark.parametrize("name", ["fp8", "w4a16", "gptq"])

@@ -228,7 +228,7 @@ class AwqReader(GroupReader):
             )
         return {
             "qweight": StoredTensor((num_inputs, num_outputs // 8), WORDS, random_bits),
-            "qzeros": StoredTensor((self.num_groups, num_outputs // 8), WORDS, filled(0x88888888)),
+            "qzeros": StoredTensor((self.num_groups, num_outputs // 8), WORDS, filled_codes(8, 4)),
             "scales": StoredTensor((self.num_groups, num_outputs), FLOATS, self._filled_scales),
         }
 
@@ -258,20 +258,12 @@ class GptqReader(GroupReader):
     def _stored(self) -> dict[str, StoredTensor]:
         num_outputs, num_inputs = self.shape
         bits = self.format.bits
-        usual = sum(
-            (1 << (bits - 1)) - self.format.stores_zero_less_one << at
-            for at in range(0, 32 - bits + 1, bits)
-        )
-        zeros = filled(usual) if 32 % bits == 0 else filled_bytes(self._usual_zeros_of_3_bits())
+        zeros = filled_codes((1 << (bits - 1)) - self.format.stores_zero_less_one, bits)
         return {
             "qweight": StoredTensor((num_words(num_inputs, bits), num_outputs), WORDS, random_bits),
             "qzeros": StoredTensor((self.num_groups, num_words(num_outputs, bits)), WORDS, zeros),
             "scales": StoredTensor((self.num_groups, num_outputs), FLOATS, self._filled_scales),
         }
-
-    def _usual_zeros_of_3_bits(self) -> bytes:
-        zero = 4 - self.format.stores_zero_less_one
-        return sum(zero << 3 * i for i in range(8)).to_bytes(3, "little")
 
     def _codes(self, tensors: Tensors, outputs: slice, inputs: slice) -> Tensor:
         return unpacked_down(tensors["qweight"], inputs, outputs, self.format.bits)
@@ -304,9 +296,9 @@ class PackedReader(GroupReader):
             "weight_shape": StoredTensor((2,), (torch.int64, torch.int32), self._filled_shape),
         }
         if not self.format.is_symmetric:
-            usual = filled(0x88888888 if bits == 4 else 0x80808080)
             shape = (num_words(num_outputs, bits), groups)
-            stored["weight_zero_point"] = StoredTensor(shape, WORDS, usual)
+            zeros = filled_codes(1 << (bits - 1), bits, by_column=True)
+            stored["weight_zero_point"] = StoredTensor(shape, WORDS, zeros)
         return stored
 
     def _filled_shape(self, tensor: Tensor, generator: Generator) -> None:
@@ -685,22 +677,25 @@ def _check_finite(tensor: str, values: Tensor) -> None:
 
 
 def filled(value: float) -> Callable[[Tensor, Generator], None]:
-    """Writes one number; a word of 32 bits may be given without its sign."""
-    signed = value - (1 << 32) if value >= 1 << 31 else value
+    """Writes one number."""
 
     def fill(tensor: Tensor, generator: Generator) -> None:
-        tensor.fill_(signed)
+        tensor.fill_(value)
 
     return fill
 
 
-def filled_bytes(pattern: bytes) -> Callable[[Tensor, Generator], None]:
-    """Writes some bytes again and again."""
+def filled_codes(
+    code: int, bits: int, by_column: bool = False
+) -> Callable[[Tensor, Generator], None]:
+    """Writes one code again and again into the words of each row, or column."""
+    pattern = torch.tensor(list(sum(code << bits * i for i in range(8)).to_bytes(bits, "little")))
 
     def fill(tensor: Tensor, generator: Generator) -> None:
-        stored = tensor.view(-1).view(torch.uint8)
-        repeated = torch.tensor(list(pattern), dtype=torch.uint8, device=tensor.device)
-        stored.copy_(repeated.repeat(-(-len(stored) // len(pattern)))[: len(stored)])
+        target = tensor.t() if by_column else tensor
+        count = target.shape[1] * target.element_size()
+        row = pattern.repeat(-(-count // bits))[:count].to(torch.uint8).view(tensor.dtype)
+        target.copy_(row.expand(target.shape))
 
     return fill
 
