@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from compressed_tensors.quantization import preset_name_to_scheme
@@ -30,6 +31,7 @@ from quire.layers.parallel import Parallel, Stage
 from quire.layers.quantization.packed import Packed, PackQuantized
 from quire.layers.quantization.readers import join_alike
 from quire.layers.weights import Build, Matrix, MatrixLayer, Share
+from quire.models import loader
 from quire.models.loader import count_weight_bytes, held_weight_bytes, load_model
 from quire.protocol.errors import ModelError
 from tests.layers.ranks import on_ranks
@@ -562,6 +564,47 @@ def test_weights_are_rounded_while_they_load(
     assert (error <= bound).all()
     # Blocks of 8 bits that do not divide a rank's inputs are floats on a CPU.
     assert (error.max() > 0) == (quantization != "int8" or size == 1)
+
+
+class LiveBytes:
+    """How much memory of tensors that were made here is in use, and was at most."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        # Every view of its memory keeps an array alive.
+        array = np.empty(tensor.nbytes, dtype=np.uint8)
+        self.now += array.nbytes
+        self.most = max(self.most, self.now)
+        weakref.finalize(array, self._drop, array.nbytes)
+        return torch.from_numpy(array).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def _drop(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+
+@pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])
+def test_a_rounded_model_is_never_there_whole(
+    quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither as read from files nor as brought to the device: one layer at a time at most."""
+    model = random_model("llama", num_hidden_layers=8).to(torch.bfloat16)
+    save_safetensors(model, tmp_path)
+    tensors = model.state_dict()
+    on_host, on_device = LiveBytes(), LiveBytes()
+    read = ((name, on_host.copy(tensor)) for name, tensor in tensors.items())
+    monkeypatch.setattr(loader, "iter_weights", lambda *given: read)
+    monkeypatch.setattr(loader, "stays_here", on_device.copy)
+    config = load_model_config(str(tmp_path))
+    loaded = load_model(config, dtype=torch.float32, device="cpu", quantization=quantization)
+    up = tensors["model.layers.0.mlp.up_proj.weight"].nbytes
+    largest = max(2 * up, tensors["lm_head.weight"].nbytes)
+    whole = sum(tensor.nbytes for tensor in tensors.values())
+    assert 0 < on_host.most <= largest + up < whole / 6
+    assert 0 < on_device.most <= largest
+    assert on_host.now == on_device.now == 0, "the model keeps nothing of it"
+    assert held_weight_bytes(loaded)
 
 
 @pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])
