@@ -132,10 +132,13 @@ class PackReferences(PackQuantized):
         ]
 
 
-def make_layer(name: str, parallel: Parallel, by_rows: bool, block: int) -> tuple[Any, Tensor]:
+def make_layer(
+    name: str, parallel: Parallel, by_rows: bool, block: int, shape: tuple[int, int] = (96, 96)
+) -> tuple[Any, Tensor]:
     """A layer with this rank's share of a random matrix, and the whole matrix."""
     one = CASES[name]
-    weight = torch.randn(96, 96, generator=torch.Generator().manual_seed(3))
+    num_outputs, num_inputs = shape
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(3))
     packer = one.packer_for("model.layers.0.self_attn.q_proj.weight")
     assert packer is not None
     tensors, exact = packer(weight)
@@ -151,7 +154,7 @@ def make_layer(name: str, parallel: Parallel, by_rows: bool, block: int) -> tupl
     method = Packed(PackReferences(torch.float32, torch.device("cpu")), formats=formats)
     build = Build(torch.float32, torch.device("cpu"), parallel, lambda path: method, block)
     make = RowLinear if by_rows else ColumnLinear
-    layer = make(96, 96, False, build)
+    layer = make(num_inputs, num_outputs, False, build)
     for key, tensor in tensors.items():
         layer.load(key, (), tensor)
     return layer, exact
@@ -168,22 +171,37 @@ def matrix_of(layer: MatrixLayer) -> Tensor:
     return layer.method.apply(layer, torch.eye(width), None).t()
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "static" not in name])
+def check_shares(name: str, size: int, block: int, by_rows: bool, shape: tuple[int, int]) -> int:
+    """That what all ranks keep is the matrix, and zeros; returns how many columns, or rows, of
+    these there are."""
+    shares = []
+    for rank in range(size):
+        layer, exact = make_layer(name, Parallel(rank, size), by_rows, block, shape)
+        parts = [one.rows(torch.arange(one.num_outputs)) for one in layer.matrices]
+        shares.append(torch.cat(parts) if by_rows else torch.cat(parts).t())
+    joined, whole = torch.cat(shares, 1), exact if by_rows else exact.t()
+    width = whole.shape[1]
+    torch.testing.assert_close(joined[:, :width], whole, rtol=1e-5, atol=1e-6)
+    assert not joined[:, width:].any()
+    return joined.shape[1] - width
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_ranks_have_their_shares_and_padding_is_zero(name: str) -> None:
     """Where words, groups and blocks are cut, where there is padding, and nothing but that."""
-    if name == "modelopt":
-        return  # its scale of inputs does not hold 1
     for size, block, by_rows in ((5, 1, True), (5, 8, True), (2, 1, True), (5, 1, False)):
-        shares = []
-        for rank in range(size):
-            layer, exact = make_layer(name, Parallel(rank, size), by_rows, block)
-            shares.append(matrix_of(layer))
-        joined = torch.cat(shares, 1 if by_rows else 0)
-        whole = exact if by_rows else exact.t()
-        joined = joined if by_rows else joined.t()
-        torch.testing.assert_close(joined[:, :96], whole, rtol=1e-5, atol=1e-6)
-        assert joined.shape[1] > 96 or size == 2
-        assert not joined[:, 96:].any()
+        padding = check_shares(name, size, block, by_rows, (96, 96))
+        assert padding or size == 2
+
+
+@pytest.mark.parametrize("shape", [(576, 320), (192, 448)], ids=str)
+@pytest.mark.parametrize("name", ["fp8 block", "fp8 block of others", "fp8 block of one row"])
+def test_ranks_have_several_blocks(name: str, shape: tuple[int, int]) -> None:
+    """Whole ones as far as possible, and cut ones at the edges."""
+    for size in (2, 3):
+        for block in (1, 128):
+            for by_rows in (True, False):
+                check_shares(name, size, block, by_rows, shape)
 
 
 def test_shards_that_differ_stay_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
