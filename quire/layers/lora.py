@@ -571,10 +571,8 @@ class AdaptedMethod:
     def reads_blocks(self) -> bool:
         return self._inner.reads_blocks
 
-    def extra_bytes(
-        self, shard_key: ShardKey, num_outputs: int, num_inputs: int, stored: str | None
-    ) -> int:
-        return self._inner.extra_bytes(shard_key, num_outputs, num_inputs, stored)
+    def extra_bytes(self, layer: MatrixLayer, shard_key: ShardKey, stored: str | None) -> int:
+        return self._inner.extra_bytes(layer, shard_key, stored)
 
     def create_weights(self, layer: MatrixLayer, outputs: Axis, inputs: Axis, build: Build) -> None:
         self._inner.create_weights(layer, outputs, inputs, build)

@@ -17,7 +17,13 @@ DTYPES = {
     torch.int8: "I8",
     torch.int32: "I32",
     torch.int64: "I64",
+    torch.int16: "I16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float64: "F64",
+    torch.float8_e5m2: "F8_E5M2",
 }
+ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 SHARD_BYTES = 5 * 10**9
 ENTRY_BYTES = 300
 """More than the header has for a tensor, its name aside."""
