@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from quire.config.structured import GrammarSettings
 from quire.engine.adapters import AdapterReader, Adapters
 from quire.engine.executors.base import Executor, PendingResult
-from quire.engine.monitor import Monitor, Stopwatch
+from quire.engine.monitor import Advisor, Monitor, StatusLog, Stopwatch
 from quire.engine.structured_output.build import Vocabulary
 from quire.engine.structured_output.compiler import Compilation
 from quire.engine.structured_output.grammars import POLL_S, Grammars
@@ -115,6 +115,15 @@ class EngineCore:
         self._integrity_check_due = -math.inf
 
     @property
+    def num_blocks(self) -> int:
+        return self.scheduler.limits.num_blocks
+
+    @property
+    def has_rank_processes(self) -> bool:
+        """Whether `free_workers` may be called while a step waits for them."""
+        return self.executor.look_s is not None
+
+    @property
     def has_work(self) -> bool:
         """Whether `step` would do anything. Where it would not, a loop may sleep for `wait_s`."""
         if self.executor.failure is not None and self.death is None:
@@ -158,7 +167,7 @@ class EngineCore:
         future is returned, it tells later whether the request is refused after all, once its
         grammar is compiled and its adapter loaded."""
         self.check(request)
-        compilation, now = compilation or self.grammars.compile(request), self.clock()
+        compilation, now = compilation or self.compile_grammar(request), self.clock()
         num_awaited = (compilation is not None) + (request.adapter is not None)
         self.scheduler.add(request, num_awaited, now)
         self.monitor.arrived(request)
@@ -168,6 +177,10 @@ class EngineCore:
         if request.adapter is not None and self.adapters is not None:
             accepted.append(self.adapters.add(request, now))
         return _all_of(accepted)
+
+    def compile_grammar(self, request: NewRequest) -> Compilation | None:
+        """Begin to compile a request's grammar before it is added; None where it has none."""
+        return self.grammars.compile(request)
 
     def abort(self, request_id: str, reason: str = "abort", key: int | None = None) -> None:
         """End a request, or one sequence of it. Unknown ones are ignored: ends and aborts cross."""
@@ -338,7 +351,16 @@ class EngineCore:
         self.grammars.shutdown()
         if self.adapters is not None:
             self.adapters.shutdown()
+        self.free_workers()
+
+    def free_workers(self) -> None:
+        """End the processes of ranks and give devices' memory back; all else stays as it is."""
         self.executor.shutdown()
+
+    def watch(self, logs_status: bool) -> None:
+        """From now on give advice about settings and, if wanted, log a line while busy."""
+        self.monitor.advisor = Advisor(self.scheduler, self.scheduler.limits)
+        self.monitor.status = StatusLog(self.scheduler) if logs_status else None
 
     # --- operating --------------------------------------------------------------------------------
 
@@ -372,11 +394,14 @@ class EngineCore:
         self, tokenizer_json: str, vocab_size: int, eos_token_ids: list[int]
     ) -> None:
         """What grammars must know of the tokenizer. Clients of one engine all say the same."""
-        compiler = self.grammars.compiler
-        if not compiler.has_vocabulary:
+        if not self.grammars.compiler.has_vocabulary:
             given = Vocabulary(tokenizer_json, vocab_size, tuple(eos_token_ids))
-            compiler.set_vocabulary(lambda: given)
-            compiler.prepare()
+            self.read_vocabulary_by(lambda: given)
+            self.grammars.compiler.prepare()
+
+    def read_vocabulary_by(self, read: Callable[[], Vocabulary]) -> None:
+        """As `set_vocabulary`, where the first grammar needs it."""
+        self.grammars.compiler.set_vocabulary(read)
 
     def load_adapter(
         self, lora_name: str, lora_int_id: int, lora_path: str, load_inplace: bool = False

@@ -103,7 +103,7 @@ def _start_session(options: EngineOptions) -> tuple[Session, EngineCore]:
         engine = start_engine(options, model)
         session = Session(engine.model, engine.options, tokenizer)
         if session.has_tokenizer:
-            engine.core.grammars.compiler.set_vocabulary(session.vocabulary)
+            engine.core.read_vocabulary_by(session.vocabulary)
         return session, engine.core
 
 
