@@ -434,7 +434,8 @@ class SamplingParams:
                 stacklevel=4,
             )
             self.structured_outputs, self.guided_decoding = self.guided_decoding, None
-        self.structured_outputs = as_structured_outputs(self.structured_outputs)
+        if self.structured_outputs is not None:
+            self.structured_outputs = as_structured_outputs(self.structured_outputs)
 
     def _normalise_greedy(self) -> None:
         if self.temperature < GREEDY_BELOW:
