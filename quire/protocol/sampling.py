@@ -517,6 +517,8 @@ class BeamSearchParams:
     max_tokens: int
     ignore_eos: bool = False
     temperature: float = 0.0
+    """Checked, and without effect: log-probabilities are those of the logits as the model gives
+    them, as vLLM's are unless it is started with another `logprobs_mode`."""
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
     structured_outputs: Any = None
