@@ -16,8 +16,8 @@ from quire.engine.adapters import AdapterReader, Adapters
 from quire.engine.executors.base import Executor, PendingResult
 from quire.engine.memory_pressure import MemoryPressure
 from quire.engine.monitor import Advisor, Monitor, StatusLog, Stopwatch
-from quire.engine.structured_output.build import Vocabulary
 from quire.engine.structured_output.compiler import Compilation
+from quire.engine.structured_output.grammar_source import Vocabulary
 from quire.engine.structured_output.grammars import POLL_S, Grammars
 from quire.metrics.engine import EngineMetrics, EngineStatistics
 from quire.metrics.instruments import Readings
