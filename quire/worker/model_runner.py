@@ -84,7 +84,6 @@ class ModelRunner:
         self.sampler = sampler
         self._shares_prefixes, self._max_queries = shares_prefixes, max_queries
         self._parallel, self._stage = parallel, parallel.stage
-        self._is_first, self._is_last = self._stage.is_first, self._stage.is_last
         self.expert_counter = ExpertCounter.of(model, table.device)
         """None for models without experts."""
         self.graphs: StepGraphs | None = None
@@ -118,7 +117,7 @@ class ModelRunner:
         if self.graphs is not None and not (self._prompt_logprob_rows or self._pooled_rows):
             replayed = self.graphs.replay(plan, staged, prefixes, uses_adapters)
             if replayed is not None:
-                logits = replayed if self._is_last else None
+                logits = replayed if self._stage.is_last else None
                 self._executed = _Executed(plan, staged, logits, None)
                 return
         batch = gather_batch(self.table, plan, staged, prefixes, uses_adapters)
@@ -126,13 +125,13 @@ class ModelRunner:
             self.adapters.begin_step(batch)
         attention = self.attention.plan(batch.attention)
         given: Tensor | None = None
-        if not self._is_first:
+        if not self._stage.is_first:
             given = self.model.new_hidden(plan.num_tokens)
             self._stage.receive(given)
         hidden = self.model(StepContext(batch.positions, attention, batch.token_ids, hidden=given))
         if self.expert_counter is not None and plan.num_tokens:
             self.expert_counter.take()
-        if self._is_last:
+        if self._stage.is_last:
             logits = self.model.logits(hidden[batch.sample_indices])
             self._executed = _Executed(plan, staged, logits, hidden)
         else:
@@ -152,7 +151,7 @@ class ModelRunner:
 
     def update_rows(self, plan: StepPlan) -> StagedRows:
         """Bring the rows up to the plan: all that a step sends to the device."""
-        if not self._is_last:
+        if not self._stage.is_last:
             return self.table.update(plan)
         for row in plan.freed_rows.tolist():
             self.sampler.remove(row)
@@ -352,7 +351,7 @@ class ModelRunner:
         max_rows = len(self.table.num_tokens)
         sizes = sorted({min(size, max_rows) for size in COMPILE_SIZES})
         with CompilingTogether(num_threads):
-            if self._is_last:
+            if self._stage.is_last:
                 self.sampler.warm_up(self.model.dtype)
             for plan in self._warm_up_plans(sizes):
                 self.execute(plan)
@@ -366,7 +365,7 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Run steps of each kind. Their rows have no blocks of their own: all write to the first
         block of the cache, which holds nothing yet."""
-        if self._is_last:
+        if self._stage.is_last:
             self.sampler.warm_up(self.model.dtype)
         sizes = batch_sizes(len(self.table.num_tokens), self.graphs is not None)
         for plan in self._warm_up_plans(sizes):
