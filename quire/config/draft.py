@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quire.config.eagle3 import EAGLE3, Eagle3Config
-from quire.config.model import MTP_ARCHITECTURES, ModelConfig, load_model_config
+from quire.config.model import MTP_ARCHITECTURES, ModelConfig, read_model
 from quire.config.options import EngineOptions
 from quire.config.resolve import check_quantization
 from quire.config.speculative import FROM_MODEL, HEADS, SpeculativeConfig
@@ -45,12 +45,8 @@ def settle_speculation(options: EngineOptions, target: ModelConfig) -> EngineOpt
 
 def draft_config(options: EngineOptions, wanted: SpeculativeConfig) -> ModelConfig:
     """Of the model that `wanted` names; it is fetched if need be."""
-    return load_model_config(
-        wanted.model,
-        token=options.model.hf_token,
-        load_format=options.model.load_format,
-        download_dir=options.model.download_dir,
-    )
+    named = replace(options.model, model=wanted.model, revision=None, hf_overrides=None)
+    return read_model(named)
 
 
 def _check_vocabulary(config: ModelConfig, wanted: SpeculativeConfig, target: ModelConfig) -> None:

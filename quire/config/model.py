@@ -15,6 +15,7 @@ from quire.config.experts import ExpertsConfig, read_experts
 from quire.config.gguf_model import translate_gguf
 from quire.config.latent import LatentConfig, read_latent
 from quire.config.locate import ModelSource, locate_model
+from quire.config.options import ModelOptions
 from quire.config.quantization import QuantizationConfig, read_quantization
 from quire.files.gguf import GGUFFile
 from quire.files.json_file import REPAIR, REQUIRED, CheckedValues, read_json_object
@@ -354,6 +355,21 @@ def load_model_config(
     if load_format != "dummy":
         check_size(config, _description(source))
     return config
+
+
+def read_model(
+    wanted: ModelOptions, before_weights: Callable[[ModelConfig], None] | None = None
+) -> ModelConfig:
+    """The configuration of the model that options name, as `load_model_config` reads it."""
+    return load_model_config(
+        wanted.model,
+        revision=wanted.revision,
+        token=wanted.hf_token,
+        hf_overrides=wanted.hf_overrides,
+        load_format=wanted.load_format,
+        download_dir=wanted.download_dir,
+        before_weights=before_weights,
+    )
 
 
 def _description(source: ModelSource) -> Path:

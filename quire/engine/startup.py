@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.config.device import DeviceInfo
 from quire.config.draft import settle_speculation
-from quire.config.model import DRAFT_ARCHITECTURES, ModelConfig, load_model_config
+from quire.config.model import DRAFT_ARCHITECTURES, ModelConfig, read_model
 from quire.config.options import EngineOptions
 from quire.config.resolve import check_options, resolve
 from quire.config.structured import GrammarSettings
@@ -42,27 +41,13 @@ def find_model(options: EngineOptions) -> ModelConfig:
         device = LocalExecutor.device(options)
         LocalExecutor.check_before_fetch(resolve(options, model, device).options, model, device)
 
-    model = read_model(options, check)
+    model = read_model(options.model, check)
     if model.architecture in DRAFT_ARCHITECTURES:
         raise OptionError(
             f"{model.source.name} is an EAGLE-3 head, which drafts for another model; name that "
             "one, and the head in speculative_config['model']."
         )
     return model
-
-
-def read_model(
-    options: EngineOptions, before_weights: Callable[[ModelConfig], None] | None = None
-) -> ModelConfig:
-    return load_model_config(
-        options.model.model,
-        revision=options.model.revision,
-        token=options.model.hf_token,
-        hf_overrides=options.model.hf_overrides,
-        load_format=options.model.load_format,
-        download_dir=options.model.download_dir,
-        before_weights=before_weights,
-    )
 
 
 def start_engine(options: EngineOptions, model: ModelConfig) -> Engine:

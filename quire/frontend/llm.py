@@ -106,7 +106,7 @@ class LLM:
         self._llm_engine: LLMEngine | None = None
         # Processes of ranks end with the object; where there are none, nothing else holds the
         # worker.
-        ending = weakref.finalize(self, self._core.executor.shutdown)
+        ending = weakref.finalize(self, self._core.free_workers)
         ending.atexit = False
 
     # --- generating -----------------------------------------------------------------------------
@@ -471,7 +471,7 @@ class LLM:
                 if i >= COMPILED_AHEAD:
                     wait_for(i - COMPILED_AHEAD)
                 with naming_index(i):
-                    made.append(self._core.grammars.compile(new))
+                    made.append(self._core.compile_grammar(new))
             for i in range(max(len(made) - COMPILED_AHEAD, 0), len(made)):
                 wait_for(i)
         except BaseException:  # also Ctrl-C: the others are not wanted any more

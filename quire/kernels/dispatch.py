@@ -93,8 +93,8 @@ def _is_vector(x: Tensor) -> bool:
 
 
 def route(logits: Tensor, config: ExpertsConfig, bias: Tensor | None = None) -> Routing:
-    """The experts of each token by its router logits [tokens, experts]; `bias` [experts] is that of
-    the choice by sigmoid."""
+    """The experts of each token by its router logits [tokens, experts]; `bias` [experts] is the
+    score correction of sigmoid routers."""
     if logits.is_cuda:
         from quire.kernels.triton import routing as triton_routing
 

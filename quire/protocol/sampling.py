@@ -441,7 +441,8 @@ class SamplingParams:
                 stacklevel=4,
             )
             self.structured_outputs, self.guided_decoding = self.guided_decoding, None
-        self.structured_outputs = as_structured_outputs(self.structured_outputs)
+        if self.structured_outputs is not None:
+            self.structured_outputs = as_structured_outputs(self.structured_outputs)
 
     def _normalise_greedy(self) -> None:
         if self.temperature < GREEDY_BELOW:
@@ -523,6 +524,8 @@ class BeamSearchParams:
     max_tokens: int
     ignore_eos: bool = False
     temperature: float = 0.0
+    """Checked, and without effect: log-probabilities are those of the logits as the model gives
+    them, as vLLM's are unless it is started with another `logprobs_mode`."""
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
     structured_outputs: Any = None

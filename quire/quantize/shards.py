@@ -9,10 +9,10 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from quire.loading.dtypes import TORCH_FLOATS
+
 DTYPES = {
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
+    **{dtype: name for name, dtype in TORCH_FLOATS.items()},
     torch.float8_e4m3fn: "F8_E4M3",
     torch.int8: "I8",
     torch.int32: "I32",

@@ -10,15 +10,25 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 
 import numpy as np
 
 from quire.metrics.engine import EngineMetrics
 from quire.protocol.adapter import AdapterContent
 from quire.protocol.errors import RequestError
-from quire.protocol.output import FinishedSequence, StepOutput
+from quire.protocol.output import (
+    BlockState,
+    DeviceMemory,
+    EngineSnapshot,
+    FinishedSequence,
+    MemorySplit,
+    SequenceSnapshot,
+    StepOutput,
+)
 from quire.protocol.plan import (
     BoolArray,
     Float32Array,
@@ -153,6 +163,53 @@ class Scheduler:
             waits_for_blocks=waits_for_blocks,
         )
 
+    def set_gauges(self, memory: DeviceMemory) -> None:
+        """What metrics say of this moment."""
+        metrics, pool, blocks = self.metrics, self.kv.pool, self.kv.pool.states()
+        metrics.running.set(self.num_running)
+        num_held_back = len(self.waiting.held_back)
+        metrics.waiting.set(len(self.waiting) + num_held_back)
+        metrics.waiting_by_reason["capacity"].set(len(self.waiting))
+        metrics.waiting_by_reason["deferred"].set(num_held_back)
+        metrics.cache_usage.set(pool.num_used / pool.num_blocks)
+        metrics.shared_blocks.set(int((blocks == BlockState.SHARED).sum()))
+        metrics.cached_blocks.set(int((blocks == BlockState.CACHED).sum()))
+        c, rows = self.columns, self.ranked_rows()
+        slots = int(c.held_blocks[rows].sum()) * self.limits.block_size
+        metrics.waste.set(1.0 - int(c.held_tokens[rows].sum()) / slots if slots else 0.0)
+        split = MemorySplit.of(memory, blocks)
+        for kind, gauge in metrics.memory.items():
+            gauge.set(getattr(split, kind))
+
+    def snapshot(
+        self,
+        now: float,
+        memory: DeviceMemory,
+        max_waiting: int,
+        tables_of: Collection[int] | None,
+    ) -> EngineSnapshot:
+        """The scheduler's part of `EngineCore.snapshot`."""
+        blocks = self.kv.pool.states()
+        held = [self._at(row) for row in self.ranked_rows().tolist()]
+        held += [one for one in self.by_row if one is not None and one.status is Status.DRAINING]
+
+        def shown(sequence: Sequence) -> SequenceSnapshot:
+            has_table = tables_of is None or sequence.key in tables_of
+            return sequence.snapshot(blocks, has_table)
+
+        return EngineSnapshot(
+            time=now,
+            block_size=self.limits.block_size,
+            blocks=blocks,
+            running=[shown(one) for one in held],
+            waiting=[shown(one) for one in islice(self.waiting, max_waiting)],
+            num_waiting=len(self.waiting),
+            prompt_tokens_per_s=self.metrics.recent_prompt_tokens.per_second(now),
+            generation_tokens_per_s=self.metrics.recent_generation_tokens.per_second(now),
+            memory=MemorySplit.of(memory, blocks),
+            paused=self.pause is not Pause.NONE,
+        )
+
     # --- requests come and go -------------------------------------------------------------------
 
     def check(self, new: NewRequest) -> None:
@@ -239,6 +296,18 @@ class Scheduler:
                     self._drain(sequence)
             else:
                 self.end(sequence, reason, now)
+
+    def abort_where(self, chosen: Callable[[Sequence], bool], now: float) -> int:
+        """End the requests whose first sequence is chosen; returns how many."""
+        found = [name for name, (first, *_) in self.requests.items() if chosen(first)]
+        for request_id in found:
+            self.abort(request_id, now=now)
+        return len(found)
+
+    def set_pause(self, pause: Pause) -> None:
+        self.pause = pause
+        if pause is not Pause.NONE:
+            self.pace.rested()
 
     def take_ended(self) -> list[FinishedSequence]:
         """Terminal outputs that no `apply` has reported yet (aborts, failures)."""
@@ -828,6 +897,11 @@ class Scheduler:
 
     # --- failures -------------------------------------------------------------------------------
 
+    def request_ids(self, rows: Int32Array) -> list[str]:
+        """Of the requests whose sequences have these rows."""
+        found = (self.by_row[row] for row in rows)
+        return list(dict.fromkeys(one.request_id for one in found if one is not None))
+
     def recover(self, failed_step: int) -> None:
         """After a failed step nothing from it on is computed: every running sequence starts over
         from its known tokens, and draws the same random numbers again."""
@@ -864,8 +938,12 @@ class Scheduler:
 
     # --- maintenance ----------------------------------------------------------------------------
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError if a block or a row is leaked, lost or counted wrongly."""
+    def reset_prefix_cache(self) -> None:
+        self.kv.tree.reset()
+
+    def check_integrity(self) -> int:
+        """Raise AssertionError if a block or a row is leaked, lost or counted wrongly; returns how
+        many blocks are in use."""
         held = [sequence for sequence in self.by_row if sequence is not None]
         self.kv.check_integrity(held)
         assert len(held) + len(self.free_rows) == len(self.by_row), (
@@ -874,6 +952,7 @@ class Scheduler:
         if self.adapters is not None:
             used = Counter(one.adapter.digest for one in held if one.adapter is not None)
             self.adapters.check_integrity(used)
+        return self.kv.pool.num_used
 
     def _at(self, row: int | np.int32) -> Sequence:
         sequence = self.by_row[row]

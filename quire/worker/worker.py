@@ -147,7 +147,14 @@ class Worker:
         )
         reasons = "".join(f"; not {reason}" for reason in skipped)
         which = "" if group.window is None else f" (window of {group.window} tokens)"
-        logger.debug("attention%s: %s%s", which, backend.describe(), reasons)
+        numbers = "independent of" if backend.support.batch_invariant else "may depend on"
+        logger.debug(
+            "attention%s: %s, numbers of a request %s the rest of its batch%s",
+            which,
+            backend.describe(),
+            numbers,
+            reasons,
+        )
         if self.device.type == "cuda" and not backend.support.cuda_graphs:
             logger.debug("no CUDA graphs: attention by %s cannot be captured", backend.support.name)
         return backend

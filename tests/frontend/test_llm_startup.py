@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import warnings
@@ -176,3 +177,12 @@ def test_chat_without_a_template(tiny: Tiny, tmp_path: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     with tiny_llm(folder) as llm:
         refuses(lambda: llm.chat([{"role": "user", "content": "x"}], SHORT), "chat_template")
+
+
+def test_the_log_says_whether_numbers_depend_on_the_batch(
+    tiny: Tiny, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, "quire"), tiny_llm(tiny.folder):
+        pass
+    line = r"attention: cpu .*, numbers of a request independent of the rest of its batch"
+    assert any(re.search(line, message) for message in caplog.messages)

@@ -19,9 +19,9 @@ from dataclasses import replace
 from typing import Any
 
 from quire.config.log import configure_logging
+from quire.config.model import read_model
 from quire.config.options import EngineOptions
 from quire.engine.executors.channel import CUT_S, Channel, notice_cut
-from quire.engine.startup import read_model
 from quire.protocol import __version__
 from quire.protocol.codec import Decoder, encode, read_line
 from quire.protocol.errors import QuireError, RankMissing
@@ -101,7 +101,7 @@ class RankLoop:
         device = detect_device(self._options.device.device, self._start.device_index)
         if device.type == "cpu":
             device = replace(device, num_sharing=self._start.num_local)
-        self._device, self._config = device, read_model(self._options)
+        self._device, self._config = device, read_model(self._options.model)
         digest = hashlib.sha256(json.dumps(self._config.raw, sort_keys=True, default=str).encode())
         channel = self._start.channel
         self._answer(
