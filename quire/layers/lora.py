@@ -588,7 +588,7 @@ class AdaptedMethod:
         if tokens is not None:
             for slot, matrix in self._owner.saved.get(self._path, {}).items():
                 chosen = _tokens_of(tokens, slot)
-                result[chosen] = matrix.multiply(x[chosen], None, None)
+                result[chosen] = matrix.multiply(x[chosen], None, None).to(result.dtype)
             dispatch.add_adapters(x, result, bias, self.adapters, tokens)
         return result
 

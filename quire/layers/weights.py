@@ -372,7 +372,7 @@ class Matrix(Protocol):
     def multiply(
         self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
     ) -> torch.Tensor:
-        """x W^T + bias, into `out` if given."""
+        """x W^T + bias, into `out` if given, which may be float32 where the matrix is floats."""
         ...
 
     def multiply_normal(
@@ -493,7 +493,7 @@ class QuantizationMethod(Protocol):
         bias: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x W^T + bias, into `out` if given."""
+        """x W^T + bias, into `out` if given, which may be float32 where the matrix is floats."""
 
     def apply_expert(
         self, layer: MatrixLayer, expert: int, x: torch.Tensor, bias: torch.Tensor | None = None
