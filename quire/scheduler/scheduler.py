@@ -462,9 +462,10 @@ class Scheduler:
         adapter = sequence.adapter
         if adapter is None or self.adapters is None:
             return True
-        if self.adapters.has_room(adapter, sequence.has_begun):
+        priority = sequence.rank[0]
+        if self.adapters.has_room(adapter, sequence.has_begun, priority):
             return True
-        self.adapters.block(adapter, now)
+        self.adapters.block(adapter, now, priority)
         self.waiting.block(sequence)
         return False
 

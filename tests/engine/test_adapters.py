@@ -14,6 +14,7 @@ from quire.protocol.errors import EngineDeadError, RequestError
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams
 from quire.scheduler.adapters import AdapterSlots
+from quire.scheduler.queue import Lane
 from tests.engine.driver import Engine, numbers
 
 
@@ -27,6 +28,11 @@ def slots_of(engine: Engine) -> AdapterSlots:
     slots = engine.core.scheduler.adapters
     assert slots is not None
     return slots
+
+
+def lanes(**priorities: int) -> dict[str, list[Lane]]:
+    """What waits for adapters."""
+    return {name: [Lane(priority, 0, name)] for name, priority in priorities.items()}
 
 
 def test_without_adapters_a_request_for_one_is_refused() -> None:
@@ -70,6 +76,49 @@ def test_none_starves(wait_s: float) -> None:
     assert cold in one.ended and base in one.ended
 
 
+def test_what_waited_too_long_does_not_hold_up_better_priorities() -> None:
+    """It may never get a row, as long as there are enough of these."""
+    one = engine(1, wait_s=5.0, policy="priority", max_num_seqs=2)
+    first = one.add(numbers(5), max_tokens=20, adapter="hot-8")
+    one.step()
+    cold = one.add(numbers(6), max_tokens=1, adapter="cold-8", priority=5)
+    one.step()
+    equal = one.add(numbers(6), max_tokens=1, adapter="hot-8", priority=5)
+    base, hot = [], []
+    for step in range(60):
+        one.now += 1.0
+        while sum(key not in one.ended for key in base) < 4:
+            base.append(one.add(numbers(5, step), max_tokens=5))
+        if step % 10 == 9:
+            hot.append(one.add(numbers(5, step), max_tokens=4, adapter="hot-8"))
+        one.step()
+    assert slots_of(one)._due is not None and first in one.ended
+    assert set(hot[:4]) <= one.ended.keys() and cold not in one.ended and equal not in one.ended
+    one.finish()
+    assert cold in one.ended and equal in one.ended
+
+
+def test_of_what_waited_too_long_the_best_priority_gets_its_place_first() -> None:
+    slots = AdapterSlots(AdapterLimits(2, 8, 8, 5.0))
+    low, high, a = (AdapterContent(name, 1) for name in ("low", "high", "a"))
+    for one in (a, AdapterContent("b", 1)):
+        slots.acquire(one)
+    slots.acquire(a)
+    slots.block(low, 0.0, 5)
+    assert slots.unblock(6.0, lanes(low=5)) == []
+    assert not slots.has_room(AdapterContent("b", 1), False, 5), "it has fewer users, and leaves"
+    slots.block(high, 6.0, 1)
+    assert slots.unblock(7.0, lanes(low=5, high=1)) == []
+    assert slots._due == low and slots.has_room(a, False, 1)
+    slots.unblock(12.0, lanes(low=5, high=1))
+    assert slots._due == high
+    slots.release("b")
+    assert slots.unblock(13.0, lanes(low=5, high=1)) == ["high"]
+    slots.acquire(high)
+    slots.unblock(14.0, lanes(low=5))
+    assert slots._due == low
+
+
 def test_what_waited_too_long_keeps_its_place_free() -> None:
     """A small adapter does not take the chunk that a large one waits for."""
     one = engine(1, 16, wait_s=5.0)
@@ -91,10 +140,10 @@ def test_what_makes_way_is_chosen_again_when_another_took_its_place() -> None:
     for one in (a, b, c):
         slots.acquire(one)
     slots.block(large, 0.0)
-    assert slots.unblock(9.0, {"large"}) == [] and not slots.has_room(a, False)
+    assert slots.unblock(9.0, lanes(large=0)) == [] and not slots.has_room(a, False)
     slots.release("a")
     slots.release("b")
-    assert slots.unblock(9.0, {"large"}) == ["large"]
+    assert slots.unblock(9.0, lanes(large=0)) == ["large"]
     slots.acquire(other)  # whose turn comes first, and for which `a` goes
     assert not slots.has_room(b, False), "nothing would be left for the one that waits"
     assert slots.has_room(large, False)
@@ -112,7 +161,7 @@ def test_what_is_wanted_no_more_takes_no_place() -> None:
     for one in (large, gone, small):
         slots.block(one, 0.0)
     slots.release("a")
-    assert slots.unblock(0.0, {"large", "s"}) == ["s"]
+    assert slots.unblock(0.0, lanes(large=0, s=0)) == ["s"]
 
 
 def test_a_pause_does_not_wait_for_ever() -> None:
