@@ -113,16 +113,20 @@ class ModelRunner:
             if self.draft_kv is not None:
                 self.draft_kv.copy_blocks(staged.copy_sources, staged.copy_targets)
         prefixes = self._shared_prefixes(plan)
-        uses_adapters = self.adapters is not None and self.table.uses_adapters(plan)
-        if self.graphs is not None and not (self._prompt_logprob_rows or self._pooled_rows):
-            replayed = self.graphs.replay(plan, staged, prefixes, uses_adapters)
+        used: list[int] = []
+        is_eager = bool(self._prompt_logprob_rows or self._pooled_rows)
+        if self.adapters is not None:
+            used = self.table.used_adapters(plan)
+            is_eager = is_eager or self.adapters.layers.needs_eager_step(used)
+        if self.graphs is not None and not is_eager:
+            replayed = self.graphs.replay(plan, staged, prefixes, bool(used))
             if replayed is not None:
                 logits = replayed if self._stage.is_last else None
                 self._executed = _Executed(plan, staged, logits, None)
                 return
-        batch = gather_batch(self.table, plan, staged, prefixes, uses_adapters)
+        batch = gather_batch(self.table, plan, staged, prefixes, bool(used))
         if self.adapters is not None:
-            self.adapters.begin_step(batch)
+            self.adapters.begin_step(batch, used)
         attention = self.attention.plan(batch.attention)
         given: Tensor | None = None
         if not self._stage.is_first:
