@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -329,7 +330,7 @@ class AdapterLayers:
         layers._add_elsewhere(model.elsewhere)
         return layers
 
-    def _add_elsewhere(self, names: Collection[str]) -> None:
+    def _add_elsewhere(self, names: AbstractSet[str]) -> None:
         self._elsewhere |= names
         parts = [name.partition(".experts.") for name in names]
         self._experts_elsewhere |= {parent for parent, is_expert, _ in parts if is_expert}

@@ -53,6 +53,8 @@ class AdapterSlots:
         """Those without users, the least recently used first."""
         self._num_idle_chunks = 0
         self._pinned: set[str] = set()
+        self._was_used: set[str] = set()
+        """Those that a sequence had a row with since they were forgotten last."""
         self._since: dict[str, float] = {}
         """Since when requests wait for an adapter's place, the oldest first."""
         self._blocked: dict[str, AdapterContent] = {}
@@ -93,6 +95,7 @@ class AdapterSlots:
         if self._idle.pop(adapter.digest, None) is not None:
             self._num_idle_chunks -= len(found.chunks)
         found.num_users += 1
+        self._was_used.add(adapter.digest)
         if adapter.digest in self._blocked:  # others can follow
             self._has_changed = True
         else:
@@ -214,6 +217,15 @@ class AdapterSlots:
         self._has_changed = True
 
     # --- operating --------------------------------------------------------------------------------
+
+    def was_used(self, digest: str) -> bool:
+        """Whether a sequence had a row with an adapter since it was forgotten last."""
+        return digest in self._was_used
+
+    def forget(self, digest: str) -> None:
+        """The hosts have it no more; no sequence may use it."""
+        self.evict(digest)
+        self._was_used.discard(digest)
 
     def evict(self, digest: str) -> None:
         """Forget an adapter that no sequence uses, if it is here."""

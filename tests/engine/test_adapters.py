@@ -362,6 +362,85 @@ def test_on_the_host_none_starves_either() -> None:
     one.finish()
 
 
+@pytest.mark.parametrize("load_polls", [0, 3])
+@pytest.mark.parametrize("by_tenant", [False, True], ids=["priorities", "tenants"])
+def test_requests_that_only_wait_hold_no_place_on_the_host(
+    by_tenant: bool, load_polls: int
+) -> None:
+    """Two adapters have many requests, and one comes for a third: of a better priority, or of a
+    tenant that has had nothing yet."""
+    policy = "fcfs" if by_tenant else "priority"
+    one = Engine(
+        adapters=AdapterLimits(2, 8, 2, 2.0), policy=policy, max_num_seqs=2, load_polls=load_polls
+    )
+    low, high = ({"tenant": "a"}, {"tenant": "b"}) if by_tenant else ({"priority": 5}, {})
+    many = [one.add(numbers(5, i), max_tokens=8, adapter=f"a{i % 2}-8", **low) for i in range(30)]
+    one.step(10)
+    base: list[int] = []
+    key = one.add(numbers(6), max_tokens=2, adapter="c-8", **high)
+    for step in range(60):
+        one.now += 0.1
+        while not by_tenant and sum(other not in one.ended for other in base) < 4:
+            base.append(one.add(numbers(5, step), max_tokens=5, priority=1))
+        one.step()
+        assert len(one.toy.hosted) <= 2
+    assert key in one.ended and not set(many) <= one.ended.keys()
+    for _ in range(600):
+        one.now += 0.1
+        one.step()
+    one.finish()
+    assert {ended.finish_reason for ended in one.ended.values()} == {"length"}
+    assert set(many) <= one.ended.keys()
+
+
+def test_on_a_full_host_adapters_take_turns_and_requests_in_work_end() -> None:
+    """Each has been used before it makes way, however short the patience of the others."""
+    one = engine(2, max_host=2, wait_s=0.0, load_polls=2, max_num_seqs=2)
+    keys = [one.add(numbers(5, i), max_tokens=4, adapter=f"a{i % 5}-8") for i in range(25)]
+    for _ in range(400):
+        one.now += 1.0
+        one.step()
+        assert len(one.toy.hosted) <= 2
+    assert set(keys) == one.ended.keys()
+    assert one.core.metrics.adapters.host_evictions.value <= 25
+    one.finish()
+
+
+def test_a_request_that_lost_its_place_reads_its_folder_again() -> None:
+    one = engine(1, max_host=1, wait_s=0.0, max_num_seqs=1)
+    one.folders.holds["sql"] = "v1-8"
+    keys = [one.add(numbers(5, i), max_tokens=6, adapter="sql") for i in range(2)]
+    one.step(2)
+    other = one.add(numbers(6), max_tokens=2, adapter="b-8")
+    for _ in range(3):
+        one.now += 1.0
+        one.step()
+    one.folders.holds["sql"] = "v2-8"
+    one.toy.vanished.add("v1-8")
+    one.digests[keys[1]] = "v2-8"
+    for _ in range(20):
+        one.now += 1.0
+        one.step()
+    one.finish()
+    assert one.order == [keys[0], other, keys[1]]
+    assert {ended.finish_reason for ended in one.ended.values()} == {"length"}
+
+
+def test_the_host_is_bounded_by_bytes_too() -> None:
+    one = Engine(adapters=AdapterLimits(2, 16, None, 1e9, max_host_bytes=40))
+    for i, rank in enumerate([16, 8, 16, 8, 8, 8, 16]):
+        one.add(numbers(5, i), max_tokens=2, adapter=f"a{i}-{rank}")
+        one.finish()
+        held = sum(int(name.rpartition("-")[2]) for name in one.toy.hosted)
+        assert held <= 40
+    assert one.toy.hosted == {"a3-8", "a4-8", "a5-8", "a6-16"}
+    tiny = Engine(adapters=AdapterLimits(1, 16, None, 1e9, max_host_bytes=1))
+    for name in ("a-16", "b-16"):  # one is always held
+        tiny.add(numbers(5), adapter=name)
+        tiny.finish()
+    assert len(tiny.ended) == 2
+
+
 def test_an_adapter_and_a_preempted_row() -> None:
     """A row that is added again finds its adapter in another slot."""
     one = engine(2, num_blocks=10, policy="priority")
