@@ -353,17 +353,18 @@ class AdapterLayers:
         as its checkpoint names them. May be called on any thread."""
         matched = self._matched(weights)
         saved = {
-            place.path: self._matrix(place, own.saved["weight"])
-            for place, own in matched
+            place.path: self._matrix(path, place, own.saved["weight"])
+            for path, place, own in matched
             if "weight" in own.saved
         }
-        pairs = [(place, own) for place, own in matched if own.a is not None or "bias" in own.saved]
+        pairs = [one for one in matched if one[2].a is not None or "bias" in one[2].saved]
         count = self._num_slices
         state = torch.zeros(2 * count, dtype=torch.int32)
         pieces: list[dict[int, Tensor]] = []
-        for place, own in pairs:
+        for path, place, own in pairs:
             one = place.one
             a, b, bias, gains = self._rank_share(place, own)
+            self._check_numbers(path, place, a, b, bias, gains)
             num_chunks = -(-len(a) // CHUNK_ROWS)
             state[place.index] = num_chunks
             state[count + place.index] = (HAS_BIAS if bias is not None else 0) | (
@@ -378,8 +379,9 @@ class AdapterLayers:
                 if vector is not None:
                     pieces[0][offset] = _filled(vector.unsqueeze(0), 1, one.b_stride)
         if len(pieces) > self._max_chunks:
+            rank = max(len(own.a) for *_, own in pairs if own.a is not None)
             raise AdapterError(
-                f"The adapter has rank {max(len(own.a) for _, own in pairs if own.a is not None)}, "
+                f"The adapter has rank {rank}, "
                 f"and there is room for {self._max_chunks * CHUNK_ROWS}; raise max_lora_rank."
             )
         runs = [self._runs(one) for one in pieces]
@@ -492,9 +494,9 @@ class AdapterLayers:
 
     # --- what an adapter has, and where it belongs ------------------------------------------------
 
-    def _matched(self, weights: Mapping[str, LoraWeights]) -> list[tuple[_Place, LoraWeights]]:
+    def _matched(self, weights: Mapping[str, LoraWeights]) -> list[tuple[str, _Place, LoraWeights]]:
         """What is for each place of this rank."""
-        matched: list[tuple[_Place, LoraWeights]] = []
+        matched: list[tuple[str, _Place, LoraWeights]] = []
         unknown: list[str] = []
         problems: list[str] = []
         for path, own in weights.items():
@@ -510,7 +512,7 @@ class AdapterLayers:
             if problem is not None:
                 problems.append(f"{path} {problem}")
                 continue
-            matched.append((place, own))
+            matched.append((path, place, own))
         if unknown:
             problems.insert(0, f"the model has no {_listed(unknown)}")
         if problems:
@@ -536,7 +538,36 @@ class AdapterLayers:
         name = self._names.rename(f"{path}.weight").removesuffix(".weight")
         return name.replace(".block_sparse_moe.experts.", ".mlp.experts.")
 
-    def _matrix(self, place: _Place, weight: Tensor) -> Matrix:
+    def _check_numbers(
+        self,
+        path: str,
+        place: _Place,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        gains: Tensor | None,
+    ) -> None:
+        """Raises where numbers of a file that are finite become NaN or infinite in the model's
+        type, scaled and multiplied with each other: A [rank, inputs] and B [rank, outputs]."""
+        # The most that inputs of up to 1 give; of an embedding, one column of A is added.
+        rows = a.abs().amax(1) if place.is_embedding else a.abs().sum(1)
+        most = torch.finfo(self._dtype).max
+        computed = {
+            "lora_magnitude_vector, divided by the norms of rows,": gains,
+            "lora_A": a,
+            "lora_B, scaled": b,
+            "lora_B lora_A, scaled": rows @ b.abs(),
+            "what is added to the outputs": bias,
+        }
+        for name, values in computed.items():
+            if values is not None and not (values.abs() <= most).all():  # true of no NaN
+                raise AdapterError(
+                    f"{path}: {name} has numbers beyond {most:.3g}, the largest of "
+                    f"{str(self._dtype).removeprefix('torch.')}. The file is damaged, training "
+                    "went wrong, or lora_alpha is too large."
+                )
+
+    def _matrix(self, path: str, place: _Place, weight: Tensor) -> Matrix:
         """This rank's share of a weight, for a GPU still in host memory."""
         share = place.layer.rank_share("weight", place.shard_key, weight)
         assert isinstance(share, Tensor)
@@ -544,6 +575,12 @@ class AdapterLayers:
             (packed,) = PackFloats().pack([share])
             return packed
         share = share.to(self._dtype)
+        if not torch.isfinite(share).all():
+            raise AdapterError(
+                f"{path}: the saved weight has numbers that are too large for "
+                f"{str(self._dtype).removeprefix('torch.')}; set another dtype, or merge the "
+                "adapter."
+            )
         return DenseMatrix(share.pin_memory() if self._device.type == "cuda" else share)
 
     def _rank_share(

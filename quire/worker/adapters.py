@@ -41,7 +41,11 @@ class HostAdapters:
                 )
             # Before it takes memory: files of other bases may be of any size.
             self.layers.check(adapter_shapes(file, alternates=self._alternates))
-            held = self.layers.prepare(load_adapter(file, alternates=self._alternates))
+            weights = load_adapter(file, alternates=self._alternates)
+            try:
+                held = self.layers.prepare(weights)
+            except AdapterError as error:
+                raise AdapterError(f"{file.file}: {error}") from None
         except AdapterError as error:
             raise AdapterError(f"adapter {name!r}: {error}") from None
         self._held[digest] = held

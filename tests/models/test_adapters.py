@@ -518,6 +518,38 @@ def test_adapters_that_rest_cost_steps_nothing(tmp_path: Path) -> None:
     assert not layers.needs_eager_step([1]) and not list(layers.saved("lm_head"))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_numbers_that_overflow_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Each of a file's numbers is finite; what is computed from them is not."""
+    base = random_model("qwen2")
+    config = load_model_config(str(save_safetensors(base, tmp_path)))
+    model = load_model(config, dtype=dtype, device="cpu")
+    layers = AdapterLayers.of(model, max_adapters=1, num_chunks=1)
+    path, tokens = "model.layers.0.self_attn.q_proj", "model.embed_tokens"
+    num_outputs, num_inputs = base.get_submodule(path).weight.shape
+    a, b = torch.full((2, num_inputs), 0.1), torch.full((num_outputs, 2), 0.1)
+    root, large = torch.finfo(dtype).max ** 0.5, torch.finfo(dtype).max / 2
+
+    def refused(match: str, own: Weights, module: str = path) -> None:
+        with pytest.raises(AdapterError, match=f"{module}: {match}"):
+            layers.prepare({module: own})
+
+    refused("lora_B, scaled", Weights(a, b * large, scaling=100.0))
+    refused("lora_B lora_A, scaled", Weights(a * root * 10, b * root * 10))
+    refused("what is added", Weights(a, b, 9.0, bias=torch.full((num_outputs,), large)))
+    dim = base.get_submodule(tokens).weight.shape[1]
+    of_tokens = Weights(torch.full((1, config.vocab_size), root), torch.full((dim, 1), root / 2))
+    layers.prepare({tokens: of_tokens})  # of which one column at a time is used
+    of_tokens.scaling = 100.0
+    refused("lora_B lora_A, scaled", of_tokens, tokens)
+    layers.prepare({path: Weights(a * 10, b * 100, 2.0)})
+    if dtype == torch.float16:
+        refused("lora_A", Weights(a * 1e6, b / 1e6))
+        refused("lora_magnitude", Weights(a, b, magnitude=torch.full((num_outputs,), 1e9)))
+        weight = torch.full((config.vocab_size, dim), 1e6)
+        refused("the saved weight", Weights(saved={"weight": weight}), tokens)
+
+
 def test_what_latents_expand_with_takes_no_adapter(tmp_path: Path) -> None:
     base = random_model("deepseek_v3")
     config = load_model_config(str(save_safetensors(base, tmp_path)))
