@@ -42,6 +42,10 @@ class AdapterReader(Protocol):
 
     def read(self, reference: LoRARequest) -> Future[AdapterFile]: ...
 
+    def poll(self) -> None:
+        """Called now and then while a folder is read."""
+        ...
+
     def shutdown(self) -> None: ...
 
 
@@ -186,6 +190,7 @@ class Adapters:
         if not self.is_loading:
             return
         self._executor.listen()
+        self._reader.poll()
         while self._read:
             self._num_awaited -= 1
             self._take_file(*self._read.popleft(), now)

@@ -141,6 +141,9 @@ class ToyFolders:
         reading.set_result(file)
         return reading
 
+    def poll(self) -> None:
+        pass
+
     def shutdown(self) -> None:
         pass
 

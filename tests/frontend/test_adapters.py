@@ -284,6 +284,18 @@ def test_what_cannot_be_used(tiny: Tiny, llm: LLM, adapted: Adapted, tmp_path: P
     assert made(llm, adapted, PROMPTS[:1], ["a"]) == adapted.greedy("a", PROMPTS[:1], 12)
 
 
+def test_an_adapter_that_is_loaded_outlives_its_folder(
+    llm: LLM, adapted: Adapted, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(adapted.folder / "a", tmp_path / "a")
+    request = LoRARequest("gone", 8, str(folder))
+    assert llm.add_lora(request)
+    shutil.rmtree(folder)
+    outputs = llm.generate(PROMPTS[0], GREEDY, lora_request=request, use_tqdm=False)
+    assert [outputs[0].outputs[0].token_ids] == adapted.greedy("a", PROMPTS[:1], 12)
+    assert llm.remove_lora(8)
+
+
 def test_asyncio(tiny: Tiny, adapted: Adapted, tmp_path: Path) -> None:
     """A bad adapter costs its own request alone."""
 
