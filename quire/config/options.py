@@ -13,7 +13,7 @@ from quire.config.fields import check, option
 from quire.config.log import LEVELS
 from quire.config.speculative import SpeculativeConfig
 from quire.config.structured import GrammarSettings
-from quire.protocol.adapter import AdapterLimits, chunks_for
+from quire.protocol.adapter import AdapterLimits
 from quire.protocol.kv_spec import BLOCK_SIZES, FLOAT8, ITEM_BYTES
 from quire.protocol.request import SchedulingPolicy
 
@@ -387,7 +387,7 @@ class AdapterOptions(CheckedOptions):
     max_cpu_loras: int | None = option(
         None,
         "Adapters in the memory of the host, from where they come to the device.",
-        default_text="as many as the device can have of rank 8",
+        default_text="as many as fit into an eighth of its memory, by the size of their files",
         minimum=1,
     )
 
@@ -396,8 +396,7 @@ class AdapterOptions(CheckedOptions):
         """None: no adapters are served."""
         if not self.enable_lora:
             return None
-        most = self.max_loras * chunks_for(self.max_lora_rank)
-        return AdapterLimits(self.max_loras, self.max_lora_rank, self.max_cpu_loras or most)
+        return AdapterLimits(self.max_loras, self.max_lora_rank, self.max_cpu_loras)
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from quire.config.device import DeviceInfo
+from quire.config.device import DeviceInfo, cpu_memory
 from quire.config.draft import settle_speculation
 from quire.config.model import DRAFT_ARCHITECTURES, ModelConfig, read_model
 from quire.config.options import EngineOptions
@@ -15,10 +16,14 @@ from quire.config.structured import GrammarSettings
 from quire.engine.adapter_folders import AdapterFolders
 from quire.engine.core import EngineCore
 from quire.engine.executors.base import Executor
+from quire.protocol.adapter import AdapterLimits
 from quire.protocol.errors import OptionError
 from quire.scheduler.sequence import SchedulerLimits
 
 logger = logging.getLogger(__name__)
+
+ADAPTERS_SHARE = 1 / 8
+"""Of the host's memory, for adapters where max_cpu_loras is left out."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,14 @@ def _scheduler_limits(
         speculation=options.decoding.speculation,
         num_stages=options.parallel.pipeline_parallel_size,
         graph_tokens=executor.graph_tokens,
-        adapters=options.adapters.limits,
+        adapters=_adapter_limits(options),
         seed=options.model.seed,
         cache_identity=identity,
     )
+
+
+def _adapter_limits(options: EngineOptions) -> AdapterLimits | None:
+    limits = options.adapters.limits
+    if limits is None or limits.max_host_adapters is not None:
+        return limits
+    return replace(limits, max_host_bytes=int(ADAPTERS_SHARE * cpu_memory()[0]))

@@ -225,10 +225,9 @@ class Scheduler:
         for request_id in self.waiting.make_room(new, len(self.free_rows)):
             self.abort(request_id, DISPLACED, now=now)
         self._num_arrivals += 1
-        priority = new.priority if self.limits.policy == SchedulingPolicy.PRIORITY else 0
         sequences = make_sequences(
             new,
-            rank=(priority, self._num_arrivals),
+            rank=(self.priority(new), self._num_arrivals),
             unseeded=random_seed(self.limits.seed, self._num_arrivals),
             max_total=self.limits.max_total(new),
             root=self._root_of(new),
@@ -249,6 +248,32 @@ class Scheduler:
 
     def is_held_back(self, request_id: str) -> bool:
         return request_id in self.waiting.held_back
+
+    def is_queued(self, new: NewRequest) -> bool:
+        """Whether a request waits in the queue and has not begun."""
+        first, *_ = self.requests.get(new.request_id, [None])
+        if first is None or first.new is not new or first.has_begun:
+            return False
+        return not self.is_held_back(new.request_id)
+
+    def hold_back(self, new: NewRequest) -> None:
+        """Take a request out of the queue, where it has not begun, until `make_ready`."""
+        leader = self.requests[new.request_id][0]
+        self.waiting.remove(leader)
+        if new.wants_progress:
+            self.progress.remove(leader)
+        self.waiting.hold_back(leader, 1)
+
+    def priority(self, new: NewRequest) -> int:
+        """As the policy has it; smaller is better."""
+        return new.priority if self.limits.policy == SchedulingPolicy.PRIORITY else 0
+
+    def turn(self, request_id: str) -> tuple[int, tuple[int, int], int]:
+        """When a request that has not begun has its turn: of two, that with the smaller value is
+        first."""
+        leader = self.requests[request_id][0]
+        standing = self.tenants.standing(self.tenants.slot(leader.new.tenant))
+        return leader.rank[0], standing, leader.rank[1]
 
     def make_ready(self, request_id: str) -> None:
         """One of the things that a request awaits is there; after the last it is queued."""
@@ -531,9 +556,10 @@ class Scheduler:
         adapter = sequence.adapter
         if adapter is None or self.adapters is None:
             return True
-        if self.adapters.has_room(adapter, sequence.has_begun):
+        priority = sequence.rank[0]
+        if self.adapters.has_room(adapter, sequence.has_begun, priority):
             return True
-        self.adapters.block(adapter, now)
+        self.adapters.block(adapter, now, priority)
         self.waiting.block(sequence)
         return False
 

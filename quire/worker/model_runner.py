@@ -40,7 +40,7 @@ from quire.worker.graphs import StepGraphs
 from quire.worker.kv_tensors import KVTensors
 from quire.worker.pooling import PooledRow, PooledTensors, pool
 from quire.worker.rows import RowTable, StagedLines, StagedRows
-from quire.worker.warm_up import COMPILE_SIZES, batch_sizes, warm_up_plans
+from quire.worker.warm_up import COMPILE_SIZES, adapter_prompts, batch_sizes, warm_up_plans
 
 
 @dataclass(slots=True)
@@ -115,16 +115,20 @@ class ModelRunner:
             if self.draft_kv is not None:
                 self.draft_kv.copy_blocks(staged.copy_sources, staged.copy_targets)
         prefixes = self._shared_prefixes(plan)
-        uses_adapters = self.adapters is not None and self.table.uses_adapters(plan)
-        if self.graphs is not None and not (self._prompt_logprob_rows or self._pooled_rows):
-            replayed = self.graphs.replay(plan, staged, prefixes, uses_adapters)
+        used: list[int] = []
+        is_eager = bool(self._prompt_logprob_rows or self._pooled_rows)
+        if self.adapters is not None:
+            used = self.table.used_adapters(plan)
+            is_eager = is_eager or self.adapters.layers.needs_eager_step(used)
+        if self.graphs is not None and not is_eager:
+            replayed = self.graphs.replay(plan, staged, prefixes, bool(used))
             if replayed is not None:
                 logits = replayed if self._stage.is_last else None
                 self._executed = _Executed(plan, staged, logits, None)
                 return
-        batch = gather_batch(self.table, plan, staged, prefixes, uses_adapters)
+        batch = gather_batch(self.table, plan, staged, prefixes, bool(used))
         if self.adapters is not None:
-            self.adapters.begin_step(batch)
+            self.adapters.begin_step(batch, used)
         attention = self.attention.plan(batch.attention)
         given: Tensor | None = None
         if not self._stage.is_first:
@@ -355,7 +359,7 @@ class ModelRunner:
         with CompilingTogether(num_threads):
             if self._stage.is_last:
                 self.sampler.warm_up(self.model.dtype)
-            for plan in self._warm_up_plans(sizes):
+            for plan in self._warm_up_plans(sizes, max_tokens):
                 self.execute(plan)
                 self.update_rows(StepPlan(step=0, freed_rows=plan.rows))
             if graphs is not None:
@@ -364,27 +368,32 @@ class ModelRunner:
             for layer in {one.kernels: one for one in experts}.values():
                 layer.warm_up(max_tokens)
 
-    def warm_up(self) -> None:
-        """Run steps of each kind. Their rows have no blocks of their own: all write to the first
-        block of the cache, which holds nothing yet."""
+    def warm_up(self, max_tokens: int) -> None:
+        """Run steps of each kind, of up to so many tokens. Their rows have no blocks of their own:
+        all write to the first block of the cache, which holds nothing yet."""
         if self._stage.is_last:
             self.sampler.warm_up(self.model.dtype)
         sizes = batch_sizes(len(self.table.num_tokens), self.graphs is not None)
-        for plan in self._warm_up_plans(sizes):
+        for plan in self._warm_up_plans(sizes, max_tokens):
             self.execute(plan)
             self.sample().result()
             self.update_rows(StepPlan(step=0, freed_rows=plan.rows))
 
-    def _warm_up_plans(self, sizes: list[int]) -> Iterator[StepPlan]:
-        block_size, max_len = self.table.block_size, self.table.token_ids.shape[1]
-        return warm_up_plans(
-            block_size,
-            max_len,
-            sizes,
-            self._shares_prefixes,
-            self._max_queries,
-            self.attention.expanded_queries,
-        )
+    def _warm_up_plans(self, sizes: list[int], max_tokens: int) -> Iterator[StepPlan]:
+        """Where there may be adapters, all steps with one too: slot 0, which is empty yet."""
+        max_rows, max_len = self.table.token_ids.shape
+        for slot in (-1,) if self.adapters is None else (-1, 0):
+            yield from warm_up_plans(
+                self.table.block_size,
+                max_len,
+                sizes,
+                self._shares_prefixes,
+                self._max_queries,
+                self.attention.expanded_queries,
+                slot,
+            )
+        if self.adapters is not None:
+            yield from adapter_prompts(max_rows, max_tokens, max_len)
 
 
 @dataclass(slots=True)

@@ -180,9 +180,9 @@ class RowTable:
         other.block_tables = self.block_tables[kv_group : kv_group + 1]
         return other
 
-    def uses_adapters(self, plan: StepPlan) -> bool:
-        """Whether a row of the plan, which is carried out, has an adapter."""
-        return bool((self._host_slots[plan.rows] >= 0).any())
+    def used_adapters(self, plan: StepPlan) -> list[int]:
+        """Slots of the adapters that rows of the plan use, which is carried out."""
+        return [slot for slot in np.unique(self._host_slots[plan.rows]).tolist() if slot >= 0]
 
     def _bound_lengths(self, plan: StepPlan) -> None:
         bounds = self.max_computed

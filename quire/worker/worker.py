@@ -249,7 +249,7 @@ class Worker:
         if self.device.type == "cuda":
             remedy = f"Lower {LOWER_CACHE} or max_num_seqs."
             with explaining("warming up", remedy, self._device_info):
-                self.runner.warm_up()
+                self.runner.warm_up(self._max_tokens)
         if self.runner.expert_counter is not None:
             self.runner.expert_counter.reset()
 
@@ -357,7 +357,8 @@ class Worker:
             runner = self._build_runner(KVTensors(self.layout, 1, self.device), max_len)
             graphs = runner.build_graphs(num_tokens) if self._has_graphs else None
             runner.compile_kernels(graphs, self._num_threads, num_tokens)
-            runner.execute(largest_step(num_rows, num_tokens, max_len, self._max_queries))
+            slot = -1 if self.adapters is None else 0
+            runner.execute(largest_step(num_rows, num_tokens, max_len, self._max_queries, slot))
             runner.sample().result()
             torch.cuda.synchronize()
             # What torch has cached shows how far the memory was filled.
