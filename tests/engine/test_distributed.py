@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -26,6 +26,7 @@ from quire.config.device import core_shares
 from quire.engine.executors import distributed, launch, rank
 from quire.engine.executors.distributed import DistributedExecutor
 from quire.protocol.errors import EngineDeadError, OptionError
+from quire.protocol.plan import TokenMasks
 from tests.models.reference import FAMILIES, random_tokens
 from tests.tiny import save_tiny
 
@@ -301,6 +302,26 @@ def test_rank_that_dies_or_stands_still(two: LLM, number: signal.Signals, says: 
     wait_for(lambda: gone(pids), "the end of all ranks")
     with pytest.raises(EngineDeadError, match=says):
         endless(two)
+
+
+@pytest.mark.parametrize(
+    ("number", "says"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "not been heard of for")]
+)
+def test_rank_that_is_lost_while_an_order_is_written(
+    two: LLM, number: signal.Signals, says: str
+) -> None:
+    """Masks of 1,024 rows of a large vocabulary are more than the ring holds: the thread that
+    writes them must not wait for a reader that is gone."""
+    pids, executor = rank_pids(), cast(Any, two._core.executor)
+    os.kill(pids[1], number)
+    pool = ThreadPoolExecutor(1)
+    lines = np.arange(1024, dtype=np.int32)
+    masks = TokenMasks(lines, np.zeros((len(lines), 4750), np.int32))
+    call = pool.submit(executor.sample, 0, masks)
+    pool.shutdown(wait=False)
+    error = call.exception(6 * NOTICED_S)  # it would be ten minutes
+    assert isinstance(error, EngineDeadError)
+    assert re.search(rf"^rank 1 \(host \S+, process {pids[1]}\).*{says}", str(error))
 
 
 def test_silence_is_noticed_within_5_s(two: LLM) -> None:

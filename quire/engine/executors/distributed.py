@@ -9,7 +9,7 @@ import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from itertools import count
 from typing import Any, NoReturn
@@ -42,6 +42,7 @@ from quire.protocol.ranks import (
     Sampled,
     Sampling,
 )
+from quire.worker.ring import ReadersLate
 
 logger = logging.getLogger(__name__)
 
@@ -242,25 +243,32 @@ class DistributedExecutor:
             self._raise_failure()
         try:
             self._launcher.send(encode(order), time.monotonic() + self._timeout_s)
-        except TimeoutError:
-            self._fail(f"a rank has taken in no orders for {self._timeout_s:g} s. {NETWORK}")
+        except ReadersLate as error:
+            self._fail(
+                f"{self._names(error.readers)} took in no orders for {self._timeout_s:g} s "
+                f"(distributed_timeout_seconds). {NETWORK}"
+            )
         except OSError as error:
-            self._search_cause(f"a rank is gone: {error}")
+            if self.failure is None:
+                self._search_cause(f"a rank is gone: {error}")
             self._raise_failure()
 
     # --- failures ---------------------------------------------------------------------------------
 
     def _lateness(self, phase: str, done: set[int]) -> str:
-        late = [self._name(rank) for rank in range(self._num_ranks) if rank not in done]
+        late = [rank for rank in range(self._num_ranks) if rank not in done]
         remedy = REMEDIES.get(phase) or self._launcher.missing()
         return (
-            f"{', '.join(late)} did not finish {phase!r} within {self._timeout_s:g} s "
+            f"{self._names(late)} did not finish {phase!r} within {self._timeout_s:g} s "
             f"(distributed_timeout_seconds). {remedy}"
         )
 
     def _name(self, rank: int) -> str:
         hello = self._hellos.get(rank)
         return f"rank {rank}" + (f" (host {hello.host}, process {hello.pid})" if hello else "")
+
+    def _names(self, ranks: Iterable[int]) -> str:
+        return ", ".join(map(self._name, ranks))
 
     def _fail(self, cause: str) -> NoReturn:
         self._note_failure(cause)

@@ -34,8 +34,8 @@ class Launcher(Protocol):
     """By rank; more may come while ranks are being started."""
 
     def send(self, order: bytes, deadline: float) -> None:
-        """To all ranks; raises `TimeoutError` where one takes nothing in, `OSError` where one is
-        gone."""
+        """To all ranks; raises `ReadersLate` where some take nothing in, `OSError` where one is
+        gone, or once it is told to stop."""
 
     def ended(self) -> dict[int, str]:
         """Ranks whose process is known to have ended, and how."""
@@ -92,6 +92,7 @@ class LocalProcesses:
         return "What their processes wrote may say more."
 
     def stop(self, comes_back: bool = False) -> None:
+        self._writer.close()
         for channel in self.channels.values():
             channel.close()
         self._processes.stop()

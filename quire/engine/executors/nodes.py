@@ -38,6 +38,7 @@ from quire.protocol.ranks import (
     ToNode,
 )
 from quire.worker.groups import listen, new_store
+from quire.worker.ring import ReadersLate
 
 logger = logging.getLogger(__name__)
 
@@ -131,8 +132,11 @@ class ConnectedRanks:
         return start
 
     def send(self, order: bytes, deadline: float) -> None:
-        for _, channel in sorted(self.channels.items()):
-            channel.send(order)
+        for rank, channel in sorted(self.channels.items()):
+            try:
+                channel.send(order)
+            except TimeoutError:
+                raise ReadersLate([rank]) from None
 
     def close(self) -> None:
         self.listener.close()
