@@ -252,7 +252,8 @@ def test_other_files(
     second = hosts.start(1, "unshare", "-m", "sh", "-c", mounting, "sh", *words)
     first = hosts.start(0, sys.executable, "-c", head(model, 4, master_addr=ADDRESSES[0]))
     said = output_of(first)
-    assert re.search(rf"rank 1 \(.* reads another model than rank 0 \(.*: {file} is not", said), said
+    cause = rf"rank 1 \(.* reads another model than rank 0 \(.*: {file} is not"
+    assert re.search(cause, said), said
     second.wait(60)
 
 

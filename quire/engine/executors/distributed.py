@@ -16,11 +16,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from quire.config.digests import different_file
 from quire.config.options import EngineOptions
 from quire.engine.executors.channel import Channel
 from quire.engine.executors.launch import Launcher, LocalProcesses
 from quire.engine.executors.nodes import NodeProcesses
-from quire.files.digests import different_file
 from quire.protocol import __version__
 from quire.protocol.codec import Decoder, convert, encode
 from quire.protocol.errors import EngineDeadError, QuireError, RankMissing

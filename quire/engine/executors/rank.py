@@ -16,11 +16,11 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+from quire.config.digests import model_digests
 from quire.config.log import configure_logging
 from quire.config.options import EngineOptions
 from quire.engine.executors.channel import CUT_S, Channel, notice_cut
 from quire.engine.startup import read_model
-from quire.files.digests import model_digests
 from quire.protocol import __version__
 from quire.protocol.codec import Decoder, encode, read_line
 from quire.protocol.errors import QuireError, RankMissing
