@@ -13,14 +13,14 @@ from typing import Any
 from quire.config import embedded
 from quire.config.eagle3 import EAGLE3, translate_eagle3
 from quire.config.experts import ExpertsConfig, read_experts
-from quire.config.gguf_model import FLOAT_TYPES, translate_gguf
+from quire.config.gguf_model import translate_gguf
 from quire.config.latent import LatentConfig, read_latent
 from quire.config.locate import ModelSource, locate_model
 from quire.config.options import ModelOptions
 from quire.config.quantization import QuantizationConfig, read_quantization
 from quire.files.gguf import GGUFFile
 from quire.files.json_file import REPAIR, REQUIRED, CheckedValues, read_json_object
-from quire.files.safetensors import tensor_infos
+from quire.files.safetensors import FLOATS, tensor_infos
 from quire.files.shards import weight_files
 from quire.protocol.errors import ModelError, OptionError
 from quire.protocol.kv_spec import ITEM_BYTES
@@ -716,6 +716,6 @@ def _stored_dtype(folder: Path | None) -> str:
             continue
         with suppress(ModelError):
             for tensor in tensor_infos(file).values():
-                if tensor.dtype in FLOAT_TYPES:
+                if tensor.dtype in FLOATS:
                     sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.count
-    return FLOAT_TYPES[max(sizes, key=sizes.__getitem__, default="F32")]
+    return FLOATS[max(sizes, key=sizes.__getitem__, default="F32")]

@@ -333,9 +333,9 @@ class EngineCore:
             self.adapters.shutdown()
         self.free_workers()
 
-    def free_workers(self) -> None:
-        """End the processes of ranks and give devices' memory back; all else stays as it is."""
-        self.executor.shutdown()
+    def free_workers(self, failure: str = "") -> None:
+        """End the processes of ranks, after a failure if any, and give devices' memory back."""
+        self.executor.shutdown(failure)
 
     # --- operating --------------------------------------------------------------------------------
 

@@ -149,7 +149,7 @@ def main() -> int:
     death = EngineLoop(core, socket).run()
     reports.write(line(Failed(death)))
     context.destroy(linger=1000)  # last outputs are on their way
-    core.free_workers()  # ranks are gone before others take their place
+    core.free_workers(death)  # ranks are gone before others take their place
     return 1
 
 

@@ -51,7 +51,7 @@ class ShortExecutor:
     def sample(self, step: int, masks: TokenMasks | None = None) -> PendingResult:
         return self.executor.sample(step, masks)
 
-    def shutdown(self) -> None:
+    def shutdown(self, failure: str = "") -> None:
         self.executor.shutdown()
 
 

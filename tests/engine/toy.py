@@ -144,7 +144,7 @@ class ToyFolders:
     def poll(self) -> None:
         pass
 
-    def shutdown(self) -> None:
+    def shutdown(self, failure: str = "") -> None:
         pass
 
 
@@ -511,7 +511,7 @@ class ToyExecutor:
         self._num_polls += 1
         self._end_loading()
 
-    def shutdown(self) -> None:
+    def shutdown(self, failure: str = "") -> None:
         for stage in self.stages:
             stage.rows.clear()
 

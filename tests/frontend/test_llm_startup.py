@@ -55,6 +55,10 @@ def start(tiny: Tiny, **options: Any) -> Callable[[], Any]:
             {"nnodes": 2, "tensor_parallel_size": 2, "node_rank": 1},
             ("node_rank=1", "host 0", "quire serve"),
         ),
+        (
+            {"nnodes": 2, "tensor_parallel_size": 2, "master_addr": "0.0.0.0"},
+            ("master_addr='0.0.0.0'", "host 0", "reach"),
+        ),
         ({"nnodes": 2, "tensor_parallel_size": 3}, ("nnodes=2", "3 ranks", "multiple")),
         ({"data_parallel_size": 2}, ("data_parallel_size=2", "several servers behind a proxy")),
         ({"distributed_executor_backend": "x"}, ("distributed_executor_backend", "'x'", "'ray'")),
@@ -62,6 +66,17 @@ def start(tiny: Tiny, **options: Any) -> Callable[[], Any]:
         (
             {"enable_lora": True, "distributed_executor_backend": "external_launcher"},
             ("enable_lora=True", "external_launcher", "'mp'"),
+        ),
+        (
+            {
+                "speculative_config": {"method": "auto"},
+                "distributed_executor_backend": "external_launcher",
+            },
+            ("speculative_config", "'auto' measures", "external_launcher", "'ngram'"),
+        ),
+        (
+            {"target_itl_ms": 20, "distributed_executor_backend": "external_launcher"},
+            ("target_itl_ms=20", "external_launcher", "unset"),
         ),
         (
             {"speculative_config": {"method": "medusa", "model": "x"}},
