@@ -57,7 +57,7 @@ def _check_vocabulary(config: ModelConfig, wanted: SpeculativeConfig, target: Mo
     shared = ours.keys() & theirs.keys()
     if shared and all(ours[index] == theirs[index] for index in shared):
         return
-    reason = "and one of them has no tokenizer.json to compare them by"
+    reason = "and they cannot be compared without a tokenizer.json of each"
     if shared:
         index = next(index for index in sorted(shared) if ours[index] != theirs[index])
         reason = f"whose token {index} is {theirs[index]!r} and not {ours[index]!r}"

@@ -9,17 +9,19 @@ from quire.files.json_file import read_json_object
 
 
 def read_vocabulary(path: Path) -> dict[int, str]:
-    """Token id -> token, of a folder with a tokenizer.json or of a .gguf file; empty for others."""
+    """Token id -> token, of a folder with a tokenizer.json or of a .gguf file; empty where neither
+    tells."""
     if path.is_file():
         return dict(enumerate(GGUFFile(path).metadata.get("tokenizer.ggml.tokens", ())))
     if not (path / "tokenizer.json").is_file():
         return {}
     content = read_json_object(path / "tokenizer.json")
-    model = content.get("model")
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    found: dict[int, str] = {}
-    if isinstance(vocabulary, dict):
-        found = {index: token for token, index in vocabulary.items()}
-    elif isinstance(vocabulary, list):  # with scores
-        found = {index: entry[0] for index, entry in enumerate(vocabulary)}
-    return found | {one["id"]: one["content"] for one in content.get("added_tokens") or ()}
+    try:
+        vocabulary = content["model"]["vocab"]
+        if isinstance(vocabulary, dict):
+            found = {index: token for token, index in vocabulary.items()}
+        else:  # with scores
+            found = {index: entry[0] for index, entry in enumerate(vocabulary)}
+        return found | {one["id"]: one["content"] for one in content.get("added_tokens") or ()}
+    except (KeyError, IndexError, TypeError):
+        return {}

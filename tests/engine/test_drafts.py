@@ -607,7 +607,7 @@ def test_a_model_with_other_tokens_cannot_draft(
     folder: Path, tmp_path: Path, has_tokenizer: bool
 ) -> None:
     save_tiny(tmp_path, vocab_size=VOCAB + 3)
-    message, file = "no tokenizer.json", tmp_path / "tokenizer.json"
+    message, file = "without a tokenizer.json", tmp_path / "tokenizer.json"
     content = json.loads(file.read_text(encoding="utf-8"))
     file.unlink()
     if has_tokenizer:
