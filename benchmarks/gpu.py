@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness import (
+    QUANTIZED_SHAPES,
     SHAPES,
     SPARSE_SHAPES,
     markdown_table,
@@ -108,6 +109,14 @@ GOALS = {
     ("llama-8b", "w3"): Goal(4.5, (5.06,), "ms/token"),
     ("llama-8b", "w4"): Goal(1.1, (1.98,)),
     ("llama-8b", "w5"): Goal(12.0, (15.2, 15.9)),
+    ("llama-8b-fp8", "w1"): Goal(9.6, (11.3,)),
+    ("llama-8b-fp8", "w3"): Goal(2.4, (3.51,), "ms/token"),
+    ("llama-8b-fp8block", "w1"): Goal(10.2, ()),
+    ("llama-8b-fp8block", "w3"): Goal(2.5, (), "ms/token"),
+    ("llama-8b-gptq", "w1"): Goal(12.0, (14.0,)),
+    ("llama-8b-gptq", "w3"): Goal(1.6, (5.0,), "ms/token"),
+    ("llama-8b-awq", "w1"): Goal(12.0, (14.0,)),
+    ("llama-8b-awq", "w3"): Goal(1.6, (5.0,), "ms/token"),
     ("qwen3-0.6b", "w1"): Goal(5.2, (6.7,)),
     ("qwen3-0.6b", "w3"): Goal(1.0, (2.08,), "ms/token"),
     ("qwen3-0.6b", "w5"): Goal(4.0, (11.1, 12.6)),
@@ -212,7 +221,9 @@ def row(model: str, figures: dict[str, Any]) -> list[str]:
     name = figures["workload"]
     goal = GOALS.get((model, name))
     target = f"{goal.target:g} {goal.unit}" if goal else ""
-    vllm = f"{'-'.join(f'{value:g}' for value in goal.vllm)} {goal.unit}" if goal else ""
+    vllm = ""
+    if goal and goal.vllm:
+        vllm = f"{'-'.join(f'{value:g}' for value in goal.vllm)} {goal.unit}"
     return [
         f"{name}: {WORKLOADS[name].title}",
         f"{figures['seconds']:.2f} s",
@@ -252,7 +263,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=[*SHAPES, *SPARSE_SHAPES], default="llama-8b")
+    parser.add_argument(
+        "--model", choices=[*SHAPES, *QUANTIZED_SHAPES, *SPARSE_SHAPES], default="llama-8b"
+    )
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument(
         "--empty-triton-cache", action="store_true", help="start without any compiled kernels"

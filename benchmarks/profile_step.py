@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from harness import SHAPES, Shape, require_gpu, say, start_engine, write_json
+from harness import QUANTIZED_SHAPES, SHAPES, Shape, require_gpu, say, start_engine, write_json
 from quire import SamplingParams
 from step_report import Floor, functions_table, gpu_by_kind, gpu_table, host_table, other_kernels
 
@@ -194,14 +194,15 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=SHAPES, default="llama-8b")
+    shapes = SHAPES | QUANTIZED_SHAPES
+    parser.add_argument("--model", choices=shapes, default="llama-8b")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 256, 1024])
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     arguments = parser.parse_args(words)
     require_gpu()
     from ceilings import measure_ceilings  # needs triton
 
-    shape, ceilings = SHAPES[arguments.model], measure_ceilings()
+    shape, ceilings = shapes[arguments.model], measure_ceilings()
     say(f"Ceilings: {ceilings.describe()}")
     with start_engine(arguments.model) as llm:
         steps = [profile_batch(llm, shape, size, ceilings) for size in arguments.batches]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from harness import BYTES_PER_ELEMENT, Shape, markdown_table
+from harness import Shape, markdown_table
 
 if TYPE_CHECKING:
     from ceilings import Ceilings
@@ -17,7 +17,8 @@ Kernels = dict[str, dict[str, float]]
 
 LINEAR, ATTENTION = "linear layers", "attention"
 KERNEL_KINDS = {
-    LINEAR: r"gemv|gemm|nvjet|cutlass|cublas|splitk",
+    LINEAR: r"gemv|gemm|nvjet|cutlass|cublas|splitk|product"
+    r"|^_?(tile|dequantize|vectors?|stream|round)_kernel",
     ATTENTION: r"^_(decode|prefill|prefix|shared)|attention",
     "merge of splits": r"merge",
     "norm": r"_norm_",
@@ -49,9 +50,10 @@ class Floor:
     def of(cls, shape: Shape, batch: int, cached_tokens: float, ceilings: Ceilings) -> Floor:
         """`cached_tokens` are those of all requests together."""
         linear_s = 0.0
-        for outputs, inputs, count in shape.linears().values():
-            read_s = BYTES_PER_ELEMENT * outputs * inputs / ceilings.read_bytes_per_s
-            compute_s = 2 * batch * outputs * inputs / ceilings.matmul_flops_per_s
+        for layer, (outputs, inputs, count) in shape.linears().items():
+            read_s = shape.bytes_per_weight(layer) * outputs * inputs / ceilings.read_bytes_per_s
+            speed = ceilings.matmul_flops_per_s * shape.speed(layer)
+            compute_s = 2 * batch * outputs * inputs / speed
             linear_s += count * max(read_s, compute_s)
         kv_bytes = cached_tokens * shape.kv_bytes_per_token
         return cls(1e6 * linear_s, 1e6 * kv_bytes / ceilings.read_bytes_per_s)

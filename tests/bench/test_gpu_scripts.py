@@ -15,12 +15,21 @@ from typing import Any
 import pytest
 import torch
 
+from quire.config.quantization import read_quantization
+from quire.files.json_file import CheckedValues
 from quire.metrics.instruments import Histogram
 from tests.bench.conftest import CONFIG
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks"
-SCRIPTS = ("gpu.py", "gpu_speculation.py", "kernels.py", "profile_step.py", "sampling.py")
+SCRIPTS = (
+    "gpu.py",
+    "gpu_speculation.py",
+    "kernels.py",
+    "profile_step.py",
+    "quantized_candidates.py",
+    "sampling.py",
+)
 
 
 @pytest.fixture
@@ -123,6 +132,10 @@ def test_shapes_weigh_what_they_should(scripts: SimpleNamespace) -> None:
         ("_gemv_kernel", "linear layers"),
         ("nvjet_sm90_tst_128x64_64x8_1x2_h_bz_TNT", "linear layers"),
         ("void cublasLt::splitKreduce_kernel<32, 16, int>()", "linear layers"),
+        ("product_kernel", "linear layers"),
+        ("_finish_product_kernel", "linear layers"),
+        ("stream_kernel", "linear layers"),
+        ("_round_kernel", "linear layers"),
         ("_decode_kernel", "attention"),
         ("_prefix_kernel", "attention"),
         ("_merge_kernel", "merge of splits"),
@@ -154,6 +167,24 @@ def test_floor_of_a_step(scripts: SimpleNamespace) -> None:
     slow_units = SimpleNamespace(read_bytes_per_s=1e18, matmul_flops_per_s=1e12)
     floor = scripts.step_report.Floor.of(shape, 4, 0.0, slow_units)
     assert floor.linear_us == pytest.approx(4 * shape.linear_bytes / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes"), [("fp8", 8.03), ("fp8block", 8.03), ("gptq", 4.65), ("awq", 4.71)]
+)
+def test_quantized_shapes(scripts: SimpleNamespace, name: str, gigabytes: float) -> None:
+    """Their configurations are those of checkpoints, and their head has 16 bits."""
+    shape = scripts.harness.QUANTIZED_SHAPES[f"llama-8b-{name}"]
+    assert shape.linear_bytes == pytest.approx(1e9 * gigabytes, rel=0.01)
+    config = CheckedValues(Path("config.json"), shape.config())
+    quantized = read_quantization(config, None)
+    assert quantized is not None and quantized.format_of("model.layers.0.mlp.up_proj", None)
+    slow_units = SimpleNamespace(read_bytes_per_s=1e18, matmul_flops_per_s=1e12)
+    llama = scripts.harness.SHAPES["llama-8b"]
+    times = [scripts.step_report.Floor.of(o, 4, 0.0, slow_units).linear_us for o in (llama, shape)]
+    head = 2 * 4 * llama.vocab * llama.hidden / 1e6
+    share = 0.5 if name.startswith("fp8") else 1.0
+    assert times[1] - head == pytest.approx(share * (times[0] - head))
 
 
 def test_profile_of_a_batch(
