@@ -88,16 +88,63 @@ class Shape:
             **({} if self.quantized is None else {"quantization_config": self.quantized.config}),
         }
 
+    @property
+    def num_sparse(self) -> int:
+        """Layers with experts."""
+        return self.layers - self._num_dense
+
+    @property
+    def _num_dense(self) -> int:
+        if self.sparse is None:
+            return self.layers
+        return int(self.sparse.others.get("first_k_dense_replace", 0))
+
+    @property
+    def _latent(self) -> dict[str, int] | None:
+        others = {} if self.sparse is None else self.sparse.others
+        if "kv_lora_rank" not in others:
+            return None
+        names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        return {name: others[name] for name in names}
+
     def linears(self) -> dict[str, tuple[int, int, int]]:
-        """The linear layers as (outputs, inputs, how many of them)."""
-        assert self.sparse is None, "experts are not linear layers"
+        """The linear layers as (outputs, inputs, how many of them), less those of experts that
+        tokens choose."""
+        return {
+            **(self._attention_linears() if self._latent is None else self._latent_linears()),
+            "gate and up": (2 * self.inner, self.hidden, self._num_dense),
+            "down": (self.hidden, self.inner, self._num_dense),
+            **self._sparse_linears(),
+            "head": (self.vocab, self.hidden, 1),
+        }
+
+    def _attention_linears(self) -> dict[str, tuple[int, int, int]]:
         width = self.heads * self.head_dim
         return {
             "qkv": (width + 2 * self.kv_heads * self.head_dim, self.hidden, self.layers),
             "output": (self.hidden, width, self.layers),
-            "gate and up": (2 * self.inner, self.hidden, self.layers),
-            "down": (self.hidden, self.inner, self.layers),
-            "head": (self.vocab, self.hidden, 1),
+        }
+
+    def _latent_linears(self) -> dict[str, tuple[int, int, int]]:
+        """Of latents that are attended to as they are: their expansion goes into queries and
+        results."""
+        assert self._latent is not None
+        rank, nope, rope, value = self._latent.values()
+        return {
+            "q": (self.heads * (nope + rope), self.hidden, self.layers),
+            "latents": (rank + rope, self.hidden, self.layers),
+            "expansion": (self.heads * (nope + value), rank, self.layers),
+            "output": (self.hidden, self.heads * value, self.layers),
+        }
+
+    def _sparse_linears(self) -> dict[str, tuple[int, int, int]]:
+        if self.sparse is None:
+            return {}
+        shared = self.sparse.width * self.sparse.others.get("n_shared_experts", 0)
+        return {
+            "router": (self.sparse.count, self.hidden, self.num_sparse),
+            "shared gate and up": (2 * shared, self.hidden, self.num_sparse),
+            "shared down": (self.hidden, shared, self.num_sparse),
         }
 
     def bytes_per_weight(self, layer: str) -> float:
@@ -112,15 +159,23 @@ class Shape:
 
     @property
     def linear_bytes(self) -> float:
-        """All weights that a step multiplies with."""
+        """All weights that a step multiplies with, less those of experts that tokens choose."""
         return sum(
             self.bytes_per_weight(layer) * outputs * inputs * count
             for layer, (outputs, inputs, count) in self.linears().items()
         )
 
     @property
+    def expert_weights(self) -> int:
+        """Of one expert."""
+        return 0 if self.sparse is None else 3 * self.hidden * self.sparse.width
+
+    @property
     def kv_bytes_per_token(self) -> int:
-        return BYTES_PER_ELEMENT * self.layers * 2 * self.kv_heads * self.head_dim
+        numbers = 2 * self.kv_heads * self.head_dim
+        if self._latent is not None:
+            numbers = self._latent["kv_lora_rank"] + self._latent["qk_rope_head_dim"]
+        return BYTES_PER_ELEMENT * self.layers * numbers
 
 
 SHAPES = {

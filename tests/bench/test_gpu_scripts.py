@@ -136,8 +136,18 @@ def test_shapes_weigh_what_they_should(scripts: SimpleNamespace) -> None:
         ("_finish_product_kernel", "linear layers"),
         ("stream_kernel", "linear layers"),
         ("_round_kernel", "linear layers"),
+        ("_scaled_tile_kernel", "linear layers"),
         ("_decode_kernel", "attention"),
         ("_prefix_kernel", "attention"),
+        ("_latent_kernel", "attention"),
+        ("_expanded_kernel", "attention"),
+        ("_latent_cache_kernel", "rotation and cache write"),
+        ("_gate_vectors_kernel", "experts"),
+        ("_sum_vectors_kernel", "experts"),
+        ("_tile_kernel", "experts"),
+        ("_grouped_tile_kernel", "experts"),
+        ("_sum_kernel", "experts"),
+        ("_route_kernel", "routing"),
         ("_merge_kernel", "merge of splits"),
         ("_rms_norm_kernel", "norm"),
         ("_rotary_cache_kernel", "rotation and cache write"),
@@ -185,6 +195,53 @@ def test_quantized_shapes(scripts: SimpleNamespace, name: str, gigabytes: float)
     head = 2 * 4 * llama.vocab * llama.hidden / 1e6
     share = 0.5 if name.startswith("fp8") else 1.0
     assert times[1] - head == pytest.approx(share * (times[0] - head))
+
+
+def test_floor_of_mixtures(scripts: SimpleNamespace) -> None:
+    """All weights less the embedding and norms, where each expert is used; 576 numbers of a latent;
+    of the experts, those that were counted."""
+    shapes = scripts.harness.SPARSE_SHAPES
+    qwen, lite = shapes["qwen3-30b-a3b"], shapes["deepseek-v2-lite"]
+    norms = 48 * (2 * 2048 + 2 * 128) + 2048
+    experts = 48 * 128 * qwen.expert_weights
+    assert qwen.linear_bytes == 2 * (30_532_122_624 - 151_936 * 2048 - norms - experts)
+    norms = 27 * (2 * 2048 + 512) + 2048
+    experts = 26 * 64 * lite.expert_weights
+    assert lite.linear_bytes == 2 * (15_706_484_224 - 102_400 * 2048 - norms - experts)
+    assert lite.kv_bytes_per_token == 27 * 2 * 576
+    slow_memory = SimpleNamespace(read_bytes_per_s=1e12, matmul_flops_per_s=1e18)
+    floor = scripts.step_report.Floor.of(lite, 4, 1000.0, slow_memory, 21.5)
+    assert floor.expert_us == pytest.approx(26 * 21.5 * 2 * 3 * 2048 * 1408 / 1e6)
+    assert floor.attention_us == pytest.approx(27 * 2 * 576 * 1000 / 1e6)
+    assert floor.total_us == pytest.approx(sum(vars(floor).values()))
+    slow_units = SimpleNamespace(read_bytes_per_s=1e18, matmul_flops_per_s=1e12)
+    floor = scripts.step_report.Floor.of(qwen, 5, 0.0, slow_units, 40.0)
+    assert floor.expert_us == pytest.approx(48 * 2 * 5 * 8 * 3 * 2048 * 768 / 1e6)
+
+
+def test_decode_steps_of_a_mixture(
+    scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a CPU: a single token uses its own experts, several use more, and both count."""
+    from quire import LLM
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(scripts.profile_step, "PROMPT_TOKENS", 20)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    names = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    config = {**sizes, **experts, **names, "num_key_value_heads": 2, "intermediate_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 50_000}))
+    shape = scripts.harness.SPARSE_SHAPES["qwen3-30b-a3b"]
+    ceilings = SimpleNamespace(read_bytes_per_s=1e12, matmul_flops_per_s=1e15)
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 256}
+    with LLM(str(tmp_path), **options) as llm:
+        steps = [scripts.profile_step.decode_figures(llm, shape, size, ceilings) for size in (1, 4)]
+        assert not llm._core.has_work and llm._core.on_plan is None
+    assert steps[0]["experts_used"] == 2 and 2 < steps[1]["experts_used"] <= 8
+    for step in steps:
+        assert step["ratio"] == pytest.approx(step["step_us"] / sum(step["floor"].values()))
+    assert "| 1 x " in scripts.gpu.decode_table(steps)
 
 
 def test_profile_of_a_batch(
