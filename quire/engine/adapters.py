@@ -377,6 +377,7 @@ class Adapters:
         if not self._is_idle(digest):
             return False
         del self._hosted[digest]
+        self._unpin(digest)
         self._slots.forget(digest)
         self._executor.drop_adapter(digest)
         self._metrics.host_evictions.add(1)
@@ -477,9 +478,13 @@ class Adapters:
         hosted = self._hosted[digest]
         del hosted.names[name]
         if not hosted.names:
-            self._pinned.discard(digest)
-            self._slots.unpin(digest)
+            self._unpin(digest)
             self._drop(digest)
+
+    def _unpin(self, digest: str) -> None:
+        if digest in self._pinned:
+            self._pinned.remove(digest)
+            self._slots.unpin(digest)
 
     def numbers(self) -> list[int]:
         """Callers' numbers of what is in the memory of the hosts."""

@@ -239,6 +239,18 @@ def test_a_pinned_adapter_does_not_keep_others_from_running() -> None:
     assert one.ended[key].finish_reason == "length"
 
 
+def test_what_is_evicted_is_pinned_no_more() -> None:
+    one = engine(1, max_host=1)
+    one.add(numbers(5), adapter="a-8")
+    one.finish()
+    one.core.pin_adapter(1)
+    for name in ("b-8", "a-8", "b-8"):
+        one.add(numbers(5), adapter=name)
+        one.finish()
+    assert one.core.adapters is not None
+    assert not one.core.adapters._pinned and not slots_of(one)._pinned
+
+
 def test_others_run_while_an_adapter_loads() -> None:
     one = engine(load_polls=8)
     loads = one.add(numbers(5), max_tokens=1, adapter="a-8")

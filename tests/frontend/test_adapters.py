@@ -284,6 +284,22 @@ def test_what_cannot_be_used(tiny: Tiny, llm: LLM, adapted: Adapted, tmp_path: P
     assert made(llm, adapted, PROMPTS[:1], ["a"]) == adapted.greedy("a", PROMPTS[:1], 12)
 
 
+def test_only_what_was_read_anew_counts_as_such(
+    tiny: Tiny, adapted: Adapted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many adapters in one call only some are loaded before it begins, and one name may stand
+    for two folders."""
+    with adapters_llm(tiny, max_loras=1, max_lora_rank=24, max_cpu_loras=2) as llm:
+        loaded = []
+        add = llm.add_lora
+        monkeypatch.setattr(llm, "add_lora", lambda one: loaded.append(one) or add(one))
+        folders = [str(adapted.folder / name) for name in ("a", "c", "d", "a")]
+        wanted = [LoRARequest("x", 7, path, load_inplace=True) for path in folders]
+        found = llm._loaded_adapters(wanted, 4)
+        assert [one.lora_path for one in loaded] == folders[:2]
+        assert [one.load_inplace for one in found] == [False, False, True, False]
+
+
 def test_an_adapter_that_is_loaded_outlives_its_folder(
     llm: LLM, adapted: Adapted, tmp_path: Path
 ) -> None:
