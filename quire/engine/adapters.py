@@ -33,6 +33,7 @@ from quire.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
+GIB = 1 << 30
 LOOK_S = 0.1
 """Between two looks for what may make way in full hosts, while nothing changes."""
 
@@ -207,6 +208,7 @@ class Adapters:
         try:
             file = done.result()
             self._check_rank(file, call.reference)
+            self._check_saved(file, call.reference)
         except Exception as error:
             self._refuse(call, error)
             return
@@ -360,6 +362,16 @@ class Adapters:
         used = sum(one.file.nbytes for one in hosted.values())
         return not hosted or used + nbytes <= limits.max_host_bytes
 
+    def _check_saved(self, file: AdapterFile, reference: LoRARequest) -> None:
+        most = self._limits.max_saved_bytes
+        if most is not None and file.saved_nbytes > most:
+            raise AdapterError(
+                f"adapter {reference.lora_name!r} has {file.saved_nbytes / GIB:.2f} GiB of whole "
+                f"weights (modules_to_save), and {most / GIB:.2f} GiB of the devices are free "
+                "beside the KV cache. Lower gpu_memory_utilization or kv_cache_memory_bytes by as "
+                "much, or merge the adapter (`quire lora merge`)."
+            )
+
     def _make_room(self, file: AdapterFile) -> bool:
         """For one more adapter in the memory of the hosts."""
         while not self._has_room(file.nbytes):
@@ -420,7 +432,9 @@ class Adapters:
                 self._read_folder(call)
 
     def _accept(self, hosted: _Hosted) -> None:
-        content = AdapterContent(hosted.file.digest, chunks_for(hosted.file.rank))
+        file = hosted.file
+        saved_bytes = 0 if self._limits.max_saved_bytes is None else file.saved_nbytes
+        content = AdapterContent(file.digest, chunks_for(file.rank), saved_bytes)
         calls, hosted.calls = hosted.calls, []
         for call in calls:
             if not self._is_wanted(call):

@@ -453,6 +453,29 @@ def test_the_host_is_bounded_by_bytes_too() -> None:
     assert len(tiny.ended) == 2
 
 
+def test_whole_weights_have_a_bound_of_their_own() -> None:
+    """They lie beside the chunks: of two adapters that have both room there, one waits."""
+    one = Engine(adapters=AdapterLimits(4, 8, 8, 5.0, max_saved_bytes=100))
+    one.folders.saved = {"a-8": 60, "b-8": 60, "c-8": 40, "large-8": 101}
+    large = one.add(numbers(5), adapter="large-8")
+    a = one.add(numbers(5, 1), max_tokens=30, adapter="a-8")
+    b = one.add(numbers(5, 2), max_tokens=3, adapter="b-8")
+    c = one.add(numbers(5, 3), max_tokens=3, adapter="c-8")
+    plain = one.add(numbers(5, 4), max_tokens=3, adapter="d-8")
+    for step in range(200):
+        one.now += 0.5
+        one.step()
+        if step % 4 == 0 and step < 100:  # so that a is never idle by itself
+            one.add(numbers(5, step), max_tokens=9, adapter="a-8")
+        residents = slots_of(one).residents
+        assert sum(resident.content.saved_bytes for resident in residents.values()) <= 100
+    one.finish()
+    assert one.order[0] == large and set(one.order[1:3]) == {c, plain}
+    assert one.order.index(b) < len(one.order) - 5, "others make way for it"
+    assert a in one.ended
+    assert "0.00 GiB of the devices are free" in (one.ended[large].error or "")
+
+
 def test_an_adapter_and_a_preempted_row() -> None:
     """A row that is added again finds its adapter in another slot."""
     one = engine(2, num_blocks=10, policy="priority")
