@@ -476,6 +476,27 @@ def test_whole_weights_have_a_bound_of_their_own() -> None:
     assert "0.00 GiB of the devices are free" in (one.ended[large].error or "")
 
 
+def test_metrics_name_the_adapters_of_requests() -> None:
+    one = engine(2)
+    for name in ("b-8", "a-8", "b-8"):
+        one.add(numbers(9), max_tokens=20, adapter=name)
+    one.step(2)
+    one.add(numbers(9), adapter="c-8")
+    one.add(numbers(9), max_tokens=20)
+    one.step()
+
+    def names() -> tuple[str, str, str]:
+        one.core.read_metrics()
+        (info,) = one.core.metrics.adapters.info
+        labels = info.labels
+        kinds = ("running_lora_adapters", "waiting_lora_adapters", "max_lora")
+        return labels[kinds[0]], labels[kinds[1]], labels[kinds[2]]
+
+    assert names() == ("a-8,b-8", "c-8", "2")
+    one.finish()
+    assert names() == ("", "", "2")
+
+
 def test_an_adapter_and_a_preempted_row() -> None:
     """A row that is added again finds its adapter in another slot."""
     one = engine(2, num_blocks=10, policy="priority")

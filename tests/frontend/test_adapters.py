@@ -23,6 +23,7 @@ from quire.engine.executors import launch
 from quire.lora.request import LoRARequest
 from quire.protocol.errors import RequestError
 from quire.sampling_params import StructuredOutputsParams
+from quire.server.preparation.adapter_names import AdapterNames, AdapterSettings, reference_to
 from tests.frontend.conftest import Tiny
 from tests.models.reference import random_tokens, save_safetensors
 from tests.tiny import assert_at_rest, greedy, save_tokenizer, tiny_llm
@@ -363,7 +364,10 @@ def test_a_thousand_adapters(tiny: Tiny, tmp_path: Path) -> None:
         save_file(changed, tmp_path / str(i) / "adapter_model.safetensors")
     random = Random(0)
     drawn = random.choices(range(1000), [1 / (i + 1) for i in range(1000)], k=400)
-    requests = [LoRARequest(str(i), i + 1, str(tmp_path / str(i))) for i in drawn]
+    names = AdapterNames(AdapterSettings(folder=str(tmp_path)))  # of --lora-folder
+    assert len(names.all()) == 1000
+    modules = [names.find(str(i)) for i in drawn]
+    requests = [reference_to(module) for module in modules if module is not None]
     prompts = [random_tokens(6, seed=i) for i in range(len(drawn))]
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     with adapters_llm(tiny, max_loras=4, max_lora_rank=8, max_cpu_loras=64) as llm:
