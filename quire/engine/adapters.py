@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 LOOK_S = 0.1
-"""Between two looks for what may make way in full hosts, while nothing changes."""
+"""Between two looks for what may make way in full hosts."""
 
 
 class AdapterReader(Protocol):
@@ -122,7 +122,7 @@ class Adapters:
         self._due: str | None = None
         """That for which others make way."""
         self._next_look = -math.inf
-        """When to look again for what may make way, if nothing changes before."""
+        """When to look again for what may make way, which takes a look at all that waits."""
         self._used: dict[int, str] = {}
         """What sequences use, by their keys."""
         self._pinned: set[str] = set()
@@ -166,7 +166,6 @@ class Adapters:
             return
         for sequence in finished:
             if (digest := self._used.pop(sequence.key, None)) is not None:
-                self._next_look = -math.inf
                 hosted = self._hosted[digest]
                 hosted.num_users -= 1
                 hosted.accepted.pop(sequence.key, None)
@@ -232,7 +231,6 @@ class Adapters:
     # --- who comes to the hosts, and who goes -----------------------------------------------------
 
     def _enqueue(self, digest: str, file: AdapterFile, calls: list[_Call], now: float) -> None:
-        self._next_look = -math.inf
         queued = self._queue.setdefault(digest, _Queued(file, now, []))
         queued.calls += calls
 
@@ -290,14 +288,22 @@ class Adapters:
     def _choose_due(self, now: float) -> None:
         """Of what waits in the queue, what others make way for: what has waited too long, or has a
         better priority than all that waits for one of them."""
+        for digest, queued in list(self._queue.items()):
+            queued.calls = [call for call in queued.calls if self._is_wanted(call)]
+            if not queued.calls:
+                del self._queue[digest]
+        if self._due not in self._queue:
+            self._stop_leaving()
+        if not self._queue:
+            return
         turns = {digest: self._turn_of(digest) for digest in self._queue}
         first = min(turns, key=turns.__getitem__)
-        if self._due is not None:
-            if turns[first][0] >= turns[self._due][0]:
-                return
+        if self._due is not None and turns[first][0] < turns[self._due][0]:
             self._stop_leaving()
             if first not in self._queue:
                 return
+        if self._due is not None and any(one.is_leaving for one in self._hosted.values()):
+            return
         late = [
             digest
             for digest, queued in self._queue.items()
@@ -306,6 +312,8 @@ class Adapters:
         chosen = min(late, key=turns.__getitem__, default=first)
         if turns[first][0] < turns[chosen][0]:
             chosen = first
+        if self._due is not None:  # for which one alone was not enough
+            chosen = self._due
         found = self._to_make_way(turns[chosen][0], chosen in late)
         if found is not None:
             self._due = chosen
@@ -410,7 +418,6 @@ class Adapters:
 
     def _take_loaded(self, digest: str, done: Future[None], seconds: float) -> None:
         """All ranks hold an adapter, or one of them cannot."""
-        self._next_look = -math.inf
         hosted = self._hosted[digest]
         error = done.exception()
         if error is None:

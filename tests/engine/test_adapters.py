@@ -453,6 +453,26 @@ def test_the_host_is_bounded_by_bytes_too() -> None:
     assert len(tiny.ended) == 2
 
 
+def test_several_make_way_for_a_large_one() -> None:
+    one = Engine(adapters=AdapterLimits(4, 32, None, 2.0, max_host_bytes=32))
+    for name in ("a-16", "b-16"):
+        one.add(numbers(5), max_tokens=4, adapter=name)
+    one.step(2)
+    large = one.add(numbers(6), max_tokens=2, adapter="large-32")
+    gone = one.add(numbers(6), max_tokens=2, adapter="gone-32")
+    for step in range(100):
+        one.now += 0.5
+        if step == 3:
+            one.core.abort(f"r{gone}")
+        for name in ("a-16", "b-16"):
+            if step < 60:
+                one.add(numbers(5, step), max_tokens=4, adapter=name)
+        one.step()
+    one.finish()
+    assert one.ended[gone].finish_reason == "abort" and one.order.index(large) < 60
+    assert one.core.adapters is not None and not one.core.adapters.is_loading
+
+
 def test_whole_weights_have_a_bound_of_their_own() -> None:
     """They lie beside the chunks: of two adapters that have both room there, one waits."""
     one = Engine(adapters=AdapterLimits(4, 8, 8, 5.0, max_saved_bytes=100))
