@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks"
 SCRIPTS = (
     "gpu.py",
+    "gpu_adapters.py",
     "gpu_speculation.py",
     "kernels.py",
     "profile_step.py",
@@ -37,6 +38,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The scripts as modules, named as they name each other."""
     monkeypatch.syspath_prepend(str(FOLDER))
     import gpu
+    import gpu_adapters
     import gpu_speculation
     import harness
     import profile_step
@@ -44,6 +46,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     return SimpleNamespace(
         gpu=gpu,
+        gpu_adapters=gpu_adapters,
         gpu_speculation=gpu_speculation,
         harness=harness,
         profile_step=profile_step,
@@ -306,3 +309,24 @@ def test_drafts_are_right_as_often_as_the_drafter_is_told(
         assert "ngram, 3 drafts, 0% right" in script.verification(modes, 1, 4, 1)
         assert "auto, 4 drafts, 80% right" in script.stream(modes, 4, 1)
         assert not llm._core.has_work and llm._core.on_plan is None
+
+
+def test_adapters_are_used_and_swapped(scripts: SimpleNamespace, tmp_path: Path) -> None:
+    """On a CPU: all are there, in turns, and each that is swapped in was in host memory alone."""
+    from quire import LLM
+
+    script: ModuleType = scripts.gpu_adapters
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    made = script.write_adapters(tmp_path, CONFIG, 5, 8)
+    requests = [script.Request([5 + i] * 9, 3) for i in range(6)]
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 160}
+    with LLM(str(tmp_path), enable_lora=True, max_loras=3, max_lora_rank=8, **options) as llm:
+        metrics = llm._core.metrics.adapters
+        assert script.seconds(llm, requests) > 0 and not metrics.device_queries.value
+        assert script.seconds(llm, requests, made[:3]) > 0
+        assert metrics.device_queries.value == 6 * script.ROUNDS
+        hits = metrics.device_hits.value
+        found = script.swap(llm, made[3:], 60)
+        assert found["longest_step_s"] > 0 and metrics.device_hits.value == hits
+        assert script.placing(llm, 0) > 0
+        assert not llm._core.has_work
