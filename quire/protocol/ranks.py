@@ -70,8 +70,8 @@ class Hello(msgspec.Struct, tag=True):
     version: str
     """Of Quire."""
     device: str = ""
-    model: str = ""
-    """A digest of the model's configuration as this rank reads it."""
+    model: dict[str, str] = {}
+    """Digests of the model's files, as this rank reads them."""
     secret: str = ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -236,15 +237,23 @@ def test_other_version(model: Path, start: Start) -> None:
     assert "runs Quire 9.9, host 0 runs" in output_of(second)
 
 
-def test_other_files(hosts: Hosts, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "file"),
+    [({"rms_norm_eps": 1e-3}, "config.json"), ({"seed": 1}, "model.safetensors")],
+    ids=["configuration", "weights"],
+)
+def test_other_files(
+    changes: dict[str, Any], file: str, hosts: Hosts, model: Path, tmp_path: Path
+) -> None:
     """Under the same name: the second host has another model mounted there."""
-    save_tiny(tmp_path, "llama", max_position_embeddings=100_000, rms_norm_eps=1e-3)
+    save_tiny(tmp_path, "llama", max_position_embeddings=100_000, **changes)
     words = follower(model, "--master-addr", ADDRESSES[0])
     mounting = f'mount --bind {tmp_path} {model} && exec "$@"'
     second = hosts.start(1, "unshare", "-m", "sh", "-c", mounting, "sh", *words)
     first = hosts.start(0, sys.executable, "-c", head(model, 4, master_addr=ADDRESSES[0]))
     said = output_of(first)
-    assert "rank 1" in said and "reads another model than rank 0" in said, said
+    cause = rf"rank 1 \(.* reads another model than rank 0 \(.*: {file} is not"
+    assert re.search(cause, said), said
     second.wait(60)
 
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from quire.config.digests import different_file
 from quire.config.options import EngineOptions
 from quire.engine.executors.channel import Channel
 from quire.engine.executors.launch import Launcher, LocalProcesses
@@ -139,12 +140,13 @@ class DistributedExecutor:
         return values
 
     def _check_models_alike(self) -> None:
-        first = self._hellos[0].model
+        first = self._hellos[0]
         for rank, hello in sorted(self._hellos.items()):
-            if hello.model != first:
+            if file := different_file(first.model, hello.model):
                 self._fail(
                     f"{self._name(rank)} reads another model than {self._name(0)} under the same "
-                    "name; have the same files on all hosts."
+                    f"name: {file} is not the same on both. Copy the model's files from host "
+                    f"{first.host} to host {hello.host}, or name a revision of the hub."
                 )
 
     def _report(self, weights: list[int], sizes: list[tuple[int, int]]) -> None:

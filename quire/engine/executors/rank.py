@@ -4,8 +4,6 @@ do, and so dies with the engine."""
 from __future__ import annotations
 
 import gc
-import hashlib
-import json
 import logging
 import os
 import queue
@@ -18,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+from quire.config.digests import model_digests
 from quire.config.log import configure_logging
 from quire.config.options import EngineOptions
 from quire.engine.executors.channel import CUT_S, Channel, notice_cut
@@ -102,7 +101,7 @@ class RankLoop:
         if device.type == "cpu":
             device = replace(device, num_sharing=self._start.num_local)
         self._device, self._config = device, read_model(self._options)
-        digest = hashlib.sha256(json.dumps(self._config.raw, sort_keys=True, default=str).encode())
+        path, load_format = self._config.source.path, self._options.model.load_format
         channel = self._start.channel
         self._answer(
             Hello(
@@ -111,7 +110,7 @@ class RankLoop:
                 os.getpid(),
                 __version__,
                 device.name,
-                digest.hexdigest(),
+                model_digests(self._config.raw, path, load_format),
                 "" if isinstance(channel, Inherited) else channel.secret,
             )
         )
