@@ -24,8 +24,8 @@ def model_digests(raw: dict[str, Any], path: Path, load_format: str) -> dict[str
     return {"config.json" if path.is_dir() else "header": config[:32], **weights}
 
 
-def different_file(digests: dict[str, str], others: dict[str, str]) -> str | None:
-    """The first file that only one side has, or that has other contents on both."""
+def different(digests: dict[str, str], others: dict[str, str]) -> str | None:
+    """The first name that only one side has, or that means something else on both."""
     names = {**digests, **others}
     return next((name for name in names if digests.get(name) != others.get(name)), None)
 

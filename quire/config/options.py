@@ -21,6 +21,13 @@ AUTO_LENGTH = -1
 SERVED_MAX_QUEUED_REQS = 2048
 DTYPES = ("auto", *ITEM_BYTES)
 EXECUTOR_BACKENDS = ("uni", "mp", "ray", "external_launcher")
+HOST_OPTIONS = frozenset(
+    {
+        *("node_rank", "num_threads", "hf_token", "download_dir", "log_level"),
+        *("disable_log_stats", "master_addr", "tokenizer", "chat_template", "generation_config"),
+    }
+)
+"""Those that hosts of one model may have different values of."""
 DEFAULT_TIMEOUT_S = 600
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 
@@ -334,6 +341,11 @@ class ParallelOptions(CheckedOptions):
         """Whether ranks run in other processes than the engine."""
         backend = self.distributed_executor_backend
         return backend in ("mp", "ray") or (backend is None and self.num_ranks > 1)
+
+    @property
+    def is_launched_outside(self) -> bool:
+        """Whether each rank has an engine of its own, all of which plan alike."""
+        return self.distributed_executor_backend == "external_launcher"
 
     @property
     def timeout_s(self) -> float:

@@ -68,6 +68,9 @@ def resolve(options: EngineOptions, model: ModelConfig, device: DeviceInfo) -> R
         options = options.replace(gpu_memory_utilization=DEFAULT_MEMORY_UTILIZATION)
     options = options.replace(kv_cache_dtype=_kv_cache_dtype(options, notes, warnings))
     options = _with_step_limits(options, device, notes)
+    if options.parallel.is_launched_outside and options.scheduler.target_itl_ms is None:
+        options = options.replace(target_itl_ms=0.0)
+        notes.append("target_itl_ms became 0 because engines of an external launcher plan alike")
     return Resolved(options, notes, warnings, fits)
 
 
@@ -152,18 +155,8 @@ def _check_parallel(options: EngineOptions) -> None:
             f"distributed_executor_backend='uni' runs one rank, but {_sizes(options)} are "
             f"{parallel.num_ranks}; leave distributed_executor_backend unset."
         )
-    if backend == "external_launcher" and options.adapters.enable_lora:
-        raise OptionError(
-            "enable_lora=True is not supported with distributed_executor_backend="
-            "'external_launcher': each of its engines would have an adapter loaded at another "
-            "time. Use 'mp' or 'ray'."
-        )
-    if backend == "external_launcher" and parallel.pipeline_parallel_size > 1:
-        raise OptionError(
-            "distributed_executor_backend='external_launcher' has no stages, but "
-            f"pipeline_parallel_size={parallel.pipeline_parallel_size}; set it to 1, or use 'mp' "
-            "or 'ray'."
-        )
+    if parallel.is_launched_outside:
+        _check_plans_alike(options)
     if nnodes > 1 and backend not in (None, "mp"):
         raise OptionError(
             f"nnodes={nnodes} is for distributed_executor_backend='mp', got {backend!r}, which "
@@ -177,6 +170,44 @@ def _check_parallel(options: EngineOptions) -> None:
         raise OptionError(
             f"{_sizes(options)} are {parallel.num_ranks} ranks, which nnodes={nnodes} hosts cannot "
             "have equally many of; choose sizes whose product is a multiple of nnodes."
+        )
+
+
+def _check_plans_alike(options: EngineOptions) -> None:
+    """Each rank has an engine, whose plans must follow from the requests alone."""
+    stages, speculation = options.parallel.pipeline_parallel_size, options.decoding.speculation
+    if options.adapters.enable_lora:
+        raise OptionError(
+            "enable_lora=True is not supported with distributed_executor_backend="
+            "'external_launcher': each of its engines would have an adapter loaded at another "
+            "time. Use 'mp' or 'ray'."
+        )
+    if stages > 1:
+        raise OptionError(
+            "distributed_executor_backend='external_launcher' has no stages, but "
+            f"pipeline_parallel_size={stages}; set it to 1, or use 'mp' or 'ray'."
+        )
+    if speculation is not None and speculation.is_measured:
+        raise OptionError(
+            f"speculative_config: method {speculation.method!r} measures how many drafts pay off, "
+            "and each engine of distributed_executor_backend='external_launcher' would measure "
+            "something else. Use method 'ngram' or a model that drafts, or 'mp' or 'ray'."
+        )
+    if options.scheduler.target_itl_ms:
+        raise OptionError(
+            f"target_itl_ms={options.scheduler.target_itl_ms:g} follows a clock, and each engine "
+            "of distributed_executor_backend='external_launcher' has its own. Leave it unset, or "
+            "use 'mp' or 'ray'."
+        )
+
+
+def refuse_launched_outside(backend: object, what: str) -> None:
+    """Where requests come at times of their own."""
+    if backend == "external_launcher":
+        raise OptionError(
+            f"distributed_executor_backend='external_launcher' is for LLM alone: {what} has "
+            "requests that come at other times to each of its engines, which must all plan alike. "
+            "Use 'mp' or 'ray'."
         )
 
 

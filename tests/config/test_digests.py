@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.config.digests import different_file, model_digests
+from quire.config.digests import different, model_digests
 
 RAW = {"hidden_size": 64, "layer_types": ["full_attention"]}
 
@@ -33,13 +33,13 @@ def test_same_files_and_others(tmp_path: Path) -> None:
     copy.mkdir()
     for file in first.iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
-    assert different_file(there, model_digests(dict(reversed(RAW.items())), copy, "auto")) is None
+    assert different(there, model_digests(dict(reversed(RAW.items())), copy, "auto")) is None
 
     other = model_digests(RAW, save(tmp_path / "b", 100_000, 5, 0, begins=bytes(4096)), "auto")
-    assert different_file(there, other) == shards[0]
-    assert different_file(there, model_digests({**RAW, "x": 1}, copy, "auto")) == "config.json"
+    assert different(there, other) == shards[0]
+    assert different(there, model_digests({**RAW, "x": 1}, copy, "auto")) == "config.json"
     (copy / "model-00003-of-00003.safetensors").write_bytes(bytes(4097))
-    assert different_file(there, model_digests(RAW, copy, "auto")) == shards[2]
+    assert different(there, model_digests(RAW, copy, "auto")) == shards[2]
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def test_files_that_are_loaded(load_format: str, files: list[str], tmp_path: Pat
         (tmp_path / name).write_bytes(b"data")
     digests = model_digests(RAW, tmp_path, load_format)
     assert list(digests) == files
-    assert different_file(digests, {}) == "config.json"
-    assert different_file({}, dict(reversed(digests.items()))) == files[-1]
+    assert different(digests, {}) == "config.json"
+    assert different({}, dict(reversed(digests.items()))) == files[-1]
 
 
 def test_gguf(tmp_path: Path) -> None:

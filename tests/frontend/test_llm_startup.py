@@ -63,6 +63,17 @@ def start(tiny: Tiny, **options: Any) -> Callable[[], Any]:
             ("enable_lora=True", "external_launcher", "'mp'"),
         ),
         (
+            {
+                "speculative_config": {"method": "auto"},
+                "distributed_executor_backend": "external_launcher",
+            },
+            ("speculative_config", "'auto' measures", "external_launcher", "'ngram'"),
+        ),
+        (
+            {"target_itl_ms": 20, "distributed_executor_backend": "external_launcher"},
+            ("target_itl_ms=20", "external_launcher", "unset"),
+        ),
+        (
             {"speculative_config": {"method": "medusa", "model": "x"}},
             ("speculative_config", "'medusa' is not supported"),
         ),

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from quire.config.digests import different_file
+from quire.config.digests import different
 from quire.config.options import EngineOptions
 from quire.engine.executors.channel import Channel
 from quire.engine.executors.launch import Launcher, LocalProcesses
@@ -142,7 +142,7 @@ class DistributedExecutor:
     def _check_models_alike(self) -> None:
         first = self._hellos[0]
         for rank, hello in sorted(self._hellos.items()):
-            if file := different_file(first.model, hello.model):
+            if file := different(first.model, hello.model):
                 self._fail(
                     f"{self._name(rank)} reads another model than {self._name(0)} under the same "
                     f"name: {file} is not the same on both. Copy the model's files from host "

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from quire.config.device import core_shares
-from quire.config.options import EngineOptions
+from quire.config.options import HOST_OPTIONS, EngineOptions
 from quire.engine.executors.channel import CUT_S, MAX_MESSAGE_BYTES, Channel, notice_cut
 from quire.engine.executors.launch import RankProcesses, rank_starts
 from quire.protocol import __version__
@@ -45,11 +45,6 @@ logger = logging.getLogger(__name__)
 HANDSHAKE_S = 10.0
 MAX_HANDSHAKE_BYTES = 1 << 20
 RETRY_S = 0.5
-OWN_OPTIONS = {
-    *("node_rank", "num_threads", "hf_token", "download_dir", "log_level", "disable_log_stats"),
-    *("master_addr", "tokenizer", "chat_template", "generation_config"),
-}
-"""Those that hosts may have different values of."""
 
 
 class Listener:
@@ -239,7 +234,7 @@ def difference(node: JoinNode, options: EngineOptions) -> str | None:
         )
     ours, defaults = options.flat(), EngineOptions().flat()
     for name, value in node.options.items():
-        given = name not in OWN_OPTIONS and value != defaults.get(name)
+        given = name not in HOST_OPTIONS and value != defaults.get(name)
         if given and value != ours.get(name):
             return (
                 f"host {node.host} (node_rank={node.node_rank}) was started with {name}={value!r}, "
