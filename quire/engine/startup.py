@@ -75,16 +75,15 @@ def start_engine(options: EngineOptions, model: ModelConfig) -> Engine:
     # Imported here: the executor brings torch, which `quire --help` must not wait for.
     from quire.engine.executors.local import LocalExecutor
 
-    options = settle_speculation(options, model)
     device = LocalExecutor.device(options)
-    resolved = resolve(options, model, device)
+    resolved = resolve(settle_speculation(options, model), model, device)
     for note in resolved.notes:
         logger.debug("%s", note)
     for warning in resolved.warnings:
         logger.warning("%s", warning)
     logger.info("model: %s", _description(resolved.options, model, device))
     fits = resolved.fits_max_model_len
-    executor = _start_executor(resolved.options, model, device, fits)
+    executor = _start_executor(resolved.options, options, model, device, fits)
     final = resolved.options.replace(max_model_len=executor.max_model_len)
     core = EngineCore(
         executor,
@@ -98,7 +97,11 @@ def start_engine(options: EngineOptions, model: ModelConfig) -> Engine:
 
 
 def _start_executor(
-    options: EngineOptions, model: ModelConfig, device: DeviceInfo, fits_max_model_len: bool
+    options: EngineOptions,
+    given: EngineOptions,
+    model: ModelConfig,
+    device: DeviceInfo,
+    fits_max_model_len: bool,
 ) -> Executor:
     from quire.engine.executors.local import LocalExecutor
 
@@ -106,7 +109,7 @@ def _start_executor(
         return LocalExecutor(options, model, device, fits_max_model_len=fits_max_model_len)
     from quire.engine.executors.distributed import DistributedExecutor
 
-    return DistributedExecutor(options, fits_max_model_len=fits_max_model_len)
+    return DistributedExecutor(options, given, fits_max_model_len=fits_max_model_len)
 
 
 def _description(options: EngineOptions, model: ModelConfig, device: DeviceInfo) -> str:

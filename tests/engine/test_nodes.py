@@ -21,8 +21,12 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.config.options import EngineOptions
-from quire.engine.executors import nodes
+from quire.engine.executors import distributed, nodes
+from quire.engine.startup import find_model, start_engine
+from quire.protocol import __version__
+from quire.protocol.codec import Decoder, encode
 from quire.protocol.errors import QuireError
+from quire.protocol.ranks import FromNode, JoinNode
 from tests.models.reference import random_tokens
 from tests.processes import free_port
 from tests.tiny import save_tiny
@@ -225,6 +229,50 @@ def test_hosts_that_do_not_agree(
     first = start(sys.executable, "-c", head(model, 4, master_port=port, **head_changes))
     assert cause in output_of(first)
     assert cause in output_of(second) and second.returncode != 0
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"max_model_len": -1},
+        {"max_model_len": "auto", "kv_cache_memory_bytes": "32MiB"},
+        {"kv_cache_dtype": "fp8", "dtype": "half"},
+        {"max_num_batched_tokens": 100_000, "max_num_seqs": 8, "quantization": "int8"},
+        {"speculative_config": {"model": "the-model", "num_speculative_tokens": 3}},
+        {"speculative_config": {"model": "ngram", "num_speculative_tokens": 3}},
+        {"enable_lora": True, "max_lora_rank": 8, "hf_overrides": {"rope_theta": 1.0}},
+        {"max_steps_in_flight": 2, "reservation": "max_length", "attention_backend": "cpu"},
+    ],
+)
+def test_same_commands_on_two_hosts(given: dict[str, Any], model: Path) -> None:
+    """Host 0 resolves its options, and compares those that it was given. An option of the second
+    host alone is named."""
+    drafts = given.get("speculative_config")
+    if drafts and drafts["model"] == "the-model":
+        given = {**given, "speculative_config": {**drafts, "model": str(model)}}
+    said = {"model": str(model), "device": "cpu", "nnodes": 2, "tensor_parallel_size": 2}
+    options = EngineOptions.from_arguments(**said, **given)
+    on_node = EngineOptions.from_arguments(**said, **given, node_rank=1, num_threads=3)
+    compared: list[str | None] = []
+
+    def compare(resolved: EngineOptions, options: EngineOptions, **_: Any) -> Any:
+        assert resolved.device.num_threads is not None
+        for node in (on_node, on_node.replace(block_size=32)):
+            message = JoinNode(1, "b", __version__, node.flat())
+            sent = Decoder(FromNode).decode(encode(message))
+            compared.append(nodes.difference(sent, options))
+        raise Stopped
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "DistributedExecutor", compare)
+        with pytest.raises(Stopped):
+            start_engine(options.for_server(), find_model(options))
+    assert compared[0] is None
+    assert "was started with block_size=32, host 0 with block_size=16" in str(compared[1])
+
+
+class Stopped(Exception):
+    """What a test asks of a start-up has been seen."""
 
 
 def test_other_version(model: Path, start: Start) -> None:

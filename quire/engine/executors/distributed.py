@@ -70,7 +70,10 @@ REMEDIES = {
 class DistributedExecutor:
     look_s: float | None = 0.5
 
-    def __init__(self, options: EngineOptions, *, fits_max_model_len: bool = False) -> None:
+    def __init__(
+        self, options: EngineOptions, given: EngineOptions, *, fits_max_model_len: bool = False
+    ) -> None:
+        """`given` are the options before they were resolved, which other hosts are given, too."""
         parallel = options.parallel
         self._num_ranks, self._timeout_s = parallel.num_ranks, parallel.timeout_s
         self.failure: str | None = None
@@ -90,7 +93,7 @@ class DistributedExecutor:
         self._awake_until = 0.0
         self._stopping = threading.Event()
         self._seconds: dict[str, float] = {}
-        self._launcher = _launch(options)
+        self._launcher = _launch(options, given)
         self._watch = threading.Thread(target=self._run_watch, name="quire-ranks", daemon=True)
         self._watch.start()
         atexit.register(self._end_watch)
@@ -398,14 +401,14 @@ class DistributedExecutor:
         self._note_failure(sign)
 
 
-def _launch(options: EngineOptions) -> Launcher:
+def _launch(options: EngineOptions, given: EngineOptions) -> Launcher:
     """Begin to start the processes of all ranks."""
     if options.parallel.distributed_executor_backend == "ray":
         from quire.engine.executors.ray import RayActors
 
         return RayActors(options)
     if options.parallel.nnodes > 1:
-        return NodeProcesses(options)
+        return NodeProcesses(options, given)
     return LocalProcesses(options)
 
 

@@ -142,9 +142,10 @@ class ConnectedRanks:
 class NodeProcesses(ConnectedRanks):
     """Processes on `nnodes` hosts, this one included: an equal number on each."""
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, given: EngineOptions) -> None:
+        """`given` are the options before they were resolved, to compare with those of others."""
         parallel = options.parallel
-        self._options, self._num_nodes = options, parallel.nnodes
+        self._options, self._given, self._num_nodes = options, given, parallel.nnodes
         self._ranks_per_node = parallel.num_ranks // parallel.nnodes
         self._processes = RankProcesses()
         self._nodes: dict[int, Channel] = {}
@@ -177,7 +178,7 @@ class NodeProcesses(ConnectedRanks):
             channel.close()
             return
         self._nodes[node], self._names[node] = channel, message.host
-        differs = difference(message, self._options)
+        differs = difference(message, self._given)
         if differs:
             channel.send(encode(Refused(differs)))
             self._lose(node, differs)
@@ -226,13 +227,15 @@ class NodeProcesses(ConnectedRanks):
 
 
 def difference(node: JoinNode, options: EngineOptions) -> str | None:
-    """What keeps a host from joining: another version, or an option with another value."""
+    """What keeps a host from joining: another version, or an option with another value. Both sides
+    have the options that they were given: resolved ones may differ between the same commands."""
     if node.version != __version__:
         return (
             f"host {node.host} runs Quire {node.version}, host 0 runs {__version__}; install the "
             "same version on all hosts."
         )
-    ours, defaults = options.flat(), EngineOptions().flat()
+    # As they look after a way through a socket.
+    ours, defaults = (msgspec.to_builtins(one.flat()) for one in (options, EngineOptions()))
     for name, value in node.options.items():
         given = name not in HOST_OPTIONS and value != defaults.get(name)
         if given and value != ours.get(name):
