@@ -162,6 +162,11 @@ def _check_parallel(options: EngineOptions) -> None:
             f"nnodes={nnodes} is for distributed_executor_backend='mp', got {backend!r}, which "
             "finds its hosts by itself; leave nnodes unset."
         )
+    if nnodes > 1 and parallel.master_addr in ("", "*", "0.0.0.0", "::"):
+        raise OptionError(
+            f"master_addr={parallel.master_addr!r} stands for all addresses of a host; give the "
+            "one of host 0 that the others reach."
+        )
     if parallel.node_rank >= nnodes:
         raise OptionError(
             f"node_rank={parallel.node_rank} must be below nnodes={nnodes}; hosts count from 0."

@@ -152,7 +152,7 @@ def main() -> int:
     death = EngineLoop(engine.core, socket).run()
     reports.write(line(Failed(death)))
     context.destroy(linger=1000)  # last outputs are on their way
-    engine.core.executor.shutdown()  # ranks are gone before others take their place
+    engine.core.executor.shutdown(death)  # ranks are gone before others take their place
     return 1
 
 

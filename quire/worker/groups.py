@@ -111,6 +111,10 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family)
 
 
+def shown_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 # --- what a rank does ---------------------------------------------------------------------------
 
 
@@ -255,7 +259,7 @@ class _TorchRanks:
         self._deadline = time.monotonic() + place.timeout_s
         self._where = "the address in MASTER_ADDR"
         if address is not None:
-            self._where = f"{address[0]}:{address[1]}"
+            self._where = shown_address(*address)
 
     def join_in_time(self) -> Parallel:
         """Some calls of torch and NCCL wait without end for a host that is cut off."""

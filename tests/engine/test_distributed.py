@@ -459,6 +459,19 @@ def test_ranks_die_with_the_engine(tmp_path: Path) -> None:
     wait_for(lambda: gone(pids), "the end of the ranks", timeout_s=10)
 
 
+def test_fork_leaves_the_ranks_alone(tmp_path: Path) -> None:
+    """A child that drops its copy of the `LLM`, as the collector may at any time."""
+    save_tiny(tmp_path, "llama")
+    with LLM(model=str(tmp_path), tensor_parallel_size=2, **SMALL) as llm:
+        pid = os.fork()
+        if pid == 0:
+            llm.shutdown()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        assert llm.generate(prompts(1), params, use_tqdm=False)[0].finished
+
+
 def test_refusals_of_a_rank_reach_the_user(tmp_path: Path) -> None:
     """What one process would refuse, several refuse in the same words."""
     save_tiny(tmp_path, "llama")

@@ -54,6 +54,10 @@ def start(tiny: Tiny, **options: Any) -> Callable[[], Any]:
             {"nnodes": 2, "tensor_parallel_size": 2, "node_rank": 1},
             ("node_rank=1", "host 0", "quire serve"),
         ),
+        (
+            {"nnodes": 2, "tensor_parallel_size": 2, "master_addr": "0.0.0.0"},
+            ("master_addr='0.0.0.0'", "host 0", "reach"),
+        ),
         ({"nnodes": 2, "tensor_parallel_size": 3}, ("nnodes=2", "3 ranks", "multiple")),
         ({"data_parallel_size": 2}, ("data_parallel_size=2", "several servers behind a proxy")),
         ({"distributed_executor_backend": "x"}, ("distributed_executor_backend", "'x'", "'ray'")),

@@ -77,6 +77,7 @@ class DistributedExecutor:
         parallel = options.parallel
         self._num_ranks, self._timeout_s = parallel.num_ranks, parallel.timeout_s
         self.failure: str | None = None
+        self._pid = os.getpid()
         self._results: deque[StepResult] = deque()
         self._loading: dict[int, _LoadingAdapter] = {}
         """By the number of the order."""
@@ -223,7 +224,11 @@ class DistributedExecutor:
     def listen(self) -> None:
         self._receive(0.0)
 
-    def shutdown(self) -> None:
+    def shutdown(self, failure: str = "") -> None:
+        if os.getpid() != self._pid:
+            return  # a fork, which has the sockets too, but not the ranks
+        if failure:
+            self._note_failure(failure)
         atexit.unregister(self._end_watch)
         self._end_watch()
         self._launcher.stop()
@@ -310,7 +315,7 @@ class DistributedExecutor:
         while self.failure is None and not self._stopping.wait(LOOK_S):
             self._receive(0.0)
         if self.failure is not None:
-            self._launcher.stop(comes_back=self._in_service)
+            self._launcher.stop(self.failure, self._in_service)
 
     def _receive(self, wait_s: float) -> None:
         """Take in what has come, or comes within `wait_s` and before the ranks are to be looked
@@ -323,12 +328,12 @@ class DistributedExecutor:
                 until_look = max(self._look_due - time.monotonic(), 0.0)
                 for key, _ in self._ready(min(wait_s, until_look)):
                     self._read(*key.data)
+                if (now := time.monotonic()) >= self._look_due and self.failure is None:
+                    self._look_due = now + LOOK_S
+                    self._look(now)
             except Exception as error:
-                logger.debug("an answer of a rank cannot be read", exc_info=error)
+                logger.debug("ranks cannot be listened to", exc_info=error)
                 self._note_failure(f"an answer of a rank could not be read: {error!r}")
-            if (now := time.monotonic()) >= self._look_due and self.failure is None:
-                self._look_due = now + LOOK_S
-                self._look(now)
 
     def _ready(self, wait_s: float) -> list[tuple[selectors.SelectorKey, int]]:
         while time.monotonic() < self._awake_until:

@@ -115,7 +115,7 @@ class LocalExecutor:
     def listen(self) -> None:
         pass
 
-    def shutdown(self) -> None:
+    def shutdown(self, failure: str = "") -> None:
         """Free weights and KV cache."""
         if self._worker is not None:
             if self._worker.adapters is not None:

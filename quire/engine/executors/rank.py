@@ -47,7 +47,7 @@ from quire.protocol.ranks import (
 )
 from quire.worker.adapters import HostAdapters
 from quire.worker.device import detect_device
-from quire.worker.groups import join
+from quire.worker.groups import join, shown_address
 from quire.worker.model_runner import PendingStep
 from quire.worker.ring import OrderReader
 from quire.worker.worker import Worker, num_loading_threads, torch_threads
@@ -233,8 +233,19 @@ def serve_rank(start: StartRank) -> int:
     try:
         loop = RankLoop(start)
     except OSError as error:
-        raise QuireError(f"rank {start.rank} cannot reach its engine: {error}") from None
+        raise QuireError(_not_reached(start, error)) from None
     return loop.run()
+
+
+def _not_reached(start: StartRank, error: OSError) -> str:
+    cause = f"rank {start.rank} on {socket.gethostname()} cannot reach its engine"
+    if isinstance(start.channel, Inherited):
+        return f"{cause}: {error}"
+    address = shown_address(start.channel.host, start.channel.port)
+    return (
+        f"{cause} at {address}: {error}. Check that no firewall is between the hosts, and that "
+        "master_addr is an address of host 0 that this one reaches."
+    )
 
 
 if __name__ == "__main__":
