@@ -527,8 +527,10 @@ class TorchGroup:
         timeout_s: float = 0.0,
     ) -> None:
         """None stands for all processes; the others are for errors."""
-        self._group, self._names, self._timeout_s = group, names, timeout_s
-        self._size = dist.get_world_size(group)
+        self._group, self._timeout_s = group, timeout_s
+        self._size, own = dist.get_world_size(group), dist.get_rank(group)
+        others = [name for rank, name in enumerate(names) if rank != own]
+        self._others = f"{'one of ' * (len(others) > 1)}{', '.join(others)}"
         self._is_gloo = dist.get_backend(group) == "gloo"
 
     @property
@@ -569,9 +571,8 @@ class TorchGroup:
             return collective()
         except RuntimeError as error:
             raise RankMissing(
-                f"one of {', '.join(self._names)} did not take part in {what} within "
-                f"{self._timeout_s:g} s (distributed_timeout_seconds), or ended: "
-                f"{_first_line(error)}"
+                f"{self._others} did not take part in {what} within {self._timeout_s:g} s "
+                f"(distributed_timeout_seconds), or ended: {_first_line(error)}"
             ) from error
 
 
