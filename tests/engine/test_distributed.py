@@ -232,13 +232,18 @@ def test_grammars_and_embeddings(tp: int, pp: int, tmp_path: Path) -> None:
     np.testing.assert_allclose(vectors, expected[1], atol=1e-4)
 
 
-async def test_streams_of_an_event_loop(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tp", "pp", "way"), [(2, 1, "memory"), (2, 2, "gloo")])
+async def test_streams_of_an_event_loop(
+    tp: int, pp: int, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`AsyncLLM` with ranks: a request is aborted, others go on; then a rank dies, and each open
     stream ends with an error that names it."""
+    if way == "gloo":
+        monkeypatch.setattr(launch, "share_memory", lambda device: False)
     save_tiny(tmp_path, "llama", max_position_embeddings=100_000)
     options: Any = {"model": str(tmp_path), **SMALL, "max_model_len": 50_000}
     options["num_gpu_blocks_override"] = 13_000
-    llm = AsyncLLM(**options, tensor_parallel_size=2)
+    llm = AsyncLLM(**options, tensor_parallel_size=tp, pipeline_parallel_size=pp)
     try:
         long = SamplingParams(temperature=0, max_tokens=45_000, ignore_eos=True)
         short = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -266,6 +271,26 @@ async def test_streams_of_an_event_loop(tmp_path: Path) -> None:
     finally:
         llm.shutdown()
     assert rank_pids() == []
+
+
+def test_start_up_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What each rank has: the first stage has two of three layers, and so room for half as many
+    blocks as the second."""
+    save_tiny(tmp_path, "llama", num_hidden_layers=3, tie_word_embeddings=False)
+    caplog.set_level("INFO", "quire")
+    cache: Any = {"kv_cache_memory_bytes": "3MiB"}
+    with LLM(model=str(tmp_path), **SMALL, **cache, pipeline_parallel_size=2) as llm:
+        config, num_blocks = llm.model_config, llm._core.scheduler.limits.num_blocks
+    (line,) = re.findall(r"ranks: (.*)", caplog.text)
+    places, weights, caches, blocks, phases = line.split("; ")
+    layer = 2 * 4 * SMALL["block_size"] * config.num_kv_heads * config.head_dim
+    rooms = [int(room) for room in re.findall(r"\d+", blocks)]
+    assert places == "2 on this host" and phases.startswith("start ")
+    assert rooms == [num_blocks, rooms[1], num_blocks] and rooms[1] // rooms[0] == 2
+    in_mib = [f"{num_blocks * count * layer / 2**20:.1f}" for count in (2, 1)]
+    assert caches == f"KV cache {', '.join(in_mib)} MiB"
+    size = (tmp_path / "model.safetensors").stat().st_size / 2**20
+    assert sum(map(float, re.findall(r"[\d.]+", weights))) == pytest.approx(size, abs=0.15)
 
 
 # --- failures -----------------------------------------------------------------------------------

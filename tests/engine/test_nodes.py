@@ -320,9 +320,13 @@ def test_other_files(
     second.wait(60)
 
 
-def test_small_shared_memory(hosts: Hosts, model: Path) -> None:
+@pytest.mark.parametrize("way", ["memory", "gloo"])
+def test_small_shared_memory(way: str, hosts: Hosts, model: Path) -> None:
     """Nothing of ours lies in /dev/shm."""
     script = head(model, 4, nnodes=1)
+    if way == "gloo":
+        ours = "from quire.engine.executors import launch\n"
+        script = f"{ours}launch.share_memory = lambda device: False\n{script}"
     mounting = 'mount -t tmpfs -o size=64k none /dev/shm && exec "$@"'
     words = ("unshare", "-m", "sh", "-c", mounting, "sh", sys.executable, "-c", script)
     said = output_of(hosts.start(0, *words))

@@ -120,11 +120,13 @@ class DistributedExecutor:
         sizes = self._phase("profile", fits_max_model_len=fits_max_model_len)
         self.max_model_len = min(max_model_len for max_model_len, _ in sizes)
         self.num_blocks = min(num_blocks for _, num_blocks in sizes)
-        self._phase("allocate", num_blocks=self.num_blocks, max_model_len=self.max_model_len)
+        caches = self._phase(
+            "allocate", num_blocks=self.num_blocks, max_model_len=self.max_model_len
+        )
         windows, self.groups_prefixes, self.graph_tokens = self._phase("capture")[0]
         self.kv_windows: tuple[int | None, ...] = tuple(windows)
         self._in_service = True
-        self._report(weights, sizes)
+        self._report(weights, caches, [num_blocks for _, num_blocks in sizes])
 
     def _await_hellos(self) -> None:
         """Every rank's process runs."""
@@ -160,26 +162,27 @@ class DistributedExecutor:
                     f"{first.host} to host {hello.host}, or name a revision of the hub."
                 )
 
-    def _report(self, weights: list[int], sizes: list[tuple[int, int]]) -> None:
-        """What each rank does, and where time went."""
+    def _report(self, weights: list[int], caches: list[int], rooms: list[int]) -> None:
+        """What each rank has, and where time went."""
         for rank, hello in sorted(self._hellos.items()):
             logger.debug(
-                "%s: %s, %.1f MiB of weights, room for %d blocks",
+                "%s: %s, %.1f MiB of weights, %.1f MiB of KV cache, room for %d blocks",
                 self._name(rank),
                 hello.device,
                 weights[rank] / MIB,
-                sizes[rank][1],
+                caches[rank] / MIB,
+                rooms[rank],
             )
         hosts = len({hello.host for hello in self._hellos.values()})
-        where = "this host" if hosts == 1 else f"{hosts} hosts"
-        seconds = ", ".join(f"{name} {value:.1f} s" for name, value in self._seconds.items())
         logger.info(
-            "ranks: %d on %s, %.1f MiB of weights at most, %d blocks each; %s",
+            "ranks: %d on %s; weights %s MiB; KV cache %s MiB; room for %s blocks, %d used; %s",
             self._num_ranks,
-            where,
-            max(weights) / MIB,
+            "this host" if hosts == 1 else f"{hosts} hosts",
+            ", ".join(f"{num_bytes / MIB:.1f}" for num_bytes in weights),
+            ", ".join(f"{num_bytes / MIB:.1f}" for num_bytes in caches),
+            ", ".join(map(str, rooms)),
             self.num_blocks,
-            seconds,
+            ", ".join(f"{name} {value:.1f} s" for name, value in self._seconds.items()),
         )
 
     # --- steps ------------------------------------------------------------------------------------
