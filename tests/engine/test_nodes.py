@@ -393,6 +393,25 @@ def test_what_a_host_keeps_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not settled(num_threads=16).stays_awake
 
 
+def test_stages_on_hosts_of_their_own(model: Path, start: Start) -> None:
+    """Ranks of one stage share memory where their host has them all, and give the same tokens."""
+    port = free_port()
+    words = ("--master-port", str(port), "--pipeline-parallel-size", "2")
+    second = start(*follower(model, *words))
+    options = {"master_port": port, "pipeline_parallel_size": 2}
+    script = head(model, 40, **options).replace(
+        "    llm.shutdown()", "    time.sleep(100)\n    llm.shutdown()"
+    )
+    first = start(sys.executable, "-c", script)
+    said = read_up_to("tokens [", first)
+    assert f"tokens {tokens_of_one_host(model)}" in said, said
+    for host in (first, second):
+        ranks = ranks_of(host)
+        assert len(ranks) == 2
+        for pid in ranks:
+            assert "memfd:quire-ranks" in Path(f"/proc/{pid}/maps").read_text()
+
+
 def ranks_of(process: subprocess.Popen[str]) -> list[int]:
     words = ["pgrep", "-f", "-P", str(process.pid), "quire.engine.executors.rank"]
     return [int(pid) for pid in subprocess.run(words, capture_output=True).stdout.split()]
