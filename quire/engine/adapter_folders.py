@@ -86,6 +86,8 @@ class AdapterFolders:
             try:
                 signature, known = self._find(look.reference)
                 if known is None:
+                    with self._lock:
+                        self._open.pop(look.answer, None)  # what was known is no longer there
                     reading = self._begin_reading(look.reference, signature)
                     reading.add_done_callback(partial(self._pass_on, look))
                 else:

@@ -240,6 +240,8 @@ class Adapters:
         while self._queue:
             if self._due not in self._queue:
                 self._stop_leaving()
+                if not self._queue:
+                    break  # what waited may stay
             due = self._due
             if due is None and self._can_make_room():
                 due = min(self._queue, key=self._turn_of)
@@ -263,8 +265,9 @@ class Adapters:
         if self._due is None:
             return
         self._due = None
-        for digest, hosted in self._hosted.items():
-            if hosted.is_leaving:
+        for digest, hosted in list(self._hosted.items()):
+            # Requests of one that stays may take its name from another, which is dropped then.
+            if hosted.is_leaving and self._hosted.get(digest) is hosted:
                 hosted.is_leaving = False
                 if (queued := self._queue.pop(digest, None)) is not None:
                     hosted.calls += [call for call in queued.calls if self._is_wanted(call)]

@@ -76,14 +76,19 @@ def start_engine(options: EngineOptions, model: ModelConfig) -> Engine:
     fits = resolved.fits_max_model_len
     executor = _start_executor(resolved.options, options, model, device, fits)
     final = resolved.options.replace(max_model_len=executor.max_model_len)
-    core = EngineCore(
-        executor,
-        _scheduler_limits(final, model, executor),
-        max_steps_in_flight=final.scheduler.max_steps_in_flight or 1,
-        grammar_settings=GrammarSettings.from_config(final.decoding.structured_outputs_config),
-        num_threads=_mask_threads(final),
-        adapter_reader=None if final.adapters.limits is None else AdapterFolders(),
-    )
+    grammar_config = final.decoding.structured_outputs_config
+    try:
+        core = EngineCore(
+            executor,
+            _scheduler_limits(final, model, executor),
+            max_steps_in_flight=final.scheduler.max_steps_in_flight or 1,
+            grammar_settings=GrammarSettings.from_config(grammar_config),
+            num_threads=_mask_threads(final),
+            adapter_reader=None if final.adapters.limits is None else AdapterFolders(),
+        )
+    except BaseException as error:
+        executor.shutdown(str(error))  # its ranks, and their hosts, would wait for orders
+        raise
     return Engine(core, model, final)
 
 

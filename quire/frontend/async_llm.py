@@ -39,8 +39,7 @@ from quire.protocol.sampling import BeamSearchParams, RequestOutputKind, Samplin
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from quire.config.resolve import refuse_launched_outside
-from quire.config.engine_args import EngineArgs
+    from quire.config.engine_args import EngineArgs
 
 DISPLACED_RETRY_S = 10.0
 

@@ -65,7 +65,7 @@ class StartRank(msgspec.Struct, tag=True):
 
 
 class Hello(msgspec.Struct, tag=True):
-    """The first message of a rank over TCP; what it says of itself, in any case."""
+    """The first message of a rank; and what it says of itself once it has read the model."""
 
     rank: int
     host: str
@@ -74,7 +74,7 @@ class Hello(msgspec.Struct, tag=True):
     """Of Quire."""
     device: str = ""
     model: dict[str, str] = {}
-    """Digests of the model's files, as this rank reads them."""
+    """Digests of the model's files, as this rank reads them; empty in the first message."""
     secret: str = ""
 
 

@@ -197,7 +197,7 @@ class AdapterSlots:
             if digest not in wanted:
                 del self._since[digest]
                 self._blocked.pop(digest, None)
-            elif digest in self._blocked:
+            elif digest in self._blocked and digest not in self.residents:
                 priority = _best(wanted[digest])
                 is_first = self._due is None and chosen is None
                 if now - self._since[digest] >= self._max_wait_s:

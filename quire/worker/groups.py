@@ -195,9 +195,15 @@ def _place_of_launcher(options: ParallelOptions, device: DeviceInfo) -> Parallel
 def _terms(options: EngineOptions, model: ModelConfig) -> dict[str, dict[str, str]]:
     """What engines that plan alike must have in common, by what it is called."""
     given = options.flat()
+    # Each process reads prompts and ends texts itself.
+    differing = HOST_OPTIONS - {"tokenizer", "chat_template", "generation_config"}
     return {
         "version": {"Quire": __version__},
-        "options": {name: repr(given[name]) for name in given if name not in HOST_OPTIONS},
+        "options": {name: repr(given[name]) for name in given if name not in differing},
+        "options of generation_config": {
+            "eos_token_id": repr(model.eos_token_ids),
+            **{name: repr(value) for name, value in model.generation.items()},
+        },
         "files": model_digests(model.raw, model.source.path, options.model.load_format),
         "host": {"": socket.gethostname()},
     }
@@ -209,7 +215,7 @@ def _check_alike(parallel: Parallel, own: dict[str, dict[str, str]], device: Dev
     first = json.loads(everyone[0])
     for rank, text in enumerate(everyone):
         other = json.loads(text)
-        for what in ("version", "options", "files"):
+        for what in (name for name in own if name != "host"):
             name = different(first[what], other[what])
             if name is None:
                 continue

@@ -67,6 +67,8 @@ def warm_up_plans(
 
 def adapter_prompts(max_rows: int, max_tokens: int, max_len: int) -> Iterator[StepPlan]:
     """Prompts with the adapter in slot 0. Which kernels add it depends on the tokens of a step."""
+    if max_len < 2:
+        return
     for size in [1 << i for i in range(4, max_tokens.bit_length())]:
         count = -(-size // (max_len - 1))
         if count <= max_rows:

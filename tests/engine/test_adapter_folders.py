@@ -129,3 +129,27 @@ def test_a_folder_is_read_once_for_all_who_ask(
         folders.read(other).result(60)  # so that the look at `one` before has begun
     may_go_on.set()
     assert len({found.result(60).digest for found in asked}) == 1 and num_reads == 1
+
+
+def test_new_files_that_are_read_slowly_are_waited_for(
+    folders: AdapterFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is known stands for a folder that cannot be looked at, not for one that has changed."""
+    one = request(write(tmp_path / "one", PAIR))
+    before = folders.read(one).result(60).digest
+    write(tmp_path / "one", {name: 2 * numbers(*values.shape) for name, values in PAIR.items()})
+    begins, may_go_on = threading.Event(), threading.Event()
+
+    def slowly(folder: str, name: str) -> AdapterFile:
+        begins.set()
+        may_go_on.wait(60)
+        return read_adapter(folder, name)
+
+    monkeypatch.setattr(adapter_folders, "read_adapter", slowly)
+    monkeypatch.setattr(adapter_folders, "MAX_LOOK_S", 0.0)
+    asked = folders.read(one)
+    assert begins.wait(60)
+    folders.poll()
+    assert not asked.done()
+    may_go_on.set()
+    assert asked.result(60).digest != before

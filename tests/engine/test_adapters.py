@@ -453,6 +453,64 @@ def test_the_host_is_bounded_by_bytes_too() -> None:
     assert len(tiny.ended) == 2
 
 
+def test_what_got_a_place_by_chance_does_not_make_way_for_itself() -> None:
+    """`a` was to go for `d`, which took the place of `b` instead; requests for `a` waited on."""
+    one = engine(2, wait_s=2.0)
+    one.add(numbers(5), max_tokens=60, adapter="a-8")
+    one.add(numbers(6), max_tokens=12, adapter="b-8")
+    one.step()
+    one.add(numbers(7), max_tokens=3, adapter="d-8")
+    one.step()
+    one.now += 3
+    one.step()
+    one.add(numbers(8), max_tokens=3, adapter="a-8")
+    for _ in range(100):
+        one.now += 1
+        one.step()
+    assert len(one.ended) == 4
+    one.finish()
+
+
+def test_what_makes_way_on_the_host_may_stay_if_that_is_wanted_no_more() -> None:
+    """Its own requests were the only ones that waited."""
+    one = Engine(adapters=AdapterLimits(2, 8, None, 2.0, max_host_bytes=8), max_num_seqs=2)
+    for i in range(3):
+        one.add(numbers(5, i), max_tokens=60, adapter="a-8")
+    one.step(2)
+    gone = one.add(numbers(8), max_tokens=3, adapter="d-8")
+    one.step()
+    one.now += 3
+    one.step()
+    one.core.abort(f"r{gone}")
+    one.step(3)
+    assert one.core.death is None
+    one.finish()
+
+
+def test_requests_of_one_that_stays_take_its_name_from_another() -> None:
+    """Which is dropped then, while the host looks through what stays."""
+    one = Engine(adapters=AdapterLimits(2, 8, 2, 0.0), max_num_seqs=2)
+    one.folders.holds["sql"] = "a1-8"
+    one.add(numbers(5), max_tokens=60, adapter="sql")
+    one.add(numbers(9), max_tokens=10)
+    one.step()
+    one.add(numbers(7), max_tokens=3, adapter="sql")
+    one.step()
+    one.folders.holds["sql"] = "b1-8"
+    second = one.add(numbers(6), max_tokens=4, adapter="sql")
+    one.step()
+    gone = one.add(numbers(8), max_tokens=3, adapter="d-8")
+    for _ in range(40):
+        one.now += 1
+        one.step()
+        if second in one.ended:
+            break
+    one.core.abort(f"r{gone}")
+    one.step(3)
+    assert one.core.death is None
+    one.finish()
+
+
 def test_several_make_way_for_a_large_one() -> None:
     one = Engine(adapters=AdapterLimits(4, 32, None, 2.0, max_host_bytes=32))
     for name in ("a-16", "b-16"):

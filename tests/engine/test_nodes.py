@@ -373,7 +373,8 @@ def test_what_a_host_keeps_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def settled(**given: Any) -> StartRank:
         told = {"device": "cpu", "num_threads": 100, "hf_token": None, "download_dir": "/other"}
-        start = StartRank(5, told, Connected("a", 1, "secret"), ("a", 2), 1, num_local=2)
+        channel = Connected("a", 1, "secret")
+        start = StartRank(5, told, channel, ("a", 2), device_index=1, num_local=2)
         nodes.fit_to_node(start, EngineOptions().replace(master_addr="fd00::1", **given))
         assert isinstance(start.channel, Connected)
         assert (start.channel.host, start.channel.port, start.store) == (

@@ -132,8 +132,8 @@ class DistributedExecutor:
         """Every rank's process runs."""
         started = time.monotonic()
         self._wait_for(
-            lambda: len(self._hellos) == self._num_ranks,
-            lambda: self._lateness("start", set(self._hellos)),
+            lambda: len(self._have_read()) == self._num_ranks,
+            lambda: self._lateness("start", self._have_read()),
             later_s=0.0,
         )
         self._seconds["start"] = time.monotonic() - started
@@ -143,6 +143,10 @@ class DistributedExecutor:
                     f"{self._name(hello.rank)} runs Quire {hello.version}, this process "
                     f"{__version__}; install the same version on all hosts."
                 )
+
+    def _have_read(self) -> set[int]:
+        """Ranks that have read the model's configuration."""
+        return {rank for rank, hello in self._hellos.items() if hello.model}
 
     def _phase(self, name: str, **arguments: Any) -> list[Any]:
         """Have all ranks do something; what each returns, in rank order."""

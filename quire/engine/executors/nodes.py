@@ -336,8 +336,10 @@ class _Node:
         said = options.replace(hf_token=None).flat()
         hello = JoinNode(parallel.node_rank, socket.gethostname(), __version__, said)
         channel.line.settimeout(HANDSHAKE_S)
-        channel.send(encode(hello))
-        reply = self._read()
+        reply: ToNode | None = None
+        with contextlib.suppress(OSError):  # it ends just now
+            channel.send(encode(hello))
+            reply = self._read()
         if isinstance(reply, Refused):
             raise QuireError(reply.reason)
         if not isinstance(reply, StartRanks):

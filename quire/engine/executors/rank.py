@@ -81,8 +81,10 @@ class RankLoop:
 
     def run(self) -> int:
         try:
-            self._say_hello()
+            # At once: an engine does not wait long for those that have connected to greet it.
+            self._answer(self._hello())
             threading.Thread(target=self._say_alive, name="quire-heartbeat", daemon=True).start()
+            self._read_model()
             while (data := self._orders.read()) is not None:
                 self._obey(self._decoder.decode(data))
         except Exception as error:
@@ -95,25 +97,27 @@ class RankLoop:
         self._answer(RankFailed(ErrorRecord.of(error)))
         return MISSES_OTHERS if isinstance(error, RankMissing) else 1
 
-    def _say_hello(self) -> None:
+    def _hello(self, device: str = "", model: dict[str, str] | None = None) -> Hello:
+        channel = self._start.channel
+        return Hello(
+            self._start.rank,
+            socket.gethostname(),
+            os.getpid(),
+            __version__,
+            device,
+            model or {},
+            "" if isinstance(channel, Inherited) else channel.secret,
+        )
+
+    def _read_model(self) -> None:
         self._options = EngineOptions().replace(**self._start.options)
         device = detect_device(self._options.device.device, self._start.device_index)
         if device.type == "cpu":
             device = replace(device, num_sharing=self._start.num_local)
         self._device, self._config = device, read_model(self._options.model)
         path, load_format = self._config.source.path, self._options.model.load_format
-        channel = self._start.channel
-        self._answer(
-            Hello(
-                self._start.rank,
-                socket.gethostname(),
-                os.getpid(),
-                __version__,
-                device.name,
-                model_digests(self._config.raw, path, load_format),
-                "" if isinstance(channel, Inherited) else channel.secret,
-            )
-        )
+        digests = model_digests(self._config.raw, path, load_format)
+        self._answer(self._hello(device.name, digests))
 
     def _obey(self, order: Order) -> None:
         if isinstance(order, Execute):

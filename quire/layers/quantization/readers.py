@@ -619,7 +619,8 @@ def unpack_bits(words: Tensor, bits: int) -> Tensor:
     stored = words.contiguous().view(-1).view(torch.uint8).view(shape)
     if bits == 8:
         return stored
-    if bits == 3:  # three bytes have eight codes
+    if bits == 3:  # three bytes have eight codes; the last words may lack some of them
+        stored = F.pad(stored, (0, -stored.shape[-1] % 3))
         triples = stored.unflatten(-1, (-1, 3)).int()
         stored = triples[..., 0] | triples[..., 1] << 8 | triples[..., 2] << 16
     count = 8 // bits if bits != 3 else 8
