@@ -20,8 +20,11 @@ def settle_speculation(options: EngineOptions, target: ModelConfig) -> EngineOpt
     if wanted is None or wanted.method not in (FROM_MODEL, "draft_model", "eagle3", "mtp"):
         return options
     method = _method(options, wanted, target)
+    longest = wanted.max_model_len
     if method == "draft_model":
         num_tokens = wanted.num_tokens
+        own = draft_config(options, wanted).max_position_tokens
+        longest = min(longest or own, own)
     elif method == "mtp":
         num_tokens = wanted.num_tokens or mtp_config(target).num_layers - target.num_layers
     else:
@@ -30,6 +33,8 @@ def settle_speculation(options: EngineOptions, target: ModelConfig) -> EngineOpt
     settled = {**(options.decoding.speculative_config or {}), "method": method}
     if num_tokens:
         settled["num_speculative_tokens"] = num_tokens
+    if longest is not None:
+        settled["max_model_len"] = longest
     return options.replace(speculative_config=settled)
 
 

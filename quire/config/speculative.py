@@ -80,6 +80,11 @@ class SpeculativeConfig:
         return self.num_tokens if self.method == "draft_model" else 0
 
     @property
+    def reads_text(self) -> bool:
+        """Whether drafts come from the text, which may have none."""
+        return self.method in ("ngram", "auto")
+
+    @property
     def uses_head(self) -> bool:
         """Whether drafts come from the target's hidden states."""
         return self.method in HEADS

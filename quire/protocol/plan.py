@@ -99,8 +99,8 @@ class StepPlan:
     """Lines of logits of each of `rows`: 0 before its last known token is reached, else 1 and one
     more for each of its drafts that is verified."""
     num_blocks: Int32Array = field(default_factory=empty_ints)
-    """Blocks that each of `rows` has in each group, which drafts may be computed in; empty where no
-    draft model asks."""
+    """Blocks that each of `rows` has in each group, which drafts may be computed in: 0 where a
+    draft model has nothing to compute; empty where none asks."""
     prefix_groups: Int32Array = field(default_factory=empty_ints)
     """For each of `rows` the group of rows it shares leading blocks with, -1 for none; empty where
     nothing worth it is shared."""

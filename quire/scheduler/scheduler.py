@@ -270,7 +270,7 @@ class Scheduler:
         plan = builder.build(self._freed_rows, self._cuts, self._appends)
         plan.epochs = self.columns.epoch[plan.rows]
         if self.limits.num_ahead:
-            plan.num_blocks = self.columns.num_blocks[plan.rows]
+            plan.num_blocks = self.speculation.blocks_for_drafts(plan.rows)
         if self.prefix_groups is not None:
             self.prefix_groups.mark(plan, self.ranked_rows())
         if self.columns.has_stages:
@@ -402,7 +402,6 @@ class Scheduler:
             c.num_certain[rows] += counts - np.maximum(ahead, 0)
         if self.speculation.num_drafts:
             c.has_sampled[rows] |= ahead >= 0
-            c.num_waiting_drafts[rows[ahead >= 0]] = -1
         c.in_flight[rows] += 1
         if len(self.tenants) > 1:
             self.tenants.charge(c.tenant[rows], counts)
@@ -541,7 +540,8 @@ class Scheduler:
         c.in_flight[plan.rows[live]] -= 1
         if plan.has_drafts:
             self._give_back(plan, result, live)
-            self.metrics.verified(plan, result, live)
+            num_verified = self.speculation.num_verified(plan)
+            self.metrics.verified(num_verified, result, live[plan.samples])
         if self.speculation.num_drafts:
             self.speculation.applied(plan, result, live, now)
         accepted = c.accept(plan, result, live, complete)
@@ -680,7 +680,7 @@ class Scheduler:
     def _append_known(self, sequence: Sequence, tokens: list[int]) -> None:
         """Append tokens that the host knows, to a sequence with nothing in flight."""
         c, row, at = self.columns, sequence.row, sequence.num_known
-        c.num_waiting_drafts[row] = 0
+        c.has_sampled[row] = False
         c.token_ids[row, at : at + len(tokens)] = tokens
         c.num_known[row] += len(tokens)
         c.num_tokens[row] += len(tokens)

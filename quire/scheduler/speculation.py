@@ -22,6 +22,9 @@ class Speculation:
         self._columns = columns
         self.num_drafts = 0 if config is None else config.num_tokens
         """Most drafts of a row; the workers have a drafter that proposes as many."""
+        self._first_drafts = 0 if config is None or config.reads_text else config.num_tokens
+        """Expected of a row that has reported none yet."""
+        self._longest = None if config is None else config.max_model_len
         self._schedule: Schedule = () if config is None else config.schedule
         self._value: DraftValue | None = None
         if config is not None and config.is_measured:
@@ -31,16 +34,15 @@ class Speculation:
         """Drafts that each of `rows` may verify once it has computed its known tokens, as
         `num_decoding` of them have with the token that they are given anyway.
 
-        The device proposes them after a row's first sample. Tokens are counted at their upper
+        The device proposes them after a row's first sample; while a step is in flight, as many are
+        expected as waited after the last that has reported. Tokens are counted at their upper
         bound, so that none can lie beyond the row's end. Where the host chooses tokens (beams),
         there are none.
         """
         c = self._columns
         may = c.has_sampled[rows] & ~c.host_chooses[rows] & c.speculates[rows]
         room = c.max_total[rows] - c.num_tokens[rows] - 1
-        waiting = c.num_waiting_drafts[rows]
-        most = np.where(waiting < 0, self.num_drafts, waiting)
-        most = np.minimum(most, self._scheduled(num_decoding))
+        most = np.minimum(c.num_waiting_drafts[rows], self._scheduled(num_decoding))
         drafts = np.where(may, np.clip(room, 0, most), 0).astype(np.int32)
         if self._value is not None and drafts.any():
             return self._value.worthwhile(rows, drafts, num_decoding)
@@ -51,6 +53,7 @@ class Speculation:
 
     def joined(self, row: int) -> None:
         """A sequence has taken a row."""
+        self._columns.num_waiting_drafts[row] = self._first_drafts
         if self._value is not None:
             self._value.forget(row)
 
@@ -58,17 +61,31 @@ class Speculation:
         if self._value is not None:
             self._value.costs.planned(plan, now)
 
+    def blocks_for_drafts(self, rows: Int32Array) -> Int32Array:
+        """Blocks of each of `rows` that a draft model computes in: none of texts that are longer
+        than it drafts for."""
+        c = self._columns
+        if self._longest is None:
+            return c.num_blocks[rows]
+        computed = np.minimum(c.computed_before[rows], c.num_known[rows] - 1)
+        return np.where(computed < self._longest, c.num_blocks[rows], 0)
+
+    def num_verified(self, plan: StepPlan) -> Int32Array:
+        """Drafts that each row that samples has verified in a step which is applied now: as many
+        as it has lines for, of those that waited after the step before."""
+        waiting = self._columns.num_waiting_drafts[plan.rows[plan.samples]]
+        return np.minimum(plan.num_samples[plan.samples] - 1, waiting)
+
     def applied(self, plan: StepPlan, result: StepResult, live: BoolArray, now: float) -> None:
         """Take in what a step says of drafts: how many wait now, and how many were accepted."""
         if self._value is not None:
             self._value.costs.applied(plan.step, now)
             if plan.has_drafts:
-                self._value.verified(plan, result, live)
-        if result.num_drafts is None:
-            return
-        c, rows = self._columns, plan.rows[plan.samples]
-        known = live[plan.samples] & (c.in_flight[rows] == 0)
-        c.num_waiting_drafts[rows[known]] = result.num_drafts[known]
+                self._value.verified(plan, self.num_verified(plan), result, live)
+        if result.num_drafts is not None:
+            kept = live[plan.samples]
+            rows = plan.rows[plan.samples][kept]
+            self._columns.num_waiting_drafts[rows] = result.num_drafts[kept]
 
 
 FORGETTING = 0.9
@@ -104,9 +121,11 @@ class DraftValue:
     def forget(self, row: int) -> None:
         self._accepted[row] = self._verified[row] = 0.0
 
-    def verified(self, plan: StepPlan, result: StepResult, live: BoolArray) -> None:
+    def verified(
+        self, plan: StepPlan, num_drafts: Int32Array, result: StepResult, live: BoolArray
+    ) -> None:
+        """Each row that samples has verified so many drafts."""
         samples = plan.samples
-        num_drafts = plan.num_samples[samples] - 1
         looked = live[samples] & (num_drafts > 0)
         rows, num_drafts = plan.rows[samples][looked], num_drafts[looked]
         if not len(rows):

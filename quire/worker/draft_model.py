@@ -284,6 +284,9 @@ class DraftModel:
         others = ~(drafting & self._has_passed[rows])
         # What is generated without drafts is left out: found in the cache, it costs agreement.
         others &= self._wanted[rows] | (plan.num_new_tokens > plan.num_samples)
+        if len(plan.num_blocks):  # steps of the warm-up say nothing
+            drafting &= plan.num_blocks > 0
+            others &= plan.num_blocks > 0
         self._others = None
         if others.any():
             self._own.num_computed.copy_(self._table.num_computed)

@@ -437,9 +437,12 @@ def test_ranks_draft_together(
         assert_at_rest(llm)
 
 
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("key", ["max_model_len", "max_position_embeddings"])
-def test_a_model_drafts_for_texts_up_to_its_length(folder: Path, tmp_path: Path, key: str) -> None:
-    """Longer ones go on without drafts."""
+def test_a_model_drafts_for_texts_up_to_its_length(
+    folder: Path, tmp_path: Path, key: str, steps_in_flight: int
+) -> None:
+    """Longer ones go on without drafts, and the model computes nothing for them."""
     config: dict[str, Any] = {"model": str(folder), "num_speculative_tokens": 3}
     if key == "max_model_len":
         config[key] = 40
@@ -447,13 +450,24 @@ def test_a_model_drafts_for_texts_up_to_its_length(folder: Path, tmp_path: Path,
         save_tiny(tmp_path, max_position_embeddings=40)
         config["model"] = str(tmp_path)
     params = SamplingParams(**FEATURES["to_the_end"])
-    with tiny_llm(folder, device="cpu", max_model_len=MAX_LEN, speculative_config=config) as llm:
-        steps = Steps(llm)
+    options: dict[str, Any] = {"max_model_len": MAX_LEN, "max_steps_in_flight": steps_in_flight}
+    with tiny_llm(folder, device="cpu", speculative_config=config, **options) as llm:
+        steps, passes = Steps(llm), llm._core.executor.runner.drafter.passes
+        lengths: list[int] = []
+        table, forward = passes._table, passes._forward
+
+        def counting(size: int, is_first: bool) -> Tensor:
+            if is_first:
+                lengths.extend(table.num_tokens[passes._inputs[0, :size]].tolist())
+            return forward(size, is_first)
+
+        passes._forward = counting
         (output,) = generate(llm, prompts_of(1), params)
         known = len(output.prompt_token_ids or ())
         assert len(output.outputs[0].token_ids) == MAX_LEN - known
         drafted = 40 - known
-        assert drafted - 8 <= steps.num_drafts * 4 / 3 <= drafted
+        assert drafted - 8 <= steps.num_drafts * 4 / 3 <= drafted + 4 * (steps_in_flight - 1)
+        assert max(lengths) <= 40 + 4 * steps_in_flight
         # Others beside it have drafts, and a prompt may be too long from the start.
         outputs = generate(llm, [*prompts_of(2), list(range(1, 60))], params)
         assert outputs[0].outputs[0].token_ids == output.outputs[0].token_ids

@@ -176,6 +176,9 @@ class ToyStage:
         self.chunks: dict[int, int] = {}
         self.num_drafts = 0
         self.drafts_are_right = False
+        self.num_proposed: Callable[[int], int] | None = None
+        """How many drafts follow so many tokens; None: as many as there may be."""
+        self.num_verified = 0
         self.num_tokens_computed = 0
 
     def carry_out(self, plan: StepPlan) -> HiddenStates:
@@ -193,6 +196,7 @@ class ToyStage:
             self._cut(self.rows[row], length)
         for row, token in zip(plan.append_rows.tolist(), plan.append_tokens.tolist(), strict=True):
             self.rows[row].tokens.append(token)
+            self.rows[row].drafts = []
         for row, group, index, block in zip(
             plan.block_rows.tolist(),
             plan.block_groups.tolist(),
@@ -280,6 +284,7 @@ class ToyStage:
                 "only a row that caught up may sample",
             )
             own_masks = [of_lines.get(first + i) for i in range(num_samples)]
+            self.num_verified += min(num_samples - 1, len(row.drafts))
             accepted = self._verify(row, own_masks)
             if row.added.num_logprobs >= 0:
                 lines += self._candidates(row, accepted, len(tokens))
@@ -346,7 +351,8 @@ class ToyStage:
         row.drafts = []
         slot = row.added.adapter_slot
         adapter = "" if slot < 0 else self.slots[slot][0]
-        for _ in range(self.num_drafts):
+        count = self.num_drafts if self.num_proposed is None else self.num_proposed(len(tokens))
+        for _ in range(count):
             context = context_of(tokens, self.windows, adapter)
             token = next_token(context, row.added.seed, self.vocab)
             if not self.drafts_are_right and mix(row.added.seed, len(tokens), -1) % 3 == 0:

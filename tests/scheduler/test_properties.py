@@ -193,6 +193,10 @@ def build(setting: Setting, work: list[Job]) -> EngineCore:
         setting.load_polls,
     )
     executor.vanished.add("vanished")
+    if setting.num_drafts > 1:
+        executor.last.num_proposed = lambda length: (
+            (0, length, 1, 9)[length % 4] % (setting.num_drafts + 1)
+        )
     clock = iter(range(1_000_000))
     return EngineCore(
         executor,
@@ -399,11 +403,12 @@ def check_drafts(core: EngineCore) -> None:
     columns, rows = core.scheduler.columns, core.scheduler.ranked_rows()
     assert isinstance(core.executor, ToyExecutor)
     toy = core.executor.last.rows
-    known = rows[(columns.in_flight[rows] == 0) & (columns.num_waiting_drafts[rows] > 0)]
+    known = rows[(columns.in_flight[rows] == 0) & columns.has_sampled[rows]]
     for row in known.tolist():
-        if columns.has_sampled[row]:
+        if not columns.host_chooses[row]:
             waiting, drafts = columns.num_waiting_drafts[row], toy[row].drafts
             assert waiting == len(drafts) or (columns.constrained[row] and waiting < len(drafts))
+    assert core.metrics.draft_tokens.value <= core.executor.last.num_verified
 
 
 def check_windows(core: EngineCore) -> None:

@@ -11,6 +11,7 @@ from quire.config.speculative import SpeculativeConfig
 from quire.protocol.plan import StepPlan, StepResult
 from quire.scheduler.sequence import Columns, SchedulerLimits
 from quire.scheduler.speculation import DraftValue, Speculation, StepCosts
+from tests.engine.driver import Engine, numbers
 
 RUNS = itertools.count()
 """One clock for all of them."""
@@ -52,7 +53,7 @@ def run(
         result = StepResult(step, np.zeros(int(counts.sum()), np.int32), counts)
         value.costs.applied(step, now)
         if plan.has_drafts:
-            value.verified(plan, result, np.ones(len(rows), np.bool_))
+            value.verified(plan, drafts, result, np.ones(len(rows), np.bool_))
         tokens += float(counts.sum())
     return tokens, now - start
 
@@ -149,12 +150,90 @@ def test_the_schedule_bounds_drafts_by_rows() -> None:
     rows = ints(0, 1, 2)
     columns.has_sampled[rows] = columns.speculates[rows] = True
     columns.max_total[rows], columns.num_tokens[rows] = 60, 10
+    columns.num_waiting_drafts[rows] = 3
     config = SpeculativeConfig("ngram", 3, 1, 1, ((1, 2, 3), (3, 4, 1), (5, 9, 0)))
     speculation = Speculation(columns, config)
     assert speculation.drafts(rows, 2).tolist() == [3, 3, 3]
     assert speculation.drafts(rows, 3).tolist() == [1, 1, 1]
     assert speculation.drafts(rows, 9).tolist() == [0, 0, 0]
-    columns.num_waiting_drafts[rows] = [0, 2, -1]
+    columns.num_waiting_drafts[rows] = [0, 2, 3]
     assert speculation.drafts(rows, 2).tolist() == [0, 2, 3]
     columns.speculates[1], columns.num_tokens[2] = False, 58
     assert speculation.drafts(rows, 2).tolist() == [0, 0, 1]
+
+
+def engine_with(config: SpeculativeConfig, steps_in_flight: int) -> Engine:
+    """Its drafts are right wherever there are any."""
+    engine = Engine(steps_in_flight=steps_in_flight, speculation=config)
+    engine.toy.last.num_drafts, engine.toy.last.drafts_are_right = config.num_tokens, True
+    return engine
+
+
+def num_planned(engine: Engine) -> int:
+    """Lines beyond one of each row that samples."""
+    return sum(int((plan.num_samples[plan.samples] - 1).sum()) for plan in engine.plans)
+
+
+@pytest.mark.parametrize("method", ["ngram", "auto"])
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 4])
+def test_no_draft_is_verified_where_none_is_proposed(method: str, steps_in_flight: int) -> None:
+    engine = engine_with(SpeculativeConfig(method, 4, 1, 1), steps_in_flight)
+    engine.toy.last.num_proposed = lambda _: 0
+    for i in range(4):
+        engine.add(numbers(6, start=i), max_tokens=30)
+    engine.finish()
+    assert num_planned(engine) == engine.core.metrics.draft_tokens.value == 0
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 4])
+def test_drafts_count_as_far_as_they_were_there(steps_in_flight: int) -> None:
+    """In a text that repeats itself here and there, steps in flight are planned before it is known
+    whether it still does."""
+    engine = engine_with(SpeculativeConfig("ngram", 4, 1, 1), steps_in_flight)
+    engine.toy.last.num_proposed = lambda num_tokens: 4 if num_tokens // 40 % 2 else 0
+    for i in range(4):
+        engine.add(numbers(6, start=i), max_tokens=100)
+    engine.finish()
+    metrics, verified = engine.core.metrics, engine.toy.last.num_verified
+    assert metrics.draft_tokens.value == metrics.accepted_tokens.value == verified > 50
+    # Each of four texts begins to repeat itself once and ends it once.
+    assert num_planned(engine) - verified <= 4 * 4 * (steps_in_flight - 1)
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 4])
+def test_a_model_drafts_from_the_first_token_to_its_longest_text(steps_in_flight: int) -> None:
+    config = SpeculativeConfig("draft_model", 3, 0, 0, model="drafts", max_model_len=40)
+    engine = engine_with(config, steps_in_flight)
+    engine.toy.last.num_proposed = lambda num_tokens: 3 if num_tokens < 40 else 0
+    engine.add(numbers(6), max_tokens=100)
+    engine.step(2)
+    assert engine.plans[1].num_samples.tolist() == [4]
+    engine.run()
+    drafted = [plan for plan in engine.plans if plan.has_drafts]
+    assert len(drafted) < 9 + steps_in_flight
+    computing = [plan.num_blocks[0] > 0 for plan in engine.plans]
+    assert computing == sorted(computing, reverse=True)
+    assert len(drafted) <= sum(computing) <= len(drafted) + steps_in_flight + 1
+    engine.plans.clear()
+    key = engine.add(numbers(60, start=5), max_tokens=20)
+    engine.finish()
+    assert engine.ended[key].finish_reason == "length"
+    assert engine.plans[0].num_blocks[0] > 0 and not any(p.num_blocks[0] for p in engine.plans[2:])
+
+
+def test_drafts_that_were_not_there_were_not_rejected() -> None:
+    limits = SchedulerLimits(
+        num_blocks=64, block_size=4, max_model_len=64, max_num_seqs=8, max_num_batched_tokens=64
+    )
+    columns = Columns(limits)
+    speculation = Speculation(columns, SpeculativeConfig("auto", 3, 1, 1))
+    columns.num_waiting_drafts[:3] = [0, 1, 3]
+    plan = plan_of(0, ints(4, 4, 2))
+    assert speculation.num_verified(plan).tolist() == [0, 1, 1]
+    result = StepResult(0, ints(*range(4)), ints(1, 2, 1), num_drafts=ints(2, 0, 3))
+    speculation.planned(plan, 0.0)
+    speculation.applied(plan, result, np.array([True, True, False]), 1.0)
+    assert columns.num_waiting_drafts[:3].tolist() == [2, 0, 3]
+    value = speculation._value
+    assert value is not None
+    assert value._verified[:3].tolist() == [0, 1, 0] and value._accepted[:3].tolist() == [0, 1, 0]
