@@ -17,11 +17,11 @@ def settle_speculation(options: EngineOptions, target: ModelConfig) -> EngineOpt
     these follow from checkpoints; refuses a model that cannot draft in the way that is asked for.
     """
     wanted = options.decoding.speculation
-    if wanted is None or wanted.method not in (FROM_MODEL, "draft_model", "eagle3", "mtp"):
+    if wanted is None or not (wanted.uses_model or wanted.method in (FROM_MODEL, *HEADS)):
         return options
     method = _method(options, wanted, target)
     longest = wanted.max_model_len
-    if method == "draft_model":
+    if method in ("draft_model", "auto"):
         num_tokens = wanted.num_tokens
         own = draft_config(options, wanted).max_position_tokens
         longest = min(longest or own, own)
@@ -130,13 +130,17 @@ def _method(options: EngineOptions, wanted: SpeculativeConfig, target: ModelConf
     if wanted.method == "eagle3":
         return "eagle3"
     if _is_target(options, wanted, target):
+        if wanted.is_measured:
+            return "auto"
         has_layers = target.num_draft_layers and target.architecture in MTP_ARCHITECTURES
         return "mtp" if wanted.method == FROM_MODEL and has_layers else "draft_model"
     is_head = draft_config(options, wanted).architecture == EAGLE3
-    if is_head and wanted.method == "draft_model":
+    if is_head and wanted.uses_model:
         raise OptionError(
             f"speculative_config['model']={wanted.model!r} is an EAGLE-3 head; use method 'eagle3'."
         )
+    if wanted.is_measured:
+        return "auto"
     return "eagle3" if is_head else "draft_model"
 
 

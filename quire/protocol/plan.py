@@ -228,6 +228,9 @@ class StepResult:
     """Drafts that now wait in each row that samples; None: there is no drafter."""
     drafts: WaitingDrafts | None = None
     """Which ones in rows with a grammar; None: there are no such rows, or no drafter."""
+    num_repeated: Int32Array | None = None
+    """Drafts that the text of each row that samples gives, also where a model drafts instead; None:
+    it is one or the other for all."""
 
 
 class PlanBuilder:

@@ -88,7 +88,9 @@ class Scheduler:
         if limits.groups_prefixes:
             full = limits.windows.index(None)
             self.prefix_groups = PrefixGroups(self.columns, limits.block_size, full)
-        self.speculation = Speculation(self.columns, limits.speculation)
+        self.speculation = Speculation(
+            self.columns, limits.speculation, limits.max_num_batched_tokens
+        )
         self.prefill_budget = PrefillBudget(
             limits.target_itl_s, limits.graph_tokens, limits.num_stages
         )
@@ -270,7 +272,7 @@ class Scheduler:
         plan = builder.build(self._freed_rows, self._cuts, self._appends)
         plan.epochs = self.columns.epoch[plan.rows]
         if self.limits.num_ahead:
-            plan.num_blocks = self.speculation.blocks_for_drafts(plan.rows)
+            plan.num_blocks = self.speculation.blocks_for_drafts(plan)
         if self.prefix_groups is not None:
             self.prefix_groups.mark(plan, self.ranked_rows())
         if self.columns.has_stages:

@@ -13,6 +13,7 @@ from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.speculative import Schedule, SpeculativeConfig, scheduled_drafts
 from quire.decoding.sampler import Sampler
+from quire.decoding.speculative.ngram import NgramDrafter
 from quire.layers.attention.backend import (
     AttentionBackend,
     GroupedAttention,
@@ -25,7 +26,7 @@ from quire.models.loader import ONE_RANK, count_weight_bytes, held_weight_bytes,
 from quire.models.registry import CausalLM
 from quire.protocol.errors import OptionError
 from quire.protocol.kv_spec import FLOAT8, KVLayout, KVSpec
-from quire.protocol.plan import AddedRow, StepPlan, empty_ints
+from quire.protocol.plan import AddedRow, BoolArray, StepPlan, empty_ints
 from quire.worker.batch import StepTokens
 from quire.worker.draft_passes import DraftPasses
 from quire.worker.graphs import StepGraphs
@@ -74,7 +75,7 @@ class DraftSource:
         if None not in layout.windows:
             raise OptionError(
                 f"speculative_config: all layers of {target.source.name} have windows, whose "
-                "blocks are let go of; use method 'ngram' or 'auto'."
+                "blocks are let go of; use method 'ngram', or 'auto' without a model."
             )
         quantization = wanted.quantization
         is_gguf = config.source.kind == "gguf"
@@ -238,6 +239,13 @@ class DraftModel:
         self._wanted = np.zeros(max_rows, np.bool_)
         self._has_passed = np.zeros(max_rows, np.bool_)
         """Whether the passes of the last step that a row was in computed it."""
+        self._missing, self._least = np.zeros((2, max_rows), np.int32)
+        """Tokens that steps left out, as if all drafts in them were accepted; and how many have
+        been computed at least."""
+        self.text: NgramDrafter | None = None
+        """Drafts for rows that no passes draft for."""
+        self.num_repeated: Tensor | None = None
+        """How many drafts that has found for each row that sampled."""
         self._others: StepPlan | None = None
         """Of the step, what no passes compute."""
         self._rows, self._places, self._room = empty_ints(), empty_ints(), empty_ints()
@@ -273,10 +281,13 @@ class DraftModel:
         """Follow the rows of a plan, before its step moves their lengths."""
         for added in plan.added_rows:
             self._has_passed[added.row] = False
+            self._missing[added.row], self._least[added.row] = 0, added.num_computed_tokens
             self._wanted[added.row] = wants_drafts(added)
         # These have become shorter, or longer by more than what passes compute.
         self._has_passed[plan.cut_rows] = False
         self._has_passed[plan.append_rows] = False
+        if len(cuts := plan.cut_rows):
+            self._least[cuts] = np.minimum(self._least[cuts], plan.cut_lengths - 1)
         rows, samples = plan.rows, plan.samples
         num_sampling = int(np.count_nonzero(samples))
         self._count = scheduled_drafts(self._schedule, num_sampling, self._num_drafts)
@@ -287,20 +298,29 @@ class DraftModel:
         if len(plan.num_blocks):  # steps of the warm-up say nothing
             drafting &= plan.num_blocks > 0
             others &= plan.num_blocks > 0
+            left_out = rows[plan.num_blocks == 0]
+            self._missing[left_out] += plan.num_new_tokens[plan.num_blocks == 0]
         self._others = None
         if others.any():
-            self._own.num_computed.copy_(self._table.num_computed)
-            self._others = StepPlan(
-                plan.step,
-                rows=rows[others],
-                num_new_tokens=plan.num_new_tokens[others],
-                num_samples=np.zeros_like(rows[others]),
-            )
+            self._others = self._catch_up(plan, others)
+        self._least[rows] += plan.num_new_tokens - np.maximum(plan.num_samples - 1, 0)
         self._has_passed[rows] = drafting
         self._rows = rows[drafting]
         num_blocks = plan.num_blocks if len(plan.num_blocks) else np.zeros_like(rows)
         self._room = num_blocks[drafting] * self._table.block_size
         self._places = np.flatnonzero(drafting[samples]).astype(np.int32)
+
+    def _catch_up(self, plan: StepPlan, others: BoolArray) -> StepPlan:
+        """What rows compute in a step, and what they have left out before it."""
+        rows = plan.rows[others]
+        self._own.num_computed.copy_(self._table.num_computed)
+        missing = np.minimum(self._missing[rows], self._least[rows])
+        if missing.any():
+            on_device, counts = self._table.staging.send(rows, missing)
+            self._own.num_computed.index_add_(0, on_device, counts, alpha=-1)
+            self._missing[rows] = 0
+        num_new_tokens = plan.num_new_tokens[others] + missing
+        return StepPlan(plan.step, rows=rows, num_new_tokens=num_new_tokens, num_samples=0 * rows)
 
     def accepted(self, rows: Tensor, counts: Tensor | None) -> None:
         """Behind drafts that were rejected nothing of use is computed, and it is overwritten before
@@ -315,14 +335,19 @@ class DraftModel:
         self._model(StepContext(positions, attention, token_ids))
 
     def propose(self, rows: Tensor) -> Tensor:
-        shape = (len(rows), self._num_drafts)
-        drafts = torch.full(shape, -1, dtype=torch.int32, device=rows.device)
+        if self.text is None:
+            shape = (len(rows), self._num_drafts)
+            drafts = torch.full(shape, -1, dtype=torch.int32, device=rows.device)
+        else:
+            drafts = self.text.propose(rows)
+            self.num_repeated = (drafts >= 0).sum(1, dtype=torch.int32)
         if not len(self._rows):
             return drafts
         found = self.passes.propose(self._rows, self._room, self._count)
         if self._is_whole:  # on each rank, which must not drift apart
             self._target_ranks.broadcast(found)
         places = self._table.staging.send(self._places)[0].long()
+        drafts[places] = -1
         drafts[places, : self._count] = found
         return drafts
 

@@ -361,6 +361,61 @@ def test_drafts_by_a_model(
         assert_at_rest(llm)
 
 
+@pytest.mark.parametrize(
+    ("drafter", "options"),
+    [
+        ("folder", {}),
+        ("folder", {"max_steps_in_flight": 2, "block_size": 8, "num_gpu_blocks_override": 34}),
+        ("other_folder", {"block_size": 4, "max_num_batched_tokens": 21, "max_num_seqs": 9}),
+    ],
+    ids=["same", "same-pool-overlap", "other-chunks"],
+)
+def test_drafts_by_a_model_where_that_pays(
+    folder: Path,
+    plain: list[RequestOutput],
+    drafter: str,
+    options: dict[str, Any],
+    request: pytest.FixtureRequest,
+) -> None:
+    """From the text, by the model or none, as the times of these steps happen to be."""
+    config = {"method": "auto", "model": str(request.getfixturevalue(drafter))}
+    params = [one for kind in FEATURES for one in both(kind)]
+    options = {"device": "cpu", "max_model_len": MAX_LEN, **options}
+    with tiny_llm(folder, speculative_config=config, **options) as llm:
+        assert seen(generate(llm, prompts_of(len(params)), params)) == seen(plain)
+        assert_at_rest(llm)
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_a_model_makes_up_for_what_it_left_out(folder: Path, steps_in_flight: int) -> None:
+    """It drafts in some steps and rows, and what it drafts then is what the target samples."""
+    config = {"method": "auto", "model": str(folder), "num_speculative_tokens": 3}
+    params = [SamplingParams(**FEATURES[kind]) for kind in ALIKE if kind != "n"]
+    options = {"max_model_len": MAX_LEN, "max_steps_in_flight": steps_in_flight, "block_size": 8}
+    options["enable_prefix_caching"] = False  # what is found there may have been left out
+    with tiny_llm(folder, device="cpu", speculative_config=config, **options) as llm:
+        value = llm._core.scheduler.speculation._passes
+        assert value is not None
+        value.is_measuring = lambda: False  # type: ignore[method-assign]
+        choose, calls = value.choose, [0, 0]
+
+        def now_and_then(plan: StepPlan, may: Any, num_drafts: int) -> Any:
+            value._pays, value._trial_steps = plan.step % 16 < 6, 0
+            value._decide = lambda rows, num_decoding: plan.step % 16 < 9  # type: ignore
+            uses = choose(plan, may, num_drafts)
+            calls[0] += int(uses.sum())
+            calls[1] += int((~uses).sum())
+            return uses
+
+        value.choose = now_and_then  # type: ignore[method-assign]
+        text = llm._core.executor.runner.drafter.text
+        text.propose = lambda rows: torch.full((len(rows), 3), -1, dtype=torch.int32)
+        recorder = Recorder(llm)
+        outputs = generate(llm, prompts_of(len(params)), params)
+        assert min(calls) > 30
+        assert_all_agree(llm, outputs, recorder.proposed)
+
+
 ALIKE = ("to_the_end", "drawn", "filters", "n", "bad_words", "allowed")
 """What a model that is its own target drafts without a mistake."""
 SAME: dict[str, dict[str, Any]] = {

@@ -179,6 +179,9 @@ class ToyStage:
         self.num_proposed: Callable[[int], int] | None = None
         """How many drafts follow so many tokens; None: as many as there may be."""
         self.num_verified = 0
+        self.repeats: Callable[[int], bool] | None = None
+        """Whether the text gives drafts behind so many tokens; where it does not, a model drafts in
+        rows that have blocks for it. None: drafts come from one or the other alone."""
         self.num_tokens_computed = 0
 
     def carry_out(self, plan: StepPlan) -> HiddenStates:
@@ -271,6 +274,7 @@ class ToyStage:
 
     def sample(self, plan: StepPlan, masks: TokenMasks | None) -> StepResult:
         tokens, counts, lines = [], [], []
+        has_blocks = dict(zip(plan.rows.tolist(), (plan.num_blocks > 0).tolist(), strict=False))
         of_lines = {} if masks is None else dict(zip(masks.lines.tolist(), masks.bits, strict=True))
         for row_id, num_samples, first in zip(
             plan.rows[plan.samples].tolist(),
@@ -294,6 +298,10 @@ class ToyStage:
                 row.tokens += accepted
                 row.num_computed = len(row.tokens) - 1
                 self._propose(row)
+                if self.repeats is not None and not (
+                    has_blocks[row_id] or self.repeats(len(row.tokens))
+                ):
+                    row.drafts = []
         result = StepResult(
             plan.step, np.array(tokens, np.int32), np.array(counts, np.int32), _logprobs(lines)
         )
@@ -303,6 +311,9 @@ class ToyStage:
             waiting = [len(self.rows[row].drafts) for row in drafted]
             result.num_drafts = np.array(waiting, np.int32)
             result.drafts = self._drafts(drafted)
+            if self.repeats is not None:
+                found = [self.repeats(len(self.rows[row].tokens)) for row in drafted]
+                result.num_repeated = self.num_drafts * np.array(found, np.int32)
         return result
 
     def _drafts(self, rows: list[int]) -> WaitingDrafts | None:

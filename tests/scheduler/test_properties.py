@@ -193,6 +193,8 @@ def build(setting: Setting, work: list[Job]) -> EngineCore:
         setting.load_polls,
     )
     executor.vanished.add("vanished")
+    if limits.num_ahead:
+        executor.last.repeats = lambda length: length % 7 < 2
     if setting.num_drafts > 1:
         executor.last.num_proposed = lambda length: (
             (0, length, 1, 9)[length % 4] % (setting.num_drafts + 1)
@@ -210,9 +212,9 @@ def build(setting: Setting, work: list[Job]) -> EngineCore:
 def speculation_of(setting: Setting) -> SpeculativeConfig | None:
     if not setting.num_drafts:
         return None
-    method = "auto" if setting.measures_drafts else "ngram"
-    schedule = ((2, 3, setting.num_drafts - 1),) if setting.num_drafts == 2 else ()
     model = "drafts ahead" if setting.num_drafts == 5 else None
+    method = "auto" if setting.measures_drafts else "ngram" if model is None else "draft_model"
+    schedule = ((2, 3, setting.num_drafts - 1),) if setting.num_drafts == 2 else ()
     return SpeculativeConfig(method, setting.num_drafts, 1, 1, schedule, model)
 
 

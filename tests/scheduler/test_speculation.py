@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from quire.config.speculative import SpeculativeConfig
 from quire.protocol.plan import StepPlan, StepResult
 from quire.scheduler.sequence import Columns, SchedulerLimits
-from quire.scheduler.speculation import DraftValue, Speculation, StepCosts
+from quire.scheduler.speculation import MAX_BEHIND, DraftValue, Speculation, StepCosts
 from tests.engine.driver import Engine, numbers
 
 RUNS = itertools.count()
@@ -237,3 +239,135 @@ def test_drafts_that_were_not_there_were_not_rejected() -> None:
     value = speculation._value
     assert value is not None
     assert value._verified[:3].tolist() == [0, 1, 0] and value._accepted[:3].tolist() == [0, 1, 0]
+
+
+class Drafting:
+    """Rows that decode with drafts of the text and of a model. Of each row it is set how likely its
+    drafts are right. A step takes 1 + 0.02 for each line beyond one a row, and `passes` where the
+    model drafts."""
+
+    def __init__(self, num_rows: int, passes: float, steps_in_flight: int = 1) -> None:
+        limits = SchedulerLimits(
+            num_blocks=64,
+            block_size=4,
+            max_model_len=64,
+            max_num_seqs=num_rows,
+            max_num_batched_tokens=1 << 14,
+        )
+        self.columns, self.passes = Columns(limits), passes
+        self.columns.speculates[:] = self.columns.has_sampled[:] = True
+        self.columns.max_total[:], self.columns.num_blocks[:] = 1 << 20, 1
+        config = SpeculativeConfig("auto", 4, 2, 12, model="drafts")
+        self.speculation = Speculation(self.columns, config)
+        self.of_model = np.zeros(num_rows)
+        """How likely drafts of the model are right; text gives some where `repeats` says so, and
+        these are."""
+        self.repeats = np.zeros(num_rows, np.bool_)
+        self.num_used = np.zeros(num_rows, np.int64)
+        """Steps behind which the model drafted."""
+        self._dice, self._now, self._step = np.random.default_rng(0), 0.0, 0
+        self._num_lost = np.zeros(num_rows, np.int64)
+        self._right, self._waiting = np.zeros(num_rows), np.zeros(num_rows, np.int32)
+        """Of the drafts that wait, and how many these are."""
+        self._steps_in_flight, self._in_flight = steps_in_flight, deque[Any]()
+        for row in range(num_rows):
+            self.speculation.joined(row)
+
+    def run(self, num_steps: int) -> float:
+        """Tokens of a row in the time of a step without drafts."""
+        rows = np.arange(len(self._right), dtype=np.int32)
+        before, tokens = self._now, 0
+        for _ in range(num_steps):
+            drafts = self.speculation.drafts(rows, len(rows))
+            plan = plan_of(self._step, drafts + 1)
+            plan.num_blocks = self.speculation.blocks_for_drafts(plan)
+            used = plan.num_blocks > 0
+            self.speculation.planned(plan, self._now)
+            made_up = int(self._num_lost[used].sum())
+            seconds = 1.0 + 0.02 * int(drafts.sum()) + self.passes * bool(used.any())
+            seconds += 0.002 * self.passes * made_up
+            self._num_lost = np.where(used, 0, self._num_lost + drafts + 1)
+            self.num_used += used
+            right = self._dice.random((len(rows), 4)) < self._right[:, None]
+            verified = np.minimum(drafts, self._waiting)
+            counts = 1 + np.minimum(right.cumprod(1).sum(1), verified).astype(np.int32)
+            self._right = np.where(used, self.of_model, 1.0)
+            result = StepResult(self._step, ints(*[0] * int(counts.sum())), counts)
+            result.num_repeated = np.where(self.repeats, 4, 0).astype(np.int32)
+            self._waiting = np.where(used, 4, result.num_repeated).astype(np.int32)
+            result.num_drafts = self._waiting
+            self._in_flight.append((plan, result, seconds))
+            if len(self._in_flight) == self._steps_in_flight:
+                plan, result, seconds = self._in_flight.popleft()
+                self._now += seconds
+                live = np.ones(len(rows), np.bool_)
+                self.speculation.applied(plan, result, live, self._now)
+                tokens += int(result.counts.sum())
+            self._step += 1
+        return tokens / len(rows) / (self._now - before)
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_a_model_drafts_where_that_pays(num_rows: int, steps_in_flight: int) -> None:
+    drafting = Drafting(num_rows, 0.4, steps_in_flight)
+    drafting.of_model[:] = 0.9
+    drafting.run(50)
+    assert drafting.run(200) > (2.4 if num_rows == 1 else 1.9)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "right", "passes", "steps_in_flight"),
+    [(1, 0.0, 0.2, 1), (1, 0.0, 0.2, 2), (8, 0.0, 0.2, 1), (8, 0.3, 1.0, 1)],
+)
+def test_a_model_that_cannot_win_costs_one_percent_at_most(
+    num_rows: int, right: float, passes: float, steps_in_flight: int
+) -> None:
+    drafting = Drafting(num_rows, passes, steps_in_flight)
+    drafting.of_model[:] = right
+    drafting.run(100)
+    assert drafting.run(4000) > 0.99
+
+
+def test_a_model_does_not_draft_for_rows_whose_drafts_are_wrong() -> None:
+    drafting = Drafting(4, passes=0.2)
+    drafting.of_model[:] = [0.95, 0.0, 0.95, 0.0]
+    drafting.run(100)
+    drafting.num_used[:] = 0
+    drafting.run(200)
+    assert min(drafting.num_used[[0, 2]]) > 180 and max(drafting.num_used[[1, 3]]) < 120
+
+
+def test_a_model_does_not_draft_what_the_text_repeats() -> None:
+    drafting = Drafting(2, passes=0.4)
+    drafting.of_model[:], drafting.repeats[:] = 0.9, [True, False]
+    drafting.run(100)
+    drafting.num_used[:] = 0
+    drafting.run(60)
+    assert drafting.num_used[0] == 0 and drafting.num_used[1] > 50
+    drafting.repeats[:] = [False, False]
+    drafting.run(20)
+    assert drafting.num_used[0] > 15
+
+
+def test_drafts_of_a_model_that_become_right_are_found_again() -> None:
+    drafting = Drafting(1, passes=0.2)
+    drafting.run(300)
+    drafting.of_model[:] = 1.0
+    for _ in range(15):  # one text after the other
+        drafting.speculation.joined(0)
+        drafting.run(200)
+    assert drafting.run(100) > 2.5
+
+
+def test_what_a_model_lacks_is_bounded() -> None:
+    drafting = Drafting(1, passes=5.0)
+    drafting.run(MAX_BEHIND + 200)
+    drafting.num_used[:] = 0
+    drafting.passes, drafting.of_model[:] = 0.1, 1.0
+    drafting.speculation._passes._credit_s = 1e6  # type: ignore[union-attr]
+    drafting.run(50)
+    assert drafting.num_used[0] == 0
+    drafting.speculation.joined(0)
+    drafting.run(50)
+    assert drafting.num_used[0] > 10
