@@ -83,6 +83,9 @@ class ToldDrafter:
     def __init__(self, searching: Drafter, script: Script, num_drafts: int) -> None:
         self._searching, self._script, self._num_drafts = searching, script, num_drafts
 
+    def settle(self, plan: StepPlan) -> None:
+        self._searching.settle(plan)
+
     def update(self, plan: StepPlan) -> None:
         self._searching.update(plan)
 

@@ -29,7 +29,7 @@ from quire.bench.serving.workload import LoadRequest, Segment
 from quire.client.address import Address
 from quire.client.http import HttpClient
 from quire.config.device import cpu_device
-from quire.event_loop import run_on_event_loop
+from quire.frontend.event_loop import run_on_event_loop
 from server_systems import (
     MAX_MODEL_LEN,
     MODEL_NAME,

@@ -39,8 +39,8 @@ from harness import markdown_table, say
 from quire import LLM, RequestError, SamplingParams, StructuredOutputs
 from quire.config.model import load_model_config
 from quire.config.structured import GrammarSettings
-from quire.engine.structured_output.build import Vocabulary
 from quire.engine.structured_output.compiler import GrammarCompiler
+from quire.engine.structured_output.grammar_source import Vocabulary
 from quire.engine.structured_output.matcher import Grammar, MaskSettings, Matcher
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 from structured_calls import measure_calls

@@ -28,6 +28,7 @@ from quire.config.cli import (
 )
 from quire.config.embedded import CHAT_MAX_TOKENS
 from quire.config.log import configure_logging
+from quire.config.resolve import refuse_launched_outside
 from quire.protocol.errors import ModelError, OptionError, QuireError, RequestError
 from quire.protocol.sampling import RequestOutputKind, SamplingParams
 from quire.terminal import (
@@ -360,6 +361,7 @@ def _serve(arguments: Arguments) -> int:
 
         configure_logging(options.observability.log_level, for_server=True)
         return run_node(options)
+    refuse_launched_outside(options.parallel.distributed_executor_backend, "a server")
     served = server_options(arguments)
     check_folders(served.adapters.modules, served.adapters.lora_folder)
     if served.adapters.has_any and not options.adapters.enable_lora:

@@ -130,3 +130,25 @@ def test_sizes_of_files_that_the_architecture_page_states() -> None:
     ]
     assert len(rows) > 10
     assert stated == pytest.approx(actual, rel=0.05)
+
+
+@pytest.mark.parametrize("day", ["Saturday", "Sunday"])
+def test_lines_to_read_on_a_day_are_the_sum_of_its_rows(day: str) -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    found = re.search(rf"^\*\*{day}: [^\n]*\(([\d,]+) lines(.*?)^[*W]", page, re.M | re.S)
+    assert found is not None
+    rows = re.findall(r"^\| `[^|]*\.py` \| ([\d,]+) \|", found[2], re.MULTILINE)
+    assert len(rows) > 5
+    total, *parts = [int(count.replace(",", "")) for count in (found[1], *rows)]
+    assert total == pytest.approx(sum(parts), rel=0.05)
+
+
+def test_the_architecture_page_lists_every_package() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (folders,) = [
+        block
+        for block in re.findall(r"^```\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+        if re.match(r" *server/ ", block)
+    ]
+    packages = {path.parent.name for path in (ROOT / "quire").glob("*/__init__.py")}
+    assert packages - set(re.findall(r"(\w+)/", folders)) <= {"entrypoints"}

@@ -123,9 +123,9 @@ def _run(llm: LLM, windows: Windows, take: Take, progress: Progress) -> None:
         lines = slice(first + start - 1, first + start - 1 + len(positions))
         take(lines, logits, targets)
 
-    executor.runner.on_prompt_logits = on_logits
+    executor.runner.prompt_logprobs.on_logits = on_logits
     for number, window in enumerate(windows, 1):
         progress(f"text {number} of {len(windows)}")
         llm.generate({"prompt_token_ids": list(window)}, params, use_tqdm=False)
         first += len(window) - 1
-    executor.runner.on_prompt_logits = None
+    executor.runner.prompt_logprobs.on_logits = None

@@ -13,7 +13,7 @@ from quire.bench.divergence import Comparison, RecordedPredictions
 from quire.bench.report import INK, Report, check_outputs, percent, publish
 from quire.bench.sample_text import SAMPLE_TEXT
 from quire.config.cli import Arguments, add_engine_arguments, engine_arguments
-from quire.config.model import ModelConfig, load_model_config
+from quire.config.model import ModelConfig, read_model
 from quire.config.options import EngineOptions, option_groups
 from quire.protocol.errors import ModelError, OptionError
 from quire.terminal import note, progress_line
@@ -107,15 +107,7 @@ class Side:
     def of(cls, given: dict[str, Any]) -> Side:
         from quire.text.tokenizer import load_tokenizer
 
-        wanted = EngineOptions.from_arguments(**given).model
-        config = load_model_config(
-            wanted.model,
-            revision=wanted.revision,
-            token=wanted.hf_token,
-            hf_overrides=wanted.hf_overrides,
-            load_format=wanted.load_format,
-            download_dir=wanted.download_dir,
-        )
+        config = read_model(EngineOptions.from_arguments(**given).model)
         return cls(given, config, load_tokenizer(config.source))
 
     def measure(self, window: int, run: Callable[[Any], Any]) -> tuple[Any, dict[str, Any]]:

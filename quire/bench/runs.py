@@ -14,7 +14,7 @@ from quire.bench.flags import Lengths
 from quire.bench.steps import StepLog
 from quire.bench.workload import BenchRequest, Dice
 from quire.config.cli import Arguments, engine_arguments, engine_options
-from quire.config.model import load_model_config
+from quire.config.model import read_model
 from quire.protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -64,15 +64,7 @@ class Engines:
         """As the command line has them, before an engine fills them in."""
         self.last: dict[str, Any] = {}
         """Those of the last engine, filled in, but for the ones set for it alone."""
-        wanted = self.wanted.model
-        self.model = load_model_config(
-            wanted.model,
-            revision=wanted.revision,
-            token=wanted.hf_token,
-            hf_overrides=wanted.hf_overrides,
-            load_format=wanted.load_format,
-            download_dir=wanted.download_dir,
-        )
+        self.model = read_model(self.wanted.model)
         self._given = engine_arguments(arguments)
 
     def described(self) -> dict[str, Any]:

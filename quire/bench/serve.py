@@ -22,7 +22,7 @@ from quire.bench.serving.workload import LoadRequest, capped, drawn_requests
 from quire.client.errors import no_answer, refused
 from quire.client.http import HttpClient
 from quire.config.cli import Arguments
-from quire.event_loop import run_on_event_loop
+from quire.frontend.event_loop import run_on_event_loop
 from quire.protocol.errors import ServerError
 
 if TYPE_CHECKING:

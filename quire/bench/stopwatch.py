@@ -99,7 +99,7 @@ class InstantExecutor:
     def listen(self) -> None:
         self._local.listen()
 
-    def shutdown(self) -> None:
+    def shutdown(self, failure: str = "") -> None:
         self._local.shutdown()
 
 

@@ -6,9 +6,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quire.config.eagle3 import EAGLE3, Eagle3Config
-from quire.config.model import MTP_ARCHITECTURES, ModelConfig, load_model_config
+from quire.config.model import MTP_ARCHITECTURES, ModelConfig, read_model
 from quire.config.options import EngineOptions
+from quire.config.resolve import check_quantization
 from quire.config.speculative import FROM_MODEL, HEADS, SpeculativeConfig
+from quire.files.vocabulary import read_vocabulary
 from quire.protocol.errors import OptionError
 
 
@@ -20,15 +22,21 @@ def settle_speculation(options: EngineOptions, target: ModelConfig) -> EngineOpt
     if wanted is None or not (wanted.uses_model or wanted.method in (FROM_MODEL, *HEADS)):
         return options
     method = _method(options, wanted, target)
-    longest = wanted.max_model_len
+    config, longest = target, wanted.max_model_len
     if method in ("draft_model", "auto"):
-        num_tokens = wanted.num_tokens
-        own = draft_config(options, wanted).max_position_tokens
-        longest = min(longest or own, own)
+        config, num_tokens = draft_config(options, wanted), wanted.num_tokens
+        _check_vocabulary(config, wanted, target)
+        longest = min(longest or config.max_position_tokens, config.max_position_tokens)
     elif method == "mtp":
         num_tokens = wanted.num_tokens or mtp_config(target).num_layers - target.num_layers
     else:
-        num_tokens = _eagle3_tokens(options, wanted, target)
+        config, num_tokens = _eagle3(options, wanted, target)
+    check_quantization(
+        wanted.quantization,
+        config,
+        "speculative_config['quantization']",
+        "speculative_config['model']",
+    )
     _check_division(options, wanted, method)
     settled = {**(options.decoding.speculative_config or {}), "method": method}
     if num_tokens:
@@ -40,11 +48,26 @@ def settle_speculation(options: EngineOptions, target: ModelConfig) -> EngineOpt
 
 def draft_config(options: EngineOptions, wanted: SpeculativeConfig) -> ModelConfig:
     """Of the model that `wanted` names; it is fetched if need be."""
-    return load_model_config(
-        wanted.model,
-        token=options.model.hf_token,
-        load_format=options.model.load_format,
-        download_dir=options.model.download_dir,
+    named = replace(options.model, model=wanted.model, revision=None, hf_overrides=None)
+    return read_model(named)
+
+
+def _check_vocabulary(config: ModelConfig, wanted: SpeculativeConfig, target: ModelConfig) -> None:
+    """Models of one family have the same tokens, padded to different numbers."""
+    if config.vocab_size == target.vocab_size:
+        return
+    ours, theirs = (read_vocabulary(one.source.path) for one in (config, target))
+    shared = ours.keys() & theirs.keys()
+    if shared and all(ours[index] == theirs[index] for index in shared):
+        return
+    reason = "and they cannot be compared without a tokenizer.json of each"
+    if shared:
+        index = next(index for index in sorted(shared) if ours[index] != theirs[index])
+        reason = f"whose token {index} is {theirs[index]!r} and not {ours[index]!r}"
+    raise OptionError(
+        f"speculative_config['model']={wanted.model!r} has a vocabulary of {config.vocab_size} "
+        f"tokens, {target.source.name} one of {target.vocab_size}, {reason}; use a smaller model "
+        "of the same family."
     )
 
 
@@ -164,12 +187,15 @@ def _check_division(options: EngineOptions, wanted: SpeculativeConfig, method: s
     )
 
 
-def _eagle3_tokens(options: EngineOptions, wanted: SpeculativeConfig, target: ModelConfig) -> int:
-    _, eagle = eagle3_config(options, wanted, target)
+def _eagle3(
+    options: EngineOptions, wanted: SpeculativeConfig, target: ModelConfig
+) -> tuple[ModelConfig, int]:
+    """Of the head, and how many tokens it drafts."""
+    config, eagle = eagle3_config(options, wanted, target)
     num_tokens = wanted.num_tokens or eagle.num_tokens
     if num_tokens is None:
         raise OptionError(
             "speculative_config['num_speculative_tokens'] must be an integer of at least 1: the "
             f"configuration of {wanted.model!r} does not say for how many it was trained."
         )
-    return num_tokens
+    return config, num_tokens

@@ -43,6 +43,8 @@ class ExpertsConfig:
     """Groups that a token chooses its experts from."""
     shared_size: int = 0
     """Width of what all tokens pass beside the experts."""
+    exact_router: bool = False
+    """Whether the router's logits are float32, whatever the type of activations."""
     has_biases: bool = False
     """Of the router and of each expert."""
     gate: ClampedGate | None = None
@@ -161,6 +163,7 @@ def _glm4_moe(values: CheckedValues, num_layers: int) -> ExpertsConfig:
         values.count("n_group", 1),
         values.count("topk_group", 1),
         values.count("n_shared_experts", 1) * width,
+        exact_router=True,
     )
 
 
@@ -182,6 +185,7 @@ def _deepseek_v2(values: CheckedValues, num_layers: int) -> ExpertsConfig:
         top_groups=values.count("topk_group", 1) if is_limited else 1,
         shared_size=values.count("n_shared_experts", 2)
         * values.count("moe_intermediate_size", 1407),
+        exact_router=True,
     )
 
 
@@ -200,6 +204,7 @@ def _deepseek_v3(values: CheckedValues, num_layers: int) -> ExpertsConfig:
         values.count("n_group", 8),
         values.count("topk_group", 4),
         values.count("n_shared_experts", 1) * width,
+        exact_router=True,
     )
 
 

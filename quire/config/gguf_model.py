@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from quire.files.gguf import LOADABLE_TYPES, GGUFFile
+from quire.files.safetensors import FLOATS
 from quire.protocol.errors import ModelError
 
 # GGUF architecture -> (transformers architecture, GGUF key -> transformers key)
@@ -50,7 +51,6 @@ GGUF_ARCHITECTURES: dict[str, dict[str, str]] = {
 """GGUF's name of an architecture -> those of transformers that are stored under it, each with its
 `model_type`. The first is meant where the metadata says nothing else."""
 MAX_LAYERS = 4096
-FLOAT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 END_OF_TEXT_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
 """Values of `expert_gating_func`."""
@@ -233,7 +233,7 @@ def _stored_dtype(file: GGUFFile) -> str:
     sizes: dict[str, int] = {}
     for tensor in matrices:
         sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.nbytes
-    return FLOAT_TYPES.get(max(sizes, key=sizes.__getitem__, default="F32"), "float32")
+    return FLOATS.get(max(sizes, key=sizes.__getitem__, default="F32"), "float32")
 
 
 def _token_ids(file: GGUFFile) -> dict[str, Any]:

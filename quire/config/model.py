@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from quire.config.experts import ExpertsConfig, read_experts
 from quire.config.gguf_model import translate_gguf
 from quire.config.latent import LatentConfig, read_latent
 from quire.config.locate import ModelSource, locate_model
+from quire.config.options import ModelOptions
 from quire.config.quantization import QuantizationConfig, read_quantization
 from quire.files.gguf import GGUFFile
 from quire.files.json_file import REPAIR, REQUIRED, CheckedValues, read_json_object
+from quire.files.safetensors import FLOATS, tensor_infos
 from quire.files.shards import weight_files
 from quire.protocol.errors import ModelError, OptionError
 from quire.protocol.kv_spec import ITEM_BYTES
@@ -356,6 +359,21 @@ def load_model_config(
     return config
 
 
+def read_model(
+    wanted: ModelOptions, before_weights: Callable[[ModelConfig], None] | None = None
+) -> ModelConfig:
+    """The configuration of the model that options name, as `load_model_config` reads it."""
+    return load_model_config(
+        wanted.model,
+        revision=wanted.revision,
+        token=wanted.hf_token,
+        hf_overrides=wanted.hf_overrides,
+        load_format=wanted.load_format,
+        download_dir=wanted.download_dir,
+        before_weights=before_weights,
+    )
+
+
 def _description(source: ModelSource) -> Path:
     """The file that describes a model."""
     return source.path if source.kind == "gguf" else source.path / "config.json"
@@ -439,7 +457,7 @@ def _build(source: ModelSource, values: CheckedValues, generation: dict[str, Any
         experts=experts,
         latent=latent,
         num_draft_layers=_draft_layers(values),
-        dtype=_dtype(values),
+        dtype=_dtype(values, folder),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=generated.token_ids("eos_token_id") or values.token_ids("eos_token_id"),
         quantization=read_quantization(values, folder),
@@ -679,9 +697,25 @@ def _bias(values: CheckedValues, rule: bool | str) -> bool:
     return values.boolean(rule, rule in ("enable_bias", "qkv_bias"))
 
 
-def _dtype(values: CheckedValues) -> str:
+def _dtype(values: CheckedValues, folder: Path | None) -> str:
     key = "dtype" if values.values.get("dtype") is not None else "torch_dtype"
-    dtype = values.text(key, "float32").removeprefix("torch.")
+    if values.values.get(key) is None:
+        return _stored_dtype(folder)
+    dtype = values.text(key).removeprefix("torch.")
     if dtype not in ITEM_BYTES:
         values.fail(key, f"one of {', '.join(sorted(ITEM_BYTES))}", dtype)
     return dtype
+
+
+def _stored_dtype(folder: Path | None) -> str:
+    """The type of most float weights in a folder's safetensors files, if there are any yet; what is
+    wrong with a file is told where it is loaded."""
+    sizes: dict[str, int] = {}
+    for file in weight_files(folder) if folder is not None else ():
+        if file.suffix != ".safetensors":
+            continue
+        with suppress(ModelError):
+            for tensor in tensor_infos(file).values():
+                if tensor.dtype in FLOATS:
+                    sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.count
+    return FLOATS[max(sizes, key=sizes.__getitem__, default="F32")]

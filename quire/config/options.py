@@ -13,7 +13,7 @@ from quire.config.fields import check, option
 from quire.config.log import LEVELS
 from quire.config.speculative import SpeculativeConfig
 from quire.config.structured import GrammarSettings
-from quire.protocol.adapter import AdapterLimits, chunks_for
+from quire.protocol.adapter import AdapterLimits
 from quire.protocol.kv_spec import BLOCK_SIZES, FLOAT8, ITEM_BYTES
 from quire.protocol.request import SchedulingPolicy
 
@@ -21,6 +21,13 @@ AUTO_LENGTH = -1
 SERVED_MAX_QUEUED_REQS = 2048
 DTYPES = ("auto", *ITEM_BYTES)
 EXECUTOR_BACKENDS = ("uni", "mp", "ray", "external_launcher")
+HOST_OPTIONS = frozenset(
+    {
+        *("node_rank", "num_threads", "hf_token", "download_dir", "log_level"),
+        *("disable_log_stats", "master_addr", "tokenizer", "chat_template", "generation_config"),
+    }
+)
+"""Those that hosts of one model may have different values of."""
 DEFAULT_TIMEOUT_S = 600
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 
@@ -336,6 +343,11 @@ class ParallelOptions(CheckedOptions):
         return backend in ("mp", "ray") or (backend is None and self.num_ranks > 1)
 
     @property
+    def is_launched_outside(self) -> bool:
+        """Whether each rank has an engine of its own, all of which plan alike."""
+        return self.distributed_executor_backend == "external_launcher"
+
+    @property
     def timeout_s(self) -> float:
         return float(self.distributed_timeout_seconds or DEFAULT_TIMEOUT_S)
 
@@ -388,7 +400,7 @@ class AdapterOptions(CheckedOptions):
     max_cpu_loras: int | None = option(
         None,
         "Adapters in the memory of the host, from where they come to the device.",
-        default_text="as many as the device can have of rank 8",
+        default_text="as many as fit into an eighth of its memory, by the size of their files",
         minimum=1,
     )
 
@@ -397,8 +409,7 @@ class AdapterOptions(CheckedOptions):
         """None: no adapters are served."""
         if not self.enable_lora:
             return None
-        most = self.max_loras * chunks_for(self.max_lora_rank)
-        return AdapterLimits(self.max_loras, self.max_lora_rank, self.max_cpu_loras or most)
+        return AdapterLimits(self.max_loras, self.max_lora_rank, self.max_cpu_loras)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ class GroupFormat:
     is_symmetric: bool
     has_order: bool = False
     """Whether a tensor says which group each input is in."""
+    is_shuffled: bool = False
+    """Whether the inputs of a group lie apart."""
     stores_zero_less_one: bool = False
 
     def __str__(self) -> str:
@@ -133,6 +135,8 @@ def parse_quantization(values: CheckedValues) -> QuantizationConfig:
     method = values.text("quant_method", "").lower()
     if not method and "config_groups" in values.values:
         method = "compressed-tensors"
+    if not method and {"producer", "quantization"} <= values.values.keys():
+        method = "modelopt"  # as in its own file
     method = SAME_METHODS.get(method, method)
     if method not in _PARSERS:
         raise ModelError(
@@ -248,23 +252,19 @@ class GptqConfig(QuantizationConfig):
             raise self.unknown(module, tensors)
         has_order = "g_idx" in tensors
         _check_order(self, module, found, "g_idx", has_order)
-        return GroupFormat(
-            "gptq",
-            found.bits,
-            found.group_size,
-            found.is_symmetric,
-            has_order,
-            found.stores_zero_less_one,
-        )
+        return replace(found, has_order=has_order)
 
 
 def _gptq_format(values: CheckedValues, is_old: bool) -> GroupFormat:
+    group_size = _group_size(values, "group_size")
+    has_order = values.boolean("desc_act", False)
     return GroupFormat(
         "gptq",
         _one_of(values, "bits", (2, 3, 4, 8)),
-        _group_size(values, "group_size"),
+        group_size,
         values.boolean("sym", True),
-        has_order=values.boolean("desc_act", False),
+        has_order,
+        is_shuffled=has_order and group_size is not None,
         stores_zero_less_one=is_old,
     )
 
@@ -392,7 +392,8 @@ class _Scheme:
     """A group of `config_groups`."""
 
     targets: tuple[str, ...]
-    format: MatrixFormat
+    format: MatrixFormat | None
+    """None: weights are as they are, as where a group is about attention alone."""
 
 
 @dataclass(frozen=True)
@@ -414,8 +415,10 @@ class CompressedTensorsConfig(QuantizationConfig):
         if (values.mapping("transform_config") or {}).get("config_groups"):
             values.fail("transform_config", "empty, since no transforms are computed", "some")
         groups = values.mapping("config_groups") or {}
-        if not groups:
-            values.fail("config_groups", "an object with at least one group", groups)
+        if not groups and not values.mapping("kv_cache_scheme"):
+            values.fail(
+                "config_groups", "an object with at least one group, or kv_cache_scheme set", groups
+            )
         usual = values.text("format", "")
         schemes = [
             _parse_group(values, f"config_groups[{name!r}]", group, usual)
@@ -425,7 +428,7 @@ class CompressedTensorsConfig(QuantizationConfig):
 
     @property
     def block(self) -> int:
-        return max(_inputs_of(scheme.format) for scheme in self.schemes)
+        return max((_inputs_of(scheme.format) for scheme in self.schemes), default=1)
 
     def _listed(self, module: str) -> MatrixFormat | None:
         if _closeness(self.ignored, module):
@@ -447,33 +450,43 @@ class CompressedTensorsConfig(QuantizationConfig):
             scale = tensors.get("weight_scale")
             has_groups = scale is None or scale.shape[-1:] != (1,)
             size = found.group_size if has_groups else None
-            return GroupFormat(found.layout, found.bits, size, symmetric, has_order)
+            return replace(
+                found,
+                group_size=size,
+                is_symmetric=symmetric,
+                has_order=has_order,
+                is_shuffled=has_order and size is not None,
+            )
         if "weight" in tensors and isinstance(found, ScaledFormat):
             return _scaled(self, module, tensors, found.block, found.inputs)
         raise self.unknown(module, tensors)
 
 
-def _inputs_of(found: MatrixFormat) -> int:
+def _inputs_of(found: MatrixFormat | None) -> int:
     if isinstance(found, GroupFormat):
         return found.group_size or 1
-    return found.block[1] if found.block else 1
+    return found.block[1] if found is not None and found.block else 1
 
 
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
 _INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
 _FP8 = {"num_bits": 8, "type": "float"}
 _BY_TOKEN = {"num_bits": 8, "strategy": "token", "dynamic": True}
+_FP8_BY_TOKEN = {**_BY_TOKEN, "type": "float"}
 PRESETS: dict[str, dict[str, Any]] = {
     "W4A16": {"weights": _INT4},
     "W4A16_ASYM": {"weights": {**_INT4, "symmetric": False}},
     "W8A16": {"weights": {**_INT4, "num_bits": 8}},
     "W8A8": {"weights": _INT8, "input_activations": _BY_TOKEN},
     "INT8": {"weights": _INT8, "input_activations": _BY_TOKEN},
-    "FP8": {"weights": _FP8, "input_activations": {"dynamic": False}},
-    "FP8_DYNAMIC": {"weights": {**_FP8, "strategy": "channel"}, "input_activations": _BY_TOKEN},
+    "FP8": {"weights": _FP8, "input_activations": {**_FP8, "dynamic": False}},
+    "FP8_DYNAMIC": {
+        "weights": {**_FP8, "strategy": "channel"},
+        "input_activations": _FP8_BY_TOKEN,
+    },
     "FP8_BLOCK": {
         "weights": {**_FP8, "strategy": "block", "block_structure": [128, 128]},
-        "input_activations": _BY_TOKEN,
+        "input_activations": _FP8_BY_TOKEN,
     },
 }
 """Schemes that groups may name instead of writing them out."""
@@ -491,8 +504,10 @@ def _parse_group(values: CheckedValues, key: str, group: object, usual: str) -> 
         values.fail(key, "an object", group)
     targets = _names(CheckedValues(values.file, group), "targets")
     weights = group.get("weights")
+    if weights is None:
+        return _Scheme(targets, None)
     if not isinstance(weights, dict):
-        values.fail(f"{key}.weights", "an object", weights)
+        values.fail(f"{key}.weights", "an object or null", weights)
     checked = CheckedValues(values.file, weights)
     bits, kind = checked.values.get("num_bits"), checked.text("type", "int")
     # As compressed-tensors understands groups without a strategy.
@@ -503,15 +518,22 @@ def _parse_group(values: CheckedValues, key: str, group: object, usual: str) -> 
         is_packed = bits == 4 or (kind == "int" and group.get("input_activations") is None)
         name = "pack-quantized" if is_packed else "naive-quantized"
     if name not in (*PACKED_FORMATS, *PLAIN_FORMATS):
-        values.fail(f"{key}.format", f"one of {', '.join((*PACKED_FORMATS, *PLAIN_FORMATS))}", name)
+        supported = ", ".join((*PACKED_FORMATS, *PLAIN_FORMATS))
+        raise _unsupported(values, f"{key}.format", name, supported)
     group_size = _group_size(checked, "group_size") if strategy == "group" else None
     if kind == "float" and bits == 4:
         if name != "mxfp4-pack-quantized" or group_size != MXFP4_GROUP:
-            values.fail(f"{key}.weights", f"MXFP4 (groups of {MXFP4_GROUP}), if float4", weights)
+            supported = f"MXFP4 (groups of {MXFP4_GROUP})"
+            raise _unsupported(values, f"{key}.weights", weights, supported)
         return _Scheme(targets, GroupFormat("mxfp4", 4, group_size, is_symmetric=True))
     if name == "pack-quantized":
-        if kind != "int" or bits not in (4, 8):
-            values.fail(f"{key}.weights.num_bits", "4 or 8 (type int)", bits)
+        if kind != "int" or bits not in (2, 3, 4, 8):
+            found = f"{kind} of {bits} bits"
+            raise _unsupported(values, f"{key}.weights", found, "2, 3, 4 and 8 bits of type int")
+        if weights.get("strategy") not in (None, "group", "channel"):
+            key = f"{key}.weights.strategy"
+            raise _unsupported(values, key, strategy, "group and channel where codes are packed")
+        has_order = weights.get("actorder") in (True, "group", "dynamic")
         return _Scheme(
             targets,
             GroupFormat(
@@ -519,11 +541,14 @@ def _parse_group(values: CheckedValues, key: str, group: object, usual: str) -> 
                 bits,
                 group_size,
                 checked.boolean("symmetric", True),
-                weights.get("actorder") in (True, "group", "dynamic"),
+                has_order,
+                is_shuffled=has_order and group_size is not None,
             ),
         )
-    if bits != 8 and name != "naive-quantized":
-        values.fail(f"{key}.weights.num_bits", "8", bits)
+    # Integers of fewer bits lie in bytes of their own.
+    if bits != 8 and (kind == "float" or bits not in range(2, 8)):
+        found = f"{kind} of {bits} bits"
+        raise _unsupported(values, f"{key}.weights", found, "float of 8 and int of 2 to 8 bits")
     block = _block(checked, "block_structure") if strategy == "block" else None
     if strategy == "group":
         block = (1, group_size or 1)
@@ -531,8 +556,21 @@ def _parse_group(values: CheckedValues, key: str, group: object, usual: str) -> 
     if inputs is not None and not isinstance(inputs, dict):
         values.fail(f"{key}.input_activations", "an object or null", inputs)
     rounding = None if inputs is None else ("dynamic" if inputs.get("dynamic") else "static")
+    if inputs is not None and inputs.get("type", "int") != kind:
+        # Inputs are rounded as weights are, or not at all.
+        if rounding == "static":
+            found = f"static scales of inputs of another type than {kind}"
+            raise _unsupported(values, f"{key}.input_activations", found, "dynamic ones")
+        rounding = None
     dtype = "float8_e4m3fn" if kind == "float" else "int8"
     return _Scheme(targets, ScaledFormat(dtype, strategy, block, inputs=rounding))
+
+
+def _unsupported(values: CheckedValues, key: str, found: object, supported: str) -> ModelError:
+    return ModelError(
+        f"{values.file}: {key} is {found}, which is not supported; supported: {supported}. To run "
+        f"the model, {REMEDY}."
+    )
 
 
 def _closeness(targets: Sequence[str], module: str) -> int:

@@ -68,6 +68,9 @@ def resolve(options: EngineOptions, model: ModelConfig, device: DeviceInfo) -> R
         options = options.replace(gpu_memory_utilization=DEFAULT_MEMORY_UTILIZATION)
     options = options.replace(kv_cache_dtype=_kv_cache_dtype(options, notes, warnings))
     options = _with_step_limits(options, device, notes)
+    if options.parallel.is_launched_outside and options.scheduler.target_itl_ms is None:
+        options = options.replace(target_itl_ms=0.0)
+        notes.append("target_itl_ms became 0 because engines of an external launcher plan alike")
     return Resolved(options, notes, warnings, fits)
 
 
@@ -100,19 +103,15 @@ def _check_device(options: EngineOptions, device: DeviceInfo) -> None:
 def check_options(options: EngineOptions) -> None:
     """Refuse what can be refused before a model is looked for, and maybe downloaded."""
     _check_parallel(options)
-    wanted = options.model.quantization
-    if wanted is not None and wanted not in QUANTIZATIONS:
-        raise OptionError(
-            f"quantization={wanted!r} is not supported; supported are {', '.join(QUANTIZATIONS)}. "
-            "Leave it unset for a quantised checkpoint or a GGUF file; for an unquantised one use "
-            "'fp8', 'int8' or 'int4', or quantise it once with `quire quantize`."
-        )
+    wanted, speculation = options.model.quantization, options.decoding.speculation
+    _check_is_known("quantization", wanted)
+    if speculation is not None:
+        _check_is_known("speculative_config['quantization']", speculation.quantization)
     if wanted in GGUF_BLOCKS and options.model.dtype == "float32":
         raise OptionError(
             f"quantization={wanted!r} computes from packed weights, dtype='float32' from exact "
             "ones. Leave one of them unset."
         )
-    speculation = options.decoding.speculation
     if speculation and options.parallel.pipeline_parallel_size > 1:
         raise OptionError(
             "speculative_config: drafts wait on one device, but pipeline_parallel_size="
@@ -124,6 +123,40 @@ def check_options(options: EngineOptions) -> None:
         raise OptionError(
             f"max_steps_in_flight={steps}, but pipeline_parallel_size={stages}: each stage of a "
             "pipeline works on a step of its own. Leave max_steps_in_flight unset."
+        )
+
+
+def _check_is_known(name: str, quantization: str | None) -> None:
+    if quantization is not None and quantization not in QUANTIZATIONS:
+        raise OptionError(
+            f"{name}={quantization!r} is not supported; supported are {', '.join(QUANTIZATIONS)}. "
+            "Leave it unset for a quantised checkpoint or a GGUF file; for an unquantised one use "
+            "'fp8', 'int8' or 'int4', or quantise it once with `quire quantize`."
+        )
+
+
+def check_quantization(
+    wanted: str | None, model: ModelConfig, name: str = "quantization", model_name: str = "model"
+) -> None:
+    """Refuse a format that contradicts the checkpoint. The options are called as the user wrote
+    them."""
+    quantized = model.quantization
+    if wanted in GGUF_BLOCKS and model.source.kind != "gguf":
+        raise OptionError(
+            f"{name}={wanted!r} needs a .gguf file, but {model_name}={model.source.name!r} has "
+            f"none. Leave {name} unset, or use 'int8'."
+        )
+    method = None if wanted is None else SAME_METHODS.get(wanted, wanted)
+    if quantized is not None and method not in (None, quantized.method):
+        raise OptionError(
+            f"{name}={wanted!r} contradicts {quantized.file}, which says that the weights of "
+            f"{model.source.name!r} are quantised by {quantized.method!r}. Leave {name} unset."
+        )
+    if quantized is None and method in METHODS and method not in WHILE_LOADING:
+        raise OptionError(
+            f"{name}={wanted!r} needs a checkpoint in this format, but "
+            f"{model_name}={model.source.name!r} says nothing of it in config.json. Leave {name} "
+            "unset, or use 'fp8', 'int8' or 'int4' to quantise the weights while they are loaded."
         )
 
 
@@ -152,22 +185,17 @@ def _check_parallel(options: EngineOptions) -> None:
             f"distributed_executor_backend='uni' runs one rank, but {_sizes(options)} are "
             f"{parallel.num_ranks}; leave distributed_executor_backend unset."
         )
-    if backend == "external_launcher" and options.adapters.enable_lora:
-        raise OptionError(
-            "enable_lora=True is not supported with distributed_executor_backend="
-            "'external_launcher': each of its engines would have an adapter loaded at another "
-            "time. Use 'mp' or 'ray'."
-        )
-    if backend == "external_launcher" and parallel.pipeline_parallel_size > 1:
-        raise OptionError(
-            "distributed_executor_backend='external_launcher' has no stages, but "
-            f"pipeline_parallel_size={parallel.pipeline_parallel_size}; set it to 1, or use 'mp' "
-            "or 'ray'."
-        )
+    if parallel.is_launched_outside:
+        _check_plans_alike(options)
     if nnodes > 1 and backend not in (None, "mp"):
         raise OptionError(
             f"nnodes={nnodes} is for distributed_executor_backend='mp', got {backend!r}, which "
             "finds its hosts by itself; leave nnodes unset."
+        )
+    if nnodes > 1 and parallel.master_addr in ("", "*", "0.0.0.0", "::"):
+        raise OptionError(
+            f"master_addr={parallel.master_addr!r} stands for all addresses of a host; give the "
+            "one of host 0 that the others reach."
         )
     if parallel.node_rank >= nnodes:
         raise OptionError(
@@ -177,6 +205,44 @@ def _check_parallel(options: EngineOptions) -> None:
         raise OptionError(
             f"{_sizes(options)} are {parallel.num_ranks} ranks, which nnodes={nnodes} hosts cannot "
             "have equally many of; choose sizes whose product is a multiple of nnodes."
+        )
+
+
+def _check_plans_alike(options: EngineOptions) -> None:
+    """Each rank has an engine, whose plans must follow from the requests alone."""
+    stages, speculation = options.parallel.pipeline_parallel_size, options.decoding.speculation
+    if options.adapters.enable_lora:
+        raise OptionError(
+            "enable_lora=True is not supported with distributed_executor_backend="
+            "'external_launcher': each of its engines would have an adapter loaded at another "
+            "time. Use 'mp' or 'ray'."
+        )
+    if stages > 1:
+        raise OptionError(
+            "distributed_executor_backend='external_launcher' has no stages, but "
+            f"pipeline_parallel_size={stages}; set it to 1, or use 'mp' or 'ray'."
+        )
+    if speculation is not None and speculation.is_measured:
+        raise OptionError(
+            f"speculative_config: method {speculation.method!r} measures how many drafts pay off, "
+            "and each engine of distributed_executor_backend='external_launcher' would measure "
+            "something else. Use method 'ngram' or a model that drafts, or 'mp' or 'ray'."
+        )
+    if options.scheduler.target_itl_ms:
+        raise OptionError(
+            f"target_itl_ms={options.scheduler.target_itl_ms:g} follows a clock, and each engine "
+            "of distributed_executor_backend='external_launcher' has its own. Leave it unset, or "
+            "use 'mp' or 'ray'."
+        )
+
+
+def refuse_launched_outside(backend: object, what: str) -> None:
+    """Where requests come at times of their own."""
+    if backend == "external_launcher":
+        raise OptionError(
+            f"distributed_executor_backend='external_launcher' is for LLM alone: {what} has "
+            "requests that come at other times to each of its engines, which must all plan alike. "
+            "Use 'mp' or 'ray'."
         )
 
 
@@ -269,24 +335,7 @@ def _check_device_count(options: EngineOptions, device: DeviceInfo) -> None:
 
 def _check_quantization(options: EngineOptions, model: ModelConfig, device: DeviceInfo) -> None:
     wanted, quantized = options.model.quantization, model.quantization
-    if wanted in GGUF_BLOCKS and model.source.kind != "gguf":
-        raise OptionError(
-            f"quantization={wanted!r} needs a .gguf file, but model={model.source.name!r} has "
-            "none. Leave quantization unset, or use 'int8'."
-        )
-    method = None if wanted is None else SAME_METHODS.get(wanted, wanted)
-    if quantized is not None and method not in (None, quantized.method):
-        raise OptionError(
-            f"quantization={wanted!r} contradicts {quantized.file}, which says that the weights of "
-            f"{model.source.name!r} are quantised by {quantized.method!r}. Leave quantization "
-            "unset."
-        )
-    if quantized is None and method in METHODS and method not in WHILE_LOADING:
-        raise OptionError(
-            f"quantization={wanted!r} needs a checkpoint in this format, but "
-            f"model={model.source.name!r} says nothing of it in config.json. Leave quantization "
-            "unset, or use 'fp8', 'int8' or 'int4' to quantise the weights while they are loaded."
-        )
+    check_quantization(wanted, model)
     name = wanted if quantized is None else quantized.method
     is_float32, is_cpu = options.model.dtype == "float32", device.type == "cpu"
     if name is not None and options.model.dtype != "auto" and is_float32 != is_cpu:

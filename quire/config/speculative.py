@@ -11,6 +11,8 @@ from quire.protocol.errors import OptionError
 METHODS = ("ngram", "auto", "draft_model", "eagle3", "mtp")
 HEADS = ("eagle3", "mtp")
 """Methods that draft from the target's hidden states."""
+MTP_NAMES = ("deepseek_mtp", "glm4_moe_mtp")
+"""vLLM's names of 'mtp' by the architecture of the target."""
 FROM_MODEL = "as the model"
 """In place of a method that follows from `model` and is not known before its files are read."""
 ELSEWHERE = (
@@ -24,11 +26,11 @@ ELSEWHERE = (
     "custom",
 )
 """Methods of other engines."""
+LOOKUP = ("prompt_lookup_min", "prompt_lookup_max")
 KEYS = (
     "method",
     "num_speculative_tokens",
-    "prompt_lookup_min",
-    "prompt_lookup_max",
+    *LOOKUP,
     "num_speculative_tokens_per_batch_size",
 )
 OF_DRAFT_MODELS = ("model", "draft_tensor_parallel_size", "quantization", "max_model_len")
@@ -116,7 +118,7 @@ class SpeculativeConfig:
             is_ngram = key == "model" and not names_model
             if key in OF_DRAFT_MODELS and not has_model and not is_ngram:
                 raise _error(key, f"left out: method {method!r} has no model", value)
-            if key.startswith("prompt_lookup") and has_model and not auto:
+            if key in LOOKUP and has_model and not auto:
                 raise _error(key, "left out: a model that drafts looks nothing up", value)
         follows = method in (FROM_MODEL, *HEADS) and "num_speculative_tokens" not in given
         usual = AUTO_TOKENS if auto else None
@@ -146,11 +148,13 @@ def _method(given: dict[str, Any]) -> str:
     method, model = given.get("method"), given.get("model")
     if method is None and model is not None:
         return "ngram" if model in ("ngram", "[ngram]") else FROM_MODEL
-    if method is None and not any(key.startswith("prompt_lookup") for key in given):
+    if method is None and given and not any(key in given for key in LOOKUP):
         return "mtp"  # refused where the target has no such layer
     if method in METHODS:
         return str(method)
-    if method in ELSEWHERE:
+    if method in MTP_NAMES:
+        return "mtp"
+    if method in ELSEWHERE or str(method).endswith("_mtp"):
         raise OptionError(
             f"speculative_config: method {method!r} is not supported; use one of "
             f"{', '.join(METHODS)}."
@@ -168,13 +172,15 @@ def _text(given: dict[str, Any], key: str) -> str | None:
 
 def _ngrams(given: dict[str, Any], usual: tuple[int, int]) -> tuple[int, int]:
     """The shortest and the longest; one that is given alone is both, as in vLLM."""
-    least, most = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
-    if least is None and most is None:
+    found: list[int] = []
+    for key in LOOKUP:
+        if key in given:
+            found.append(_count(given, key, None))
+            if found[-1] > MAX_NGRAM:
+                raise _error(key, f"from 1 to {MAX_NGRAM}", found[-1])
+    if not found:
         return usual
-    least = _count(given, "prompt_lookup_min", most)
-    most = _count(given, "prompt_lookup_max", least)
-    if most > MAX_NGRAM:
-        raise _error("prompt_lookup_max", f"from 1 to {MAX_NGRAM}", most)
+    least, most = found[0], found[-1]
     if least > most:
         raise _error("prompt_lookup_min", f"at most prompt_lookup_max ({most})", least)
     return least, most
@@ -193,6 +199,8 @@ def _schedule(given: dict[str, Any], num_tokens: int) -> Schedule:
         least, most, count = entry
         if not 1 <= least <= most or not 0 <= count <= num_tokens:
             raise _error(key, rule, entry)
+        if any(least <= other[1] and other[0] <= most for other in found):
+            raise _error(key, "a list of ranges that do not overlap", entries)
         found.append((least, most, count))
     return tuple(found)
 

@@ -4,14 +4,17 @@ A request waits, not ready, until its folder is read, which says what content it
 ranks hold that content in the memory of their hosts. Both happen on other threads; steps go on
 meanwhile. The scheduler then gives adapters places on the devices.
 
-The host keeps `max_host_adapters` of them, and lets those go that no request uses, the least
-recently used first. Requests that find it full wait in the order in which they came; once the first
-of them has waited too long, others wait behind it, whatever is there for them.
+The host keeps as many of them as its bound allows, and lets those go that no request uses, the
+least recently used first. Requests that find it full wait for their turn, as in the scheduler's
+queue: by priority, then the least served tenant, then arrival. What has waited too long, or has a
+better priority than all that waits for an adapter which is there, has that one make way: its
+requests that have not begun are held back again, and it goes once those that have begun end.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -30,11 +33,18 @@ from quire.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
+LOOK_S = 0.1
+"""Between two looks for what may make way in full hosts, while nothing changes."""
+
 
 class AdapterReader(Protocol):
     """Reads what folders hold, on other threads."""
 
     def read(self, reference: LoRARequest) -> Future[AdapterFile]: ...
+
+    def poll(self) -> None:
+        """Called now and then while a folder is read."""
+        ...
 
     def shutdown(self) -> None: ...
 
@@ -48,6 +58,8 @@ class _Call:
     since: float
     new: NewRequest | None = None
     """None: the adapter is only to be loaded."""
+    has_lost_place: bool = False
+    """Whether it was held back again: its folder may have changed since it was read."""
 
 
 @dataclass(slots=True)
@@ -58,8 +70,12 @@ class _Hosted:
     is_loaded: bool = False
     num_users: int = 0
     """Sequences that may still need it."""
+    is_leaving: bool = False
+    """It goes for another once requests that have begun have ended; no further one begins."""
     calls: list[_Call] = field(default_factory=list)
     """Those that await it."""
+    accepted: dict[int, _Call] = field(default_factory=dict)
+    """Requests that may use it, by the keys of their first sequences, until these end."""
     names: dict[str, int] = field(default_factory=dict)
     """Under which callers know it, with their numbers. Without any, it goes once it is unused."""
 
@@ -69,7 +85,14 @@ class _Queued:
     """An adapter for which the host has no room yet, or which has to wait its turn."""
 
     file: AdapterFile
+    since: float
     calls: list[_Call]
+
+
+_Turn = tuple[float, tuple[int, int], int]
+"""Priority, standing of the tenant, number of arrival: the smallest comes first."""
+FIRST_TURN: _Turn = (0, (0, 0), 0)
+"""Of callers that only load an adapter."""
 
 
 class Adapters:
@@ -94,7 +117,11 @@ class Adapters:
         self._hosted: OrderedDict[str, _Hosted] = OrderedDict()
         """By the digest of their content, the least recently used first."""
         self._queue: dict[str, _Queued] = {}
-        """In the order in which their first requests came."""
+        """In the order in which they came."""
+        self._due: str | None = None
+        """That for which others make way."""
+        self._next_look = -math.inf
+        """When to look again for what may make way, if nothing changes before."""
         self._used: dict[int, str] = {}
         """What sequences use, by their keys."""
         self._pinned: set[str] = set()
@@ -125,6 +152,8 @@ class Adapters:
     def _settle(self, call: _Call, error: Exception | None = None) -> None:
         """A call is answered."""
         del self._open[call]
+        if call.accepted.done():  # a request that has lost its place
+            return
         if error is None:
             call.accepted.set_result(None)
         else:
@@ -136,8 +165,10 @@ class Adapters:
             return
         for sequence in finished:
             if (digest := self._used.pop(sequence.key, None)) is not None:
+                self._next_look = -math.inf
                 hosted = self._hosted[digest]
                 hosted.num_users -= 1
+                hosted.accepted.pop(sequence.key, None)
                 if not hosted.num_users and not hosted.names:
                     self._drop(digest)
 
@@ -159,6 +190,7 @@ class Adapters:
         if not self.is_loading:
             return
         self._executor.listen()
+        self._reader.poll()
         while self._read:
             self._num_awaited -= 1
             self._take_file(*self._read.popleft(), now)
@@ -166,13 +198,7 @@ class Adapters:
             self._num_awaited -= 1
             digest, since, done = self._loaded.popleft()
             self._take_loaded(digest, done, now - since)
-        for digest, queued in list(self._queue.items()):
-            queued.calls = [call for call in queued.calls if self._is_wanted(call)]
-            if queued.calls and digest not in self._hosted and not self._make_room():
-                break
-            del self._queue[digest]
-            if queued.calls:
-                self._host(digest, queued.file, queued.calls, now)
+        self._serve_queue(now)
 
     def _take_file(self, call: _Call, done: Future[AdapterFile], now: float) -> None:
         """A folder was read."""
@@ -189,14 +215,10 @@ class Adapters:
         if call.new is not None:
             self._metrics.host_queries.add(1)
             self._metrics.host_hits.add(hosted is not None and hosted.is_loaded)
-        if digest in self._queue:
-            self._queue[digest].calls.append(call)
-        elif hosted is not None and not self._is_late(now):
+        if hosted is not None and not (hosted.is_leaving and self._is_queued_behind(call)):
             self._host(digest, file, [call], now)
-        elif self._queue or not self._make_room():
-            self._queue[digest] = _Queued(file, [call])
         else:
-            self._host(digest, file, [call], now)
+            self._enqueue(digest, file, [call], now)
 
     def _check_rank(self, file: AdapterFile, reference: LoRARequest) -> None:
         if file.rank > self._limits.max_rank:
@@ -205,27 +227,157 @@ class Adapters:
                 f"{self._limits.max_rank}. Start the engine with max_lora_rank={file.rank}."
             )
 
-    def _is_late(self, now: float) -> bool:
-        """Whether the first in the queue has waited so long that others wait behind it."""
-        if not self._queue:
-            return False
-        first = next(iter(self._queue.values())).calls[0]
-        return now - first.since >= self._limits.max_wait_s
+    # --- who comes to the hosts, and who goes -----------------------------------------------------
 
-    def _make_room(self) -> bool:
+    def _enqueue(self, digest: str, file: AdapterFile, calls: list[_Call], now: float) -> None:
+        self._next_look = -math.inf
+        queued = self._queue.setdefault(digest, _Queued(file, now, []))
+        queued.calls += calls
+
+    def _serve_queue(self, now: float) -> None:
+        """Host what there is room for, in turn; then see to it that there will be room for what
+        must not wait any longer."""
+        while self._queue:
+            if self._due not in self._queue:
+                self._stop_leaving()
+            due = self._due
+            if due is None and self._can_make_room():
+                due = min(self._queue, key=self._turn_of)
+            if due is None:
+                break
+            queued = self._queue[due]
+            queued.calls = [call for call in queued.calls if self._is_wanted(call)]
+            if queued.calls and due not in self._hosted and not self._make_room(queued.file):
+                break
+            del self._queue[due]
+            if queued.calls:
+                self._host(due, queued.file, queued.calls, now)
+        if self._queue and now >= self._next_look:
+            self._next_look = now + LOOK_S
+            self._choose_due(now)
+        elif not self._queue:
+            self._stop_leaving()
+
+    def _stop_leaving(self) -> None:
+        """What was to be hosted is, or is wanted no more: those on their way out may stay."""
+        if self._due is None:
+            return
+        self._due = None
+        for digest, hosted in self._hosted.items():
+            if hosted.is_leaving:
+                hosted.is_leaving = False
+                if (queued := self._queue.pop(digest, None)) is not None:
+                    hosted.calls += [call for call in queued.calls if self._is_wanted(call)]
+                    self._accept(hosted)
+
+    def _turn_of(self, digest: str) -> _Turn:
+        """The first turn that a request for a queued adapter has."""
+        turns = (self._turn_of_call(call) for call in self._queue[digest].calls)
+        return min(turns, default=FIRST_TURN)
+
+    def _turn_of_call(self, call: _Call) -> _Turn:
+        if call.new is None or not self._scheduler.is_held_back(call.new.request_id):
+            return FIRST_TURN
+        return self._scheduler.turn(call.new.request_id)
+
+    def _is_queued_behind(self, call: _Call) -> bool:
+        """Whether a request has no better priority than those for which its adapter makes way."""
+        assert self._due is not None
+        return self._turn_of_call(call)[0] >= self._turn_of(self._due)[0]
+
+    def _choose_due(self, now: float) -> None:
+        """Of what waits in the queue, what others make way for: what has waited too long, or has a
+        better priority than all that waits for one of them."""
+        turns = {digest: self._turn_of(digest) for digest in self._queue}
+        first = min(turns, key=turns.__getitem__)
+        if self._due is not None:
+            if turns[first][0] >= turns[self._due][0]:
+                return
+            self._stop_leaving()
+            if first not in self._queue:
+                return
+        late = [
+            digest
+            for digest, queued in self._queue.items()
+            if now - queued.since >= self._limits.max_wait_s
+        ]
+        chosen = min(late, key=turns.__getitem__, default=first)
+        if turns[first][0] < turns[chosen][0]:
+            chosen = first
+        found = self._to_make_way(turns[chosen][0], chosen in late)
+        if found is not None:
+            self._due = chosen
+            self._make_way(found, now)
+
+    def _to_make_way(self, priority: float, is_late: bool) -> str | None:
+        """The adapter that goes for one with this priority. What waits for it must have a worse one
+        or, if the other is late, no better one and have been served: so each has its turn."""
+        found: list[tuple[bool, int, str]] = []
+        for digest, hosted in self._hosted.items():
+            if hosted.calls or not hosted.is_loaded:
+                continue
+            waiting = [
+                call.new
+                for call in hosted.accepted.values()
+                if call.new is not None and self._scheduler.is_queued(call.new)
+            ]
+            best = min((self._scheduler.priority(new) for new in waiting), default=math.inf)
+            is_served = self._slots.was_used(digest)
+            if (waiting and best > priority) or (is_late and best >= priority and is_served):
+                num_begun = hosted.num_users - sum(new.params.n for new in waiting)
+                found.append((digest in self._pinned, num_begun, digest))
+        return min(found)[2] if found else None
+
+    def _make_way(self, digest: str, now: float) -> None:
+        """Hold the requests back that have not begun with an adapter. It goes once those end that
+        have."""
+        hosted = self._hosted[digest]
+        hosted.is_leaving = True
+        held: list[_Call] = []
+        for key, call in list(hosted.accepted.items()):
+            new = call.new
+            if new is None or not self._scheduler.is_queued(new):
+                continue
+            self._scheduler.hold_back(new)
+            del hosted.accepted[key]
+            for one in range(key, key + new.params.n):
+                del self._used[one]
+            hosted.num_users -= new.params.n
+            call.has_lost_place = True
+            self._open[call] = None
+            held.append(call)
+        if held:
+            self._enqueue(digest, hosted.file, held, now)
+
+    def _can_make_room(self) -> bool:
+        """Whether a further adapter would find room on the hosts, for all that is known."""
+        return self._has_room(0) or any(map(self._is_idle, self._hosted))
+
+    def _has_room(self, nbytes: int) -> bool:
+        limits, hosted = self._limits, self._hosted
+        if limits.max_host_adapters is not None:
+            return len(hosted) < limits.max_host_adapters
+        used = sum(one.file.nbytes for one in hosted.values())
+        return not hosted or used + nbytes <= limits.max_host_bytes
+
+    def _make_room(self, file: AdapterFile) -> bool:
         """For one more adapter in the memory of the hosts."""
-        if len(self._hosted) < self._limits.max_host_adapters:
-            return True
-        in_turn = sorted(self._hosted, key=lambda digest: digest in self._pinned)
-        return any(self._drop(digest) for digest in in_turn)
+        while not self._has_room(file.nbytes):
+            in_turn = sorted(self._hosted, key=lambda digest: digest in self._pinned)
+            if not any(self._drop(digest) for digest in in_turn):
+                return False
+        return True
+
+    def _is_idle(self, digest: str) -> bool:
+        hosted = self._hosted[digest]
+        return hosted.is_loaded and not hosted.num_users and not hosted.calls
 
     def _drop(self, digest: str) -> bool:
         """Let an adapter go that no request uses, from hosts and devices."""
-        hosted = self._hosted[digest]
-        if hosted.num_users or hosted.calls or not hosted.is_loaded:
+        if not self._is_idle(digest):
             return False
         del self._hosted[digest]
-        self._slots.evict(digest)
+        self._slots.forget(digest)
         self._executor.drop_adapter(digest)
         self._metrics.host_evictions.add(1)
         return True
@@ -245,6 +397,7 @@ class Adapters:
 
     def _take_loaded(self, digest: str, done: Future[None], seconds: float) -> None:
         """All ranks hold an adapter, or one of them cannot."""
+        self._next_look = -math.inf
         hosted = self._hosted[digest]
         error = done.exception()
         if error is None:
@@ -258,10 +411,12 @@ class Adapters:
         for call in hosted.calls:
             if not self._is_wanted(call):
                 continue
-            if str(adapter_folder(call.reference.lora_path)) == hosted.file.folder:
+            is_same = str(adapter_folder(call.reference.lora_path)) == hosted.file.folder
+            if is_same and not call.has_lost_place:
                 self._refuse(call, error)
-            else:
-                self._read_folder(call)  # its own folder holds the same, and may be all right
+            else:  # its own folder holds the same, and may be all right
+                call.has_lost_place = False
+                self._read_folder(call)
 
     def _accept(self, hosted: _Hosted) -> None:
         content = AdapterContent(hosted.file.digest, chunks_for(hosted.file.rank))
@@ -275,6 +430,7 @@ class Adapters:
                 keys = range(new.key, new.key + new.params.n)
                 self._used.update(dict.fromkeys(keys, content.digest))
                 hosted.num_users += len(keys)
+                hosted.accepted[new.key] = call
                 self._scheduler.set_adapter(new.request_id, content)
                 self._scheduler.make_ready(new.request_id)
             self._settle(call)

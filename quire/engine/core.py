@@ -9,18 +9,15 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from itertools import islice
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from quire.config.structured import GrammarSettings
 from quire.engine.adapters import AdapterReader, Adapters
 from quire.engine.executors.base import Executor, PendingResult
-from quire.engine.monitor import Monitor, Stopwatch
-from quire.engine.structured_output.build import Vocabulary
+from quire.engine.memory_pressure import MemoryPressure
+from quire.engine.monitor import Advisor, Monitor, StatusLog, Stopwatch
 from quire.engine.structured_output.compiler import Compilation
+from quire.engine.structured_output.grammar_source import Vocabulary
 from quire.engine.structured_output.grammars import POLL_S, Grammars
 from quire.metrics.engine import EngineMetrics, EngineStatistics
 from quire.metrics.instruments import Readings
@@ -28,29 +25,14 @@ from quire.protocol.adapter import LoRARequest
 from quire.protocol.errors import EngineDeadError, RequestError, StepMemoryError
 from quire.protocol.expert_counts import ExpertCounts
 from quire.protocol.messages import ID_SEPARATOR
-from quire.protocol.output import (
-    BlockState,
-    DeviceMemory,
-    EngineSnapshot,
-    MemorySplit,
-    SequenceSnapshot,
-    StepOutput,
-)
-from quire.protocol.plan import StepPlan, empty_ints
+from quire.protocol.output import DeviceMemory, EngineSnapshot, StepOutput
+from quire.protocol.plan import StepPlan
 from quire.protocol.request import KEY_BITS, NewRequest
 from quire.scheduler.scheduler import Pause, Scheduler
-from quire.scheduler.sequence import SchedulerLimits, Sequence, Status
+from quire.scheduler.sequence import SchedulerLimits
 
 logger = logging.getLogger(__name__)
 
-SHRINK_FACTOR = 4
-STEPS_BEFORE_GROWTH = 16
-"""Steps that must succeed before larger ones are tried. Twice as many after each try that failed:
-a failure costs all requests a restart, and long prompts must get through between two of them."""
-MAX_STEPS_BEFORE_GROWTH = 1 << 14
-FIRST_PAUSE_S = 0.1
-MAX_PAUSES = 5
-"""Each pause is twice as long as the one before: about 3 s in all for the memory to come back."""
 MAX_CONSECUTIVE_FAILURES = 3
 INTEGRITY_CHECK_INTERVAL_S = 10.0
 """Between two integrity checks of an idle engine, which single requests must not wait for often:
@@ -115,6 +97,15 @@ class EngineCore:
         self._integrity_check_due = -math.inf
 
     @property
+    def num_blocks(self) -> int:
+        return self.scheduler.limits.num_blocks
+
+    @property
+    def has_rank_processes(self) -> bool:
+        """Whether `free_workers` may be called while a step waits for them."""
+        return self.executor.look_s is not None
+
+    @property
     def has_work(self) -> bool:
         """Whether `step` would do anything. Where it would not, a loop may sleep for `wait_s`."""
         if self.executor.failure is not None and self.death is None:
@@ -158,7 +149,7 @@ class EngineCore:
         future is returned, it tells later whether the request is refused after all, once its
         grammar is compiled and its adapter loaded."""
         self.check(request)
-        compilation, now = compilation or self.grammars.compile(request), self.clock()
+        compilation, now = compilation or self.compile_grammar(request), self.clock()
         num_awaited = (compilation is not None) + (request.adapter is not None)
         self.scheduler.add(request, num_awaited, now)
         self.monitor.arrived(request)
@@ -169,29 +160,31 @@ class EngineCore:
             accepted.append(self.adapters.add(request, now))
         return _all_of(accepted)
 
+    def compile_grammar(self, request: NewRequest) -> Compilation | None:
+        """Begin to compile a request's grammar before it is added; None where it has none."""
+        return self.grammars.compile(request)
+
     def abort(self, request_id: str, reason: str = "abort", key: int | None = None) -> None:
         """End a request, or one sequence of it. Unknown ones are ignored: ends and aborts cross."""
         self.scheduler.abort(request_id, reason, key, now=self.clock())
 
     def abort_all(self, tenant: str | None = None) -> int:
         """End all requests, or those of a tenant; returns how many."""
-        return self._abort_where(lambda first: tenant is None or first.new.tenant == tenant)
+        return self.scheduler.abort_where(
+            lambda first: tenant is None or first.new.tenant == tenant, self.clock()
+        )
 
     def abort_named(self, name: str) -> int:
         """End the requests that a caller knows by this name, whichever client they came through."""
-        return self._abort_where(lambda first: first.request_id.rpartition(ID_SEPARATOR)[0] == name)
+        return self.scheduler.abort_where(
+            lambda first: first.request_id.rpartition(ID_SEPARATOR)[0] == name, self.clock()
+        )
 
     def abort_client(self, client_index: int) -> None:
         """End all requests of a client that is gone."""
-        self._abort_where(lambda first: first.key >> KEY_BITS == client_index)
-
-    def _abort_where(self, chosen: Callable[[Sequence], bool]) -> int:
-        """End the requests whose first sequence is chosen."""
-        requests = self.scheduler.requests.items()
-        found = [request_id for request_id, (first, *_) in requests if chosen(first)]
-        for request_id in found:
-            self.abort(request_id)
-        return len(found)
+        self.scheduler.abort_where(
+            lambda first: first.key >> KEY_BITS == client_index, self.clock()
+        )
 
     # --- the loop ---------------------------------------------------------------------------------
 
@@ -299,13 +292,13 @@ class EngineCore:
         """A step failed: start its requests over, or give up if steps keep failing."""
         first_lost = self._in_flight[0][0] if self._in_flight else plan
         self._in_flight.clear()
-        suspects = [r for r in map(self.scheduler.by_row.__getitem__, plan.rows) if r is not None]
+        suspects = self.scheduler.request_ids(plan.rows)
         self.scheduler.recover(first_lost.step)
         if isinstance(error, StepMemoryError):
             if self.pressure.step_failed(plan.num_tokens, error):
-                for sequence in suspects:
-                    logger.error("request %r ends: out of memory: %s", sequence.request_id, error)
-                    self.scheduler.fail_request(sequence.request_id, f"out of memory: {error}")
+                for request_id in suspects:
+                    logger.error("request %r ends: out of memory: %s", request_id, error)
+                    self.scheduler.fail_request(request_id, f"out of memory: {error}")
             self.scheduler.max_step_tokens = self.pressure.max_step_tokens
             return
         if not isinstance(error, Exception):
@@ -338,9 +331,18 @@ class EngineCore:
         self.grammars.shutdown()
         if self.adapters is not None:
             self.adapters.shutdown()
-        self.executor.shutdown()
+        self.free_workers()
+
+    def free_workers(self, failure: str = "") -> None:
+        """End the processes of ranks, after a failure if any, and give devices' memory back."""
+        self.executor.shutdown(failure)
 
     # --- operating --------------------------------------------------------------------------------
+
+    def watch(self, logs_status: bool) -> None:
+        """From now on give advice about settings and, if wanted, log a line while busy."""
+        self.monitor.advisor = Advisor(self.scheduler, self.scheduler.limits)
+        self.monitor.status = StatusLog(self.scheduler) if logs_status else None
 
     def run_command(self, name: str, arguments: dict[str, Any]) -> Any:
         """Call one of `COMMANDS` for a client. Its value may be a future."""
@@ -353,30 +355,31 @@ class EngineCore:
 
         Requests are still taken in, and wait. Deadlines and aborts count as ever.
         """
-        self.scheduler.pause = Pause(mode)
-        self.scheduler.pace.rested()
+        self.scheduler.set_pause(Pause(mode))
 
     def resume(self) -> None:
-        self.scheduler.pause = Pause.NONE
+        self.scheduler.set_pause(Pause.NONE)
 
     def reset_prefix_cache(self) -> bool:
-        self.scheduler.kv.tree.reset()
+        self.scheduler.reset_prefix_cache()
         return True
 
     def check_integrity(self) -> int:
         """Raise unless every block is accounted for; returns how many are in use."""
-        self.scheduler.check_integrity()
-        return self.scheduler.kv.pool.num_used
+        return self.scheduler.check_integrity()
 
     def set_vocabulary(
         self, tokenizer_json: str, vocab_size: int, eos_token_ids: list[int]
     ) -> None:
         """What grammars must know of the tokenizer. Clients of one engine all say the same."""
-        compiler = self.grammars.compiler
-        if not compiler.has_vocabulary:
+        if not self.grammars.compiler.has_vocabulary:
             given = Vocabulary(tokenizer_json, vocab_size, tuple(eos_token_ids))
-            compiler.set_vocabulary(lambda: given)
-            compiler.prepare()
+            self.read_vocabulary_by(lambda: given)
+            self.grammars.compiler.prepare()
+
+    def read_vocabulary_by(self, read: Callable[[], Vocabulary]) -> None:
+        """As `set_vocabulary`, where the first grammar needs it."""
+        self.grammars.compiler.set_vocabulary(read)
 
     def load_adapter(
         self, lora_name: str, lora_int_id: int, lora_path: str, load_inplace: bool = False
@@ -428,65 +431,25 @@ class EngineCore:
 
     def read_metrics(self) -> Readings:
         self.monitor.keep_host_time()
-        self._set_gauges()
-        return Readings.of(self.metrics.read())
-
-    def _set_gauges(self) -> None:
-        """What metrics say of this moment."""
-        scheduler, metrics, blocks = self.scheduler, self.metrics, self._block_states()
-        metrics.running.set(scheduler.num_running)
-        metrics.waiting.set(len(scheduler.waiting) + len(scheduler.waiting.held_back))
-        metrics.waiting_by_reason["capacity"].set(len(scheduler.waiting))
-        metrics.waiting_by_reason["deferred"].set(len(scheduler.waiting.held_back))
-        metrics.cache_usage.set(scheduler.kv.pool.num_used / len(blocks))
-        metrics.shared_blocks.set(int((blocks == BlockState.SHARED).sum()))
-        metrics.cached_blocks.set(int((blocks == BlockState.CACHED).sum()))
-        columns, rows = scheduler.columns, scheduler.ranked_rows()
-        slots = int(columns.held_blocks[rows].sum()) * scheduler.limits.block_size
-        metrics.waste.set(1.0 - int(columns.held_tokens[rows].sum()) / slots if slots else 0.0)
-        split = MemorySplit.of(self._device_memory(), blocks)
-        for kind, gauge in metrics.memory.items():
-            gauge.set(getattr(split, kind))
-        metrics.experts.set(self.expert_counts())
+        self.scheduler.set_gauges(self._device_memory())
+        self.metrics.experts.set(self.expert_counts())
         if self.adapters is not None:
             self.adapters.set_gauges(time.time())
+        return Readings.of(self.metrics.read())
 
     def snapshot(
         self, max_waiting: int = 256, tables_of: Collection[int] | None = None
     ) -> EngineSnapshot:
         """The engine at this moment; of the waiting sequences no more than `max_waiting`, and block
         tables of all sequences or of those that `tables_of` names."""
-        scheduler, now, blocks = self.scheduler, self.clock(), self._block_states()
-        held = [scheduler.by_row[row] for row in scheduler.ranked_rows().tolist()]
-        held += [r for r in scheduler.by_row if r is not None and r.status is Status.DRAINING]
-        running = [_sequence_snapshot(r, blocks, tables_of) for r in held if r is not None]
-        first = islice(scheduler.waiting, max_waiting)
-        return EngineSnapshot(
-            time=now,
-            block_size=scheduler.limits.block_size,
-            blocks=blocks,
-            running=running,
-            waiting=[_sequence_snapshot(r, blocks, tables_of) for r in first],
-            num_waiting=len(scheduler.waiting),
-            prompt_tokens_per_s=self.metrics.recent_prompt_tokens.per_second(now),
-            generation_tokens_per_s=self.metrics.recent_generation_tokens.per_second(now),
-            memory=MemorySplit.of(self._device_memory(), blocks),
-            paused=scheduler.pause is not Pause.NONE,
-            advice=self.monitor.advice,
-        )
+        memory = self._device_memory()
+        snapshot = self.scheduler.snapshot(self.clock(), memory, max_waiting, tables_of)
+        snapshot.advice = self.monitor.advice
+        return snapshot
 
     def _device_memory(self) -> DeviceMemory:
         """All zeros once the engine has stopped: its executor may be gone."""
         return self.executor.memory() if self.death is None else DeviceMemory(0, 0, 0, 0)
-
-    def _block_states(self) -> NDArray[np.uint8]:
-        pool = self.scheduler.kv.pool
-        counts = np.array(pool.ref_counts, copy=True)
-        cached = np.frombuffer(pool.cached, np.bool_)
-        states = np.where(cached, BlockState.CACHED, BlockState.FREE)
-        states[counts == 1] = BlockState.OWNED
-        states[counts > 1] = BlockState.SHARED
-        return states.astype(np.uint8)
 
 
 def _all_of(futures: list[Future[None]]) -> Future[None] | None:
@@ -507,92 +470,3 @@ def _all_of(futures: list[Future[None]]) -> Future[None] | None:
     for future in futures:
         future.add_done_callback(one_done)
     return both
-
-
-def _sequence_snapshot(
-    sequence: Sequence, blocks: NDArray[np.uint8], tables_of: Collection[int] | None
-) -> SequenceSnapshot:
-    row = sequence.row
-    held = np.concatenate(sequence.tables) if row >= 0 else empty_ints()
-    has_table = row >= 0 and (tables_of is None or sequence.key in tables_of)
-    return SequenceSnapshot(
-        key=sequence.key,
-        request_id=sequence.request_id,
-        tenant=sequence.new.tenant,
-        state=sequence.status.name.lower(),
-        num_prompt_tokens=sequence.num_prompt,
-        num_tokens=sequence.num_known,
-        num_computed_tokens=int(sequence.columns.num_computed[row]) if row >= 0 else 0,
-        arrival_time=sequence.new.arrival_time,
-        num_blocks=len(held),
-        num_owned_blocks=int((blocks[held] == BlockState.OWNED).sum()),
-        block_table=held.copy() if has_table else empty_ints(),
-    )
-
-
-class MemoryPressure:
-    """What follows when a step finds no memory: steps get smaller until they fit. Where not even
-    one token fits, or no memory is left, the engine waits a little, then gives that step's requests
-    up and goes on with the others.
-
-    The step size grows back once steps succeed. Until then the engine waits for each step before
-    it launches the next, whose failure would cost the first one's tokens.
-    """
-
-    def __init__(
-        self, max_num_batched_tokens: int, sleep: Callable[[float], None] = time.sleep
-    ) -> None:
-        self.max_step_tokens = max_num_batched_tokens
-        """Most tokens that a step may have now."""
-        self._most = max_num_batched_tokens
-        self._sleep = sleep
-        self._num_pauses = 0
-        self._num_good_steps = 0
-        self._steps_before_growth = STEPS_BEFORE_GROWTH
-        self._has_grown = False
-
-    @property
-    def is_on(self) -> bool:
-        is_small = self.max_step_tokens < self._most
-        return is_small or self._steps_before_growth > STEPS_BEFORE_GROWTH
-
-    def step_failed(self, num_tokens: int, error: StepMemoryError) -> bool:
-        """A step of `num_tokens` found no memory; returns whether its requests are given up. If
-        not, they are tried again."""
-        if self._has_grown:
-            longer = min(2 * self._steps_before_growth, MAX_STEPS_BEFORE_GROWTH)
-            self._steps_before_growth, self._has_grown = longer, False
-        self._num_good_steps = 0
-        if num_tokens > 1 and not error.is_exhausted:
-            self.max_step_tokens = max(1, num_tokens // SHRINK_FACTOR)
-            logger.warning(
-                "a step of %d tokens ran out of memory and is tried again with at most %d: %s",
-                num_tokens,
-                self.max_step_tokens,
-                error,
-            )
-            return False
-        if self._num_pauses == MAX_PAUSES:
-            return True
-        pause_s = FIRST_PAUSE_S * 2**self._num_pauses
-        logger.warning("no step finds memory, waiting %.1f s: %s", pause_s, error)
-        self._num_pauses += 1
-        self._sleep(pause_s)
-        return False
-
-    def step_done(self, plan: StepPlan) -> None:
-        """A step's result has arrived."""
-        if plan.samples.any():  # else a request that fails after its prompt is tried for ever
-            self._num_pauses = 0
-        if not self.is_on:
-            return
-        self._num_good_steps += 1
-        if self._num_good_steps < self._steps_before_growth:
-            return
-        self._num_good_steps = 0
-        if self.max_step_tokens == self._most:
-            self._steps_before_growth, self._has_grown = STEPS_BEFORE_GROWTH, False
-            return
-        self._has_grown = True
-        self.max_step_tokens = min(self._most, 2 * self.max_step_tokens)
-        logger.info("steps may have %d tokens again", self.max_step_tokens)

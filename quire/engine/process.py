@@ -23,7 +23,6 @@ import zmq
 from quire.config.log import configure_logging
 from quire.config.options import EngineOptions
 from quire.engine.core import EngineCore
-from quire.engine.monitor import Advisor, StatusLog
 from quire.engine.startup import find_model, start_engine
 from quire.protocol.codec import Decoder, encode, line, read_line
 from quire.protocol.errors import QuireError
@@ -138,21 +137,19 @@ def main() -> int:
         logger.log(level, "the engine failed to start", exc_info=error)
         reports.write(line(Failed(start_failure(error))))
         return 1
-    monitor, scheduler = engine.core.monitor, engine.core.scheduler
-    monitor.advisor = Advisor(scheduler, scheduler.limits)
-    if not engine.options.observability.disable_log_stats:
-        monitor.status = StatusLog(scheduler)
+    core = engine.core
+    core.watch(logs_status=not engine.options.observability.disable_log_stats)
     # Whatever exists now lives as long as the engine: the collector need not look at it again.
     gc.collect()
     gc.freeze()
-    if engine.core.executor.look_s is not None:
-        at_end.append(engine.core.executor.shutdown)  # ranks of other hosts need not wait
-    ready = EngineReady(start.address, engine.options.flat(), scheduler.limits.num_blocks)
+    if core.has_rank_processes:
+        at_end.append(core.free_workers)  # ranks of other hosts need not wait
+    ready = EngineReady(start.address, engine.options.flat(), core.num_blocks)
     reports.write(line(ready))
-    death = EngineLoop(engine.core, socket).run()
+    death = EngineLoop(core, socket).run()
     reports.write(line(Failed(death)))
     context.destroy(linger=1000)  # last outputs are on their way
-    engine.core.executor.shutdown()  # ranks are gone before others take their place
+    core.free_workers(death)  # ranks are gone before others take their place
     return 1
 
 

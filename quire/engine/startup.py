@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from quire.config.device import DeviceInfo
+from quire.config.device import DeviceInfo, cpu_memory
 from quire.config.draft import settle_speculation
-from quire.config.model import DRAFT_ARCHITECTURES, ModelConfig, load_model_config
+from quire.config.model import DRAFT_ARCHITECTURES, ModelConfig, read_model
 from quire.config.options import EngineOptions
 from quire.config.resolve import check_options, resolve
 from quire.config.structured import GrammarSettings
 from quire.engine.adapter_folders import AdapterFolders
 from quire.engine.core import EngineCore
 from quire.engine.executors.base import Executor
+from quire.protocol.adapter import AdapterLimits
 from quire.protocol.errors import OptionError
 from quire.scheduler.sequence import SchedulerLimits
 
 logger = logging.getLogger(__name__)
+
+ADAPTERS_SHARE = 1 / 8
+"""Of the host's memory, for adapters where max_cpu_loras is left out."""
 
 
 @dataclass(frozen=True)
@@ -42,27 +45,13 @@ def find_model(options: EngineOptions) -> ModelConfig:
         device = LocalExecutor.device(options)
         LocalExecutor.check_before_fetch(resolve(options, model, device).options, model, device)
 
-    model = read_model(options, check)
+    model = read_model(options.model, check)
     if model.architecture in DRAFT_ARCHITECTURES:
         raise OptionError(
             f"{model.source.name} is an EAGLE-3 head, which drafts for another model; name that "
             "one, and the head in speculative_config['model']."
         )
     return model
-
-
-def read_model(
-    options: EngineOptions, before_weights: Callable[[ModelConfig], None] | None = None
-) -> ModelConfig:
-    return load_model_config(
-        options.model.model,
-        revision=options.model.revision,
-        token=options.model.hf_token,
-        hf_overrides=options.model.hf_overrides,
-        load_format=options.model.load_format,
-        download_dir=options.model.download_dir,
-        before_weights=before_weights,
-    )
 
 
 def start_engine(options: EngineOptions, model: ModelConfig) -> Engine:
@@ -75,16 +64,15 @@ def start_engine(options: EngineOptions, model: ModelConfig) -> Engine:
     # Imported here: the executor brings torch, which `quire --help` must not wait for.
     from quire.engine.executors.local import LocalExecutor
 
-    options = settle_speculation(options, model)
     device = LocalExecutor.device(options)
-    resolved = resolve(options, model, device)
+    resolved = resolve(settle_speculation(options, model), model, device)
     for note in resolved.notes:
         logger.debug("%s", note)
     for warning in resolved.warnings:
         logger.warning("%s", warning)
     logger.info("model: %s", _description(resolved.options, model, device))
     fits = resolved.fits_max_model_len
-    executor = _start_executor(resolved.options, model, device, fits)
+    executor = _start_executor(resolved.options, options, model, device, fits)
     final = resolved.options.replace(max_model_len=executor.max_model_len)
     core = EngineCore(
         executor,
@@ -98,7 +86,11 @@ def start_engine(options: EngineOptions, model: ModelConfig) -> Engine:
 
 
 def _start_executor(
-    options: EngineOptions, model: ModelConfig, device: DeviceInfo, fits_max_model_len: bool
+    options: EngineOptions,
+    given: EngineOptions,
+    model: ModelConfig,
+    device: DeviceInfo,
+    fits_max_model_len: bool,
 ) -> Executor:
     from quire.engine.executors.local import LocalExecutor
 
@@ -106,7 +98,7 @@ def _start_executor(
         return LocalExecutor(options, model, device, fits_max_model_len=fits_max_model_len)
     from quire.engine.executors.distributed import DistributedExecutor
 
-    return DistributedExecutor(options, fits_max_model_len=fits_max_model_len)
+    return DistributedExecutor(options, given, fits_max_model_len=fits_max_model_len)
 
 
 def _description(options: EngineOptions, model: ModelConfig, device: DeviceInfo) -> str:
@@ -165,7 +157,14 @@ def _scheduler_limits(
         speculation=options.decoding.speculation,
         num_stages=options.parallel.pipeline_parallel_size,
         graph_tokens=executor.graph_tokens,
-        adapters=options.adapters.limits,
+        adapters=_adapter_limits(options),
         seed=options.model.seed,
         cache_identity=identity,
     )
+
+
+def _adapter_limits(options: EngineOptions) -> AdapterLimits | None:
+    limits = options.adapters.limits
+    if limits is None or limits.max_host_adapters is not None:
+        return limits
+    return replace(limits, max_host_bytes=int(ADAPTERS_SHARE * cpu_memory()[0]))

@@ -14,6 +14,9 @@ from safetensors import SafetensorError, safe_open
 from quire.files.shards import DOWNLOAD_AGAIN
 from quire.protocol.errors import ModelError
 
+FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Floats as headers of safetensors and GGUF name them -> their names in torch."""
+
 
 @dataclass(frozen=True)
 class TensorInfo:

@@ -12,6 +12,7 @@ from threading import Lock
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
+from quire.config.resolve import refuse_launched_outside
 from quire.frontend.engine_client import EngineClient, ThreadEngineClient
 from quire.frontend.inputs import (
     Prompt,
@@ -38,7 +39,8 @@ from quire.protocol.sampling import BeamSearchParams, RequestOutputKind, Samplin
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from quire.config.engine_args import EngineArgs
+    from quire.config.resolve import refuse_launched_outside
+from quire.config.engine_args import EngineArgs
 
 DISPLACED_RETRY_S = 10.0
 
@@ -183,6 +185,7 @@ class AsyncLLM:
     threads. Arguments are `LLM`'s."""
 
     def __init__(self, model: str | None = None, **arguments: Any) -> None:
+        refuse_launched_outside(arguments.get("distributed_executor_backend"), "AsyncLLM")
         session, core = start_session({"model": model, **arguments})
         self._attach(session, ThreadEngineClient(core))
 

@@ -106,7 +106,7 @@ class LLM:
         self._llm_engine: LLMEngine | None = None
         # Processes of ranks end with the object; where there are none, nothing else holds the
         # worker.
-        ending = weakref.finalize(self, self._core.executor.shutdown)
+        ending = weakref.finalize(self, self._core.free_workers)
         ending.atexit = False
 
     # --- generating -----------------------------------------------------------------------------
@@ -445,15 +445,23 @@ class LLM:
         """The adapter of each of `count` prompts. Raises if one cannot be used: as many as the host
         has room for are loaded here, and the others are loaded when it is their turn."""
         adapters = adapters_per_prompt(lora_request, count)
-        wanted = {one: index for index, one in reversed([*enumerate(adapters)]) if one is not None}
+        wanted: dict[tuple[str, str], tuple[int, LoRARequest]] = {}
+        for index, one in enumerate(adapters):
+            if one is not None:
+                wanted.setdefault((one.lora_name, one.lora_path), (index, one))
         limits = self.options.adapters.limits if wanted else None
         if limits is None:
             return adapters
-        for adapter, index in islice(wanted.items(), limits.max_host_adapters):
+        most = limits.max_host_adapters or limits.num_chunks
+        loaded = dict(islice(wanted.items(), most))
+        for index, adapter in loaded.values():
             with naming_index(index):
                 self.add_lora(adapter)
-        # What is to be read again was read just now, once for all of them.
-        return [None if one is None else one.read_once() for one in adapters]
+        # What was read again just now is not read again for each of its prompts.
+        return [
+            one.read_once() if one and (one.lora_name, one.lora_path) in loaded else one
+            for one in adapters
+        ]
 
     def _compiled(self, new_requests: Sequence[NewRequest]) -> list[Compilation | None]:
         """The grammars of requests, ready; raises if one cannot be enforced. They are kept here, as
@@ -471,7 +479,7 @@ class LLM:
                 if i >= COMPILED_AHEAD:
                     wait_for(i - COMPILED_AHEAD)
                 with naming_index(i):
-                    made.append(self._core.grammars.compile(new))
+                    made.append(self._core.compile_grammar(new))
             for i in range(max(len(made) - COMPILED_AHEAD, 0), len(made)):
                 wait_for(i)
         except BaseException:  # also Ctrl-C: the others are not wanted any more

@@ -17,7 +17,7 @@ from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.engine.core import EngineCore
 from quire.engine.startup import find_model, start_engine
-from quire.engine.structured_output.build import Vocabulary
+from quire.engine.structured_output.grammar_source import Vocabulary
 from quire.files.json_file import read_json_object
 from quire.frontend.inputs import InputProcessor
 from quire.frontend.step_loop import no_full_collections
@@ -103,7 +103,7 @@ def _start_session(options: EngineOptions) -> tuple[Session, EngineCore]:
         engine = start_engine(options, model)
         session = Session(engine.model, engine.options, tokenizer)
         if session.has_tokenizer:
-            engine.core.grammars.compiler.set_vocabulary(session.vocabulary)
+            engine.core.read_vocabulary_by(session.vocabulary)
         return session, engine.core
 
 

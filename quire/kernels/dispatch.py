@@ -55,15 +55,20 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """x W^T + bias for x [tokens, inputs]; into `out` if given, which goes without a bias."""
+    """x W^T + bias for x [tokens, inputs]; into `out` if given, which goes without a bias and may
+    be float32 where x has 16 bits."""
     if _is_vector(x):
         from quire.kernels.triton.gemv import gemv
 
         return gemv(x, weight, bias, out=out)[0]
-    if out is not None:
-        assert bias is None
+    if out is None:
+        return F.linear(x, weight, bias)
+    assert bias is None
+    if out.dtype == x.dtype:
         return torch.mm(x, weight.t(), out=out)
-    return F.linear(x, weight, bias)
+    if x.is_cuda and torch.version.hip is None:
+        return torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+    return torch.mm(x.to(out.dtype), weight.to(out.dtype).t(), out=out)
 
 
 def norm_linear(
@@ -93,8 +98,8 @@ def _is_vector(x: Tensor) -> bool:
 
 
 def route(logits: Tensor, config: ExpertsConfig, bias: Tensor | None = None) -> Routing:
-    """The experts of each token by its router logits [tokens, experts]; `bias` [experts] is that of
-    the choice by sigmoid."""
+    """The experts of each token by its router logits [tokens, experts]; `bias` [experts] is the
+    score correction of sigmoid routers."""
     if logits.is_cuda:
         from quire.kernels.triton import routing as triton_routing
 

@@ -48,10 +48,7 @@ class GatedActivation(nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.activation = activation(name)
-
-    @property
-    def is_silu(self) -> bool:
-        return self.activation is F.silu
+        self.is_silu = self.activation is F.silu
 
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
         if self.is_silu:

@@ -16,7 +16,7 @@ from quire.kernels.expert_matrices import ExpertMatrices
 from quire.kernels.torch.experts import Routing, weighted_sum
 from quire.layers.expert_adapters import ExpertAdapters
 from quire.layers.linear import Linear, width
-from quire.layers.quantization.matrices import stack_experts
+from quire.layers.quantization.matrices import DenseMatrix, stack_experts
 from quire.layers.weights import (
     Axis,
     Bring,
@@ -49,9 +49,23 @@ class Router(Linear):
         self._chosen: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> Routing:  # type: ignore[override]
-        routing = dispatch.route(super().forward(x), self.config, self.e_score_correction_bias)
+        logits = self.method.apply(self, x, self.bias, self._exact_logits(x))
+        routing = dispatch.route(logits, self.config, self.e_score_correction_bias)
         self._chosen = routing.experts
         return routing
+
+    def _exact_logits(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Where logits go that are not to be of the type of x."""
+        if not self.config.exact_router or x.dtype == torch.float32 or not self._is_dense:
+            return None
+        return x.new_empty((len(x), self.config.count), dtype=torch.float32)
+
+    @cached_property
+    def _is_dense(self) -> bool:
+        """Whether the matrix is kept as floats; asked at the first step, when it is loaded."""
+        return "weight" in self._parameters or all(
+            isinstance(matrix, DenseMatrix) for matrix in self.matrices
+        )
 
     def take_chosen(self) -> torch.Tensor:
         """The experts that the last batch chose, which the router then forgets."""

@@ -9,7 +9,9 @@ an adapter computes as if there were none.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -58,6 +60,7 @@ ROWS_AT_ONCE = 4096
 MAX_NAMED = 8
 _EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 """As adapters name them, whatever a checkpoint calls them."""
+_EXPERT_NAME = re.compile(rf"(.+)\.experts\.(0|[1-9]\d*)\.({'|'.join(_EXPERT_PARTS)})", re.ASCII)
 
 
 class LoraWeights(Protocol):
@@ -93,6 +96,11 @@ class Names(Protocol):
     def modules(self, path: str) -> dict[ShardKey, str]: ...
 
     @property
+    def num_experts(self) -> int:
+        """Of each layer that has some."""
+        ...
+
+    @property
     def rename(self) -> Callable[[str], str]: ...
 
 
@@ -107,6 +115,9 @@ class HostAdapter:
     saved: Mapping[str, Matrix]
     """What takes the place of the matrices of whole layers, by our path."""
     has_experts: bool
+    """On any rank."""
+    has_saved: bool
+    """Whether whole matrices are replaced, on any rank."""
     nbytes: int
 
     @property
@@ -243,12 +254,17 @@ class AdapterLayers:
         """Of the step that runs; None: no token uses an adapter."""
         self.lines: AdapterTokens | None = None
         """The same of the lines whose logits are wanted."""
-        self.saved: dict[str, dict[int, Matrix]] = {}
+        self._saved: dict[str, dict[int, Matrix]] = {}
         """What takes the place of a layer's matrix, by its path and the adapter's slot."""
         self._places: dict[str, _Place] = {}
         self._elsewhere: set[str] = set()
         """Modules of other ranks alone."""
-        self.slots_with_experts: set[int] = set()
+        self._experts_elsewhere: set[str] = set()
+        """Paths in front of ".experts." where other ranks have some."""
+        self._slots_with_experts: set[int] = set()
+        self._slots_with_saved: set[int] = set()
+        self._used: Collection[int] | None = None
+        """Slots of the step that runs; None: any."""
         self._refused: dict[str, str] = {}
         """Modules that cannot have adapters, and why."""
         layout = _Layout()
@@ -294,7 +310,7 @@ class AdapterLayers:
             )
         for mixture in mixtures:
             self._places.update(mixture.attach(self, slices))
-            self._elsewhere |= mixture.elsewhere
+            self._add_elsewhere(mixture.elsewhere)
         self._refused.update(_refused(model, names))
         for module in model.modules():
             if isinstance(module, FusedLayers):
@@ -311,8 +327,13 @@ class AdapterLayers:
         layers = cls(
             network, model.weight_map, max_adapters, num_chunks, max_rank, model.dtype, device
         )
-        layers._elsewhere |= model.elsewhere
+        layers._add_elsewhere(model.elsewhere)
         return layers
+
+    def _add_elsewhere(self, names: AbstractSet[str]) -> None:
+        self._elsewhere |= names
+        parts = [name.partition(".experts.") for name in names]
+        self._experts_elsewhere |= {parent for parent, is_expert, _ in parts if is_expert}
 
     @property
     def nbytes(self) -> int:
@@ -332,17 +353,18 @@ class AdapterLayers:
         as its checkpoint names them. May be called on any thread."""
         matched = self._matched(weights)
         saved = {
-            place.path: self._matrix(place, own.saved["weight"])
-            for place, own in matched
+            place.path: self._matrix(path, place, own.saved["weight"])
+            for path, place, own in matched
             if "weight" in own.saved
         }
-        pairs = [(place, own) for place, own in matched if own.a is not None or "bias" in own.saved]
+        pairs = [one for one in matched if one[2].a is not None or "bias" in one[2].saved]
         count = self._num_slices
         state = torch.zeros(2 * count, dtype=torch.int32)
         pieces: list[dict[int, Tensor]] = []
-        for place, own in pairs:
+        for path, place, own in pairs:
             one = place.one
             a, b, bias, gains = self._rank_share(place, own)
+            self._check_numbers(path, place, a, b, bias, gains)
             num_chunks = -(-len(a) // CHUNK_ROWS)
             state[place.index] = num_chunks
             state[count + place.index] = (HAS_BIAS if bias is not None else 0) | (
@@ -357,15 +379,18 @@ class AdapterLayers:
                 if vector is not None:
                     pieces[0][offset] = _filled(vector.unsqueeze(0), 1, one.b_stride)
         if len(pieces) > self._max_chunks:
+            rank = max(len(own.a) for *_, own in pairs if own.a is not None)
             raise AdapterError(
-                f"The adapter has rank {max(len(own.a) for _, own in pairs if own.a is not None)}, "
+                f"The adapter has rank {rank}, "
                 f"and there is room for {self._max_chunks * CHUNK_ROWS}; raise max_lora_rank."
             )
         runs = [self._runs(one) for one in pieces]
         held = sum(run.nbytes for chunk in runs for _, run in chunk)
         held += sum(matrix.nbytes for matrix in saved.values())
-        has_experts = any(place.is_expert for place, _ in pairs)
-        return HostAdapter(runs, state, saved, has_experts, held)
+        # Alike on all ranks, which must all take the same way through a step.
+        has_experts = any(_EXPERT_NAME.fullmatch(self._name(path)) for path in weights)
+        has_saved = any("weight" in own.saved for own in weights.values())
+        return HostAdapter(runs, state, saved, has_experts, has_saved, held)
 
     def _runs(self, pieces: Mapping[int, Tensor]) -> list[tuple[int, Tensor]]:
         """What follows each other is joined: each run takes one copy."""
@@ -405,11 +430,13 @@ class AdapterLayers:
         self._states[slot].copy_(state, non_blocking=True)
         self._forget(slot)
         if adapter.has_experts:
-            self.slots_with_experts.add(slot)
+            self._slots_with_experts.add(slot)
+        if adapter.has_saved:
+            self._slots_with_saved.add(slot)
         for path, matrix in adapter.saved.items():
             if isinstance(matrix, DenseMatrix):
                 matrix = DenseMatrix(matrix.weight.to(self._device, non_blocking=True))
-            self.saved.setdefault(path, {})[slot] = matrix
+            self._saved.setdefault(path, {})[slot] = matrix
 
     def clear(self, slot: int) -> None:
         """The slot has no adapter any more, and adds nothing."""
@@ -417,18 +444,25 @@ class AdapterLayers:
         self._forget(slot)
 
     def _forget(self, slot: int) -> None:
-        self.slots_with_experts.discard(slot)
-        for path, by_slot in list(self.saved.items()):
+        self._slots_with_experts.discard(slot)
+        self._slots_with_saved.discard(slot)
+        for path, by_slot in list(self._saved.items()):
             by_slot.pop(slot, None)
             if not by_slot:
-                del self.saved[path]
+                del self._saved[path]
 
     # --- steps ------------------------------------------------------------------------------------
 
-    def begin_step(self, slots: Tensor | None, line_slots: Tensor | None = None) -> None:
+    def begin_step(
+        self,
+        slots: Tensor | None,
+        line_slots: Tensor | None = None,
+        used: Collection[int] | None = None,
+    ) -> None:
         """Says which adapters the next forward pass uses: int32 [tokens], -1 for none; None: no
         token uses one. `line_slots` are those of the lines whose logits are wanted, as far as
-        `begin_lines` does not say it later."""
+        `begin_lines` does not say it later. `used` are the same slots, if the host knows them."""
+        self._used = used
         self.tokens = None if slots is None else self.tokens_of(slots)
         self.begin_lines(line_slots)
 
@@ -440,17 +474,29 @@ class AdapterLayers:
         """Tokens by the slots of their adapters."""
         return dispatch.adapter_tokens(slots, len(self.pool.tables))
 
+    def needs_eager_step(self, used: Collection[int]) -> bool:
+        """Whether a step with the adapters of these slots waits to learn which tokens use which, so
+        that no graph can hold it: where one has experts or whole weights. Alike on all ranks."""
+        return not (self._slots_with_experts | self._slots_with_saved).isdisjoint(used)
+
     @property
-    def waits_for_device(self) -> bool:
-        """Whether steps with adapters wait to learn which tokens use which, so that no graph can
-        hold them: as long as one that is placed has experts or whole weights."""
-        return self._device.type == "cuda" and bool(self.saved or self.slots_with_experts)
+    def slots_with_experts(self) -> set[int]:
+        """Those whose adapters have experts, of the step that runs."""
+        slots = self._slots_with_experts
+        return slots if self._used is None else slots.intersection(self._used)
+
+    def saved(self, path: str) -> Iterator[tuple[int, Matrix]]:
+        """What takes the place of the matrix of the layer with this path, by the slots of the step
+        that runs."""
+        for slot, matrix in self._saved.get(path, {}).items():
+            if self._used is None or slot in self._used:
+                yield slot, matrix
 
     # --- what an adapter has, and where it belongs ------------------------------------------------
 
-    def _matched(self, weights: Mapping[str, LoraWeights]) -> list[tuple[_Place, LoraWeights]]:
+    def _matched(self, weights: Mapping[str, LoraWeights]) -> list[tuple[str, _Place, LoraWeights]]:
         """What is for each place of this rank."""
-        matched: list[tuple[_Place, LoraWeights]] = []
+        matched: list[tuple[str, _Place, LoraWeights]] = []
         unknown: list[str] = []
         problems: list[str] = []
         for path, own in weights.items():
@@ -466,7 +512,7 @@ class AdapterLayers:
             if problem is not None:
                 problems.append(f"{path} {problem}")
                 continue
-            matched.append((place, own))
+            matched.append((path, place, own))
         if unknown:
             problems.insert(0, f"the model has no {_listed(unknown)}")
         if problems:
@@ -481,17 +527,47 @@ class AdapterLayers:
         experts."""
         if name in self._elsewhere:
             return True
-        parent, is_expert, _ = name.partition(".experts.")
-        if not is_expert or name in self._places:
+        expert = _EXPERT_NAME.fullmatch(name)
+        if expert is None or name in self._places:
             return False
-        return any(other.startswith(f"{parent}.experts.") for other in self._elsewhere)
+        is_there = int(expert[2]) < self._names.num_experts
+        return is_there and expert[1] in self._experts_elsewhere
 
     def _name(self, path: str) -> str:
         """As our layers name what a checkpoint has under this path."""
         name = self._names.rename(f"{path}.weight").removesuffix(".weight")
         return name.replace(".block_sparse_moe.experts.", ".mlp.experts.")
 
-    def _matrix(self, place: _Place, weight: Tensor) -> Matrix:
+    def _check_numbers(
+        self,
+        path: str,
+        place: _Place,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        gains: Tensor | None,
+    ) -> None:
+        """Raises where numbers of a file that are finite become NaN or infinite in the model's
+        type, scaled and multiplied with each other: A [rank, inputs] and B [rank, outputs]."""
+        # The most that inputs of up to 1 give; of an embedding, one column of A is added.
+        rows = a.abs().amax(1) if place.is_embedding else a.abs().sum(1)
+        most = torch.finfo(self._dtype).max
+        computed = {
+            "lora_magnitude_vector, divided by the norms of rows,": gains,
+            "lora_A": a,
+            "lora_B, scaled": b,
+            "lora_B lora_A, scaled": rows @ b.abs(),
+            "what is added to the outputs": bias,
+        }
+        for name, values in computed.items():
+            if values is not None and not (values.abs() <= most).all():  # true of no NaN
+                raise AdapterError(
+                    f"{path}: {name} has numbers beyond {most:.3g}, the largest of "
+                    f"{str(self._dtype).removeprefix('torch.')}. The file is damaged, training "
+                    "went wrong, or lora_alpha is too large."
+                )
+
+    def _matrix(self, path: str, place: _Place, weight: Tensor) -> Matrix:
         """This rank's share of a weight, for a GPU still in host memory."""
         share = place.layer.rank_share("weight", place.shard_key, weight)
         assert isinstance(share, Tensor)
@@ -499,6 +575,12 @@ class AdapterLayers:
             (packed,) = PackFloats().pack([share])
             return packed
         share = share.to(self._dtype)
+        if not torch.isfinite(share).all():
+            raise AdapterError(
+                f"{path}: the saved weight has numbers that are too large for "
+                f"{str(self._dtype).removeprefix('torch.')}; set another dtype, or merge the "
+                "adapter."
+            )
         return DenseMatrix(share.pin_memory() if self._device.type == "cuda" else share)
 
     def _rank_share(
@@ -571,10 +653,8 @@ class AdaptedMethod:
     def reads_blocks(self) -> bool:
         return self._inner.reads_blocks
 
-    def extra_bytes(
-        self, shard_key: ShardKey, num_outputs: int, num_inputs: int, stored: str | None
-    ) -> int:
-        return self._inner.extra_bytes(shard_key, num_outputs, num_inputs, stored)
+    def extra_bytes(self, layer: MatrixLayer, shard_key: ShardKey, stored: str | None) -> int:
+        return self._inner.extra_bytes(layer, shard_key, stored)
 
     def create_weights(self, layer: MatrixLayer, outputs: Axis, inputs: Axis, build: Build) -> None:
         self._inner.create_weights(layer, outputs, inputs, build)
@@ -588,9 +668,9 @@ class AdaptedMethod:
         result = self._inner.apply(layer, x, bias, out)
         tokens = self.tokens
         if tokens is not None:
-            for slot, matrix in self._owner.saved.get(self._path, {}).items():
+            for slot, matrix in self._owner.saved(self._path):
                 chosen = _tokens_of(tokens, slot)
-                result[chosen] = matrix.multiply(x[chosen], None, None)
+                result[chosen] = matrix.multiply(x[chosen], None, None).to(result.dtype)
             dispatch.add_adapters(x, result, bias, self.adapters, tokens)
         return result
 
@@ -626,7 +706,7 @@ class AdaptedMethod:
         out = self._inner.rows(layer, ids)
         tokens = self.tokens
         if tokens is not None:
-            for slot, matrix in self._owner.saved.get(self._path, {}).items():
+            for slot, matrix in self._owner.saved(self._path):
                 chosen = _tokens_of(tokens, slot)
                 out[chosen] = matrix.rows(ids[chosen]).to(out.dtype)
             dispatch.add_to_embedding(ids, out, self.adapters, tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -43,11 +44,11 @@ class Stage:
     count: int = 1
     link: Link | None = None
 
-    @property
+    @cached_property
     def is_first(self) -> bool:
         return self.index == 0
 
-    @property
+    @cached_property
     def is_last(self) -> bool:
         return self.index == self.count - 1
 

@@ -17,6 +17,7 @@ from quire.kernels.cpu.library import MatrixHandle
 from quire.kernels.expert_matrices import ExpertMatrices
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES, BlockRows, dequantize_blocks
 from quire.layers.parallel import Parallel, Stage
+from quire.protocol.errors import ModelError
 
 ShardId = int | str
 ShardKey = tuple[ShardId, ...]
@@ -39,6 +40,23 @@ Weight = Share | StoredMatrix
 """As a file stores it."""
 Bring = Callable[[torch.Tensor], torch.Tensor]
 """Carries a tensor to the device of a model."""
+
+
+class TensorError(ModelError):
+    """A tensor of a checkpoint that cannot be what its name or format says. The loader adds the
+    file, and the `remedy`, by default another download."""
+
+    def __init__(self, tensor: str, problem: str, remedy: str | None = None) -> None:
+        super().__init__(f"tensor {tensor} {problem}")
+        self.tensor, self.problem, self.remedy = tensor, problem, remedy
+
+
+class ShardError(ModelError):
+    """A weight that cannot be kept as it should be. The loader adds its name and file."""
+
+    def __init__(self, shard_key: ShardKey, problem: str) -> None:
+        super().__init__(problem)
+        self.shard_key, self.problem = shard_key, problem
 
 
 @dataclass(frozen=True)
@@ -354,7 +372,7 @@ class Matrix(Protocol):
     def multiply(
         self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
     ) -> torch.Tensor:
-        """x W^T + bias, into `out` if given."""
+        """x W^T + bias, into `out` if given, which may be float32 where the matrix is floats."""
         ...
 
     def multiply_normal(
@@ -457,11 +475,9 @@ class QuantizationMethod(Protocol):
         """What the tokens of this step use of it; None: no token uses an adapter."""
         ...
 
-    def extra_bytes(
-        self, shard_key: ShardKey, num_outputs: int, num_inputs: int, stored: str | None
-    ) -> int:
-        """Memory of a checkpoint's matrix beside the parameters of its layer. `stored` is its kind
-        of blocks in the file, if `reads_blocks`."""
+    def extra_bytes(self, layer: MatrixLayer, shard_key: ShardKey, stored: str | None) -> int:
+        """Memory of what this rank keeps of a checkpoint's matrix beside the parameters of its
+        layer. `stored` is its kind of blocks in the file, if `reads_blocks`."""
         ...
 
     def create_weights(self, layer: MatrixLayer, outputs: Axis, inputs: Axis, build: Build) -> None:
@@ -477,7 +493,7 @@ class QuantizationMethod(Protocol):
         bias: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x W^T + bias, into `out` if given."""
+        """x W^T + bias, into `out` if given, which may be float32 where the matrix is floats."""
 
     def apply_expert(
         self, layer: MatrixLayer, expert: int, x: torch.Tensor, bias: torch.Tensor | None = None

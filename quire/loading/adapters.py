@@ -12,9 +12,8 @@ from torch import Tensor
 
 from quire.files.adapter import AdapterFile, AdapterModule, ExpertPart, Part
 from quire.files.tensor_places import TensorPlace, opened, read_exactly, shown
+from quire.loading.dtypes import TORCH_FLOATS
 from quire.protocol.errors import AdapterError
-
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ def load_adapter(file: AdapterFile, *, alternates: bool = False) -> dict[str, Lo
 def adapter_shapes(file: AdapterFile, *, alternates: bool = False) -> dict[str, LoraWeights]:
     """The same on the meta device: what a base can be compared with before anything is read."""
     tensors = {
-        name: torch.empty(place.shape, dtype=DTYPES[place.dtype], device="meta")
+        name: torch.empty(place.shape, dtype=TORCH_FLOATS[place.dtype], device="meta")
         for name, place in file.places.items()
     }
     return _modules(file, tensors, alternates)
@@ -69,7 +68,7 @@ def _read(file: AdapterFile) -> dict[str, Tensor]:
     path, tensors = Path(file.file), {}
     with opened(path) as stream:
         for name, place in file.places.items():
-            tensor = torch.empty(place.shape, dtype=DTYPES[place.dtype])
+            tensor = torch.empty(place.shape, dtype=TORCH_FLOATS[place.dtype])
             data = tensor.flatten().view(torch.uint8).numpy().data
             read_exactly(stream, path, place.start, data)
             if hashlib.sha256(data).hexdigest() != file.hashes[name]:

@@ -22,6 +22,7 @@ from quire.kernels.cpu.dequantize import dequantize as dequantize_natively
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES, BlockRows, dequantize_blocks
 from quire.kernels.torch.gguf_groups import GROUPED_KINDS
 from quire.kernels.torch.linear import KINDS
+from quire.loading.dtypes import TORCH_FLOATS
 from quire.protocol.errors import ModelError
 
 _ROTARY_LAYER = {
@@ -159,8 +160,8 @@ class GGUFMatrix:
         if self.head_rows is not None and len(rows):
             assert not (outputs.start or 0) % self.head_rows and not len(rows) % self.head_rows
             rows = unpermute(rows, len(rows) // self.head_rows)
-        if self.kind in _FLOAT_TYPES:
-            return rows.view(_FLOAT_TYPES[self.kind])[:, inputs]
+        if self.kind in TORCH_FLOATS:
+            return rows.view(TORCH_FLOATS[self.kind])[:, inputs]
         some = BlockRows(self.kind, rows, self.shape[1])[slice(None), inputs]
         if self.keeps_blocks or isinstance(some, Tensor):
             return some
@@ -394,9 +395,9 @@ def dequantize(data: NDArray[np.uint8], type_name: str, shape: tuple[int, ...]) 
 
     Quantised types become float32; F16 and BF16 stay what they are.
     """
-    if type_name in _FLOAT_TYPES:
+    if type_name in TORCH_FLOATS:
         # The copy detaches the tensor from the read-only mapping of the file.
-        return torch.from_numpy(data.copy()).view(_FLOAT_TYPES[type_name]).view(shape)
+        return torch.from_numpy(data.copy()).view(TORCH_FLOATS[type_name]).view(shape)
     if type_name not in BLOCK_SIZES:
         raise ModelError(
             f"GGUF type {type_name} is not supported; use a file with {', '.join(LOADABLE_TYPES)}."
@@ -405,6 +406,3 @@ def dequantize(data: NDArray[np.uint8], type_name: str, shape: tuple[int, ...]) 
         return dequantize_natively(data, type_name).view(shape)
     blocks = torch.from_numpy(data.copy()).view(-1, BLOCK_SIZES[type_name][1])
     return dequantize_blocks(blocks, type_name).view(shape)
-
-
-_FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -50,7 +50,8 @@ Other architectures are refused by name before anything is loaded. Weights come 
 - *quantised*: whether all matrices may be, in any of these formats.
 - *adapters*: which linear layers may have [adapters](adapters.md).
 - *drafts*: what [speculation](speculation.md) may take them from: the text, another model with the
-  same vocabulary, an EAGLE-3 head, the model's own MTP layer.
+  same vocabulary, an EAGLE-3 head, the model's own MTP layer. Where config.json gives all layers
+  a window, the text alone.
 - *parallelism*: what divides the weights ([distributed](distributed.md)).
 - *fused*: whether norms are computed in the call of the layer that follows, on a CPU all layers in
   one call. `quire quantize --calibrate` has factors for these families.
@@ -102,7 +103,7 @@ def _row(family: str) -> tuple[str, ...]:
         ", ".join(f"`{gguf}`" for gguf in stored) or "-",
         "all but experts, which may be MXFP4" if model.weight_map.stacks_experts else "all",
         "all but `kv_b_proj`" if _is_latent(model) else "all",
-        ", ".join(_drafts(config, model)),
+        _drafts(config, model),
         ", ".join(_parallelism(config, model)),
         "yes" if all(layer_parts(layer) is not None for layer in layers) else "no",
     )
@@ -118,16 +119,17 @@ def _is_latent(model: CausalLM) -> bool:
     return any(isinstance(module, LatentLinear) for module in model.modules())
 
 
-def _drafts(config: ModelConfig, model: CausalLM) -> Iterator[str]:
-    yield "text"
+def _drafts(config: ModelConfig, model: CausalLM) -> str:
+    kinds = ["model"]
+    if any(isinstance(module, DecoderLayers) for module in model.modules()):
+        kinds.append("EAGLE-3")
+    if config.architecture in MTP_ARCHITECTURES:
+        kinds.append("MTP")
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     if all(layer.window is not None for layer in layers):
-        return  # blocks are let go of, and with them what another model would keep there
-    yield "model"
-    if any(isinstance(module, DecoderLayers) for module in model.modules()):
-        yield "EAGLE-3"
-    if config.architecture in MTP_ARCHITECTURES:
-        yield "MTP"
+        # Blocks are let go of, and with them what another model would keep there.
+        return f"text; without windows also {', '.join(kinds)}"
+    return ", ".join(["text", *kinds])
 
 
 def _made(config: ModelConfig, parallel: Parallel | None = None) -> CausalLM:

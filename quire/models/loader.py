@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 from zlib import crc32
 
 import torch
@@ -20,14 +21,15 @@ from quire.files.shards import DOWNLOAD_AGAIN
 from quire.layers.attention.kv_scales import load_kv_scale
 from quire.layers.parallel import Parallel
 from quire.layers.quantization.choose import FormatsFor, choose_methods, largest_block
-from quire.layers.quantization.readers import TensorError
 from quire.layers.weights import (
     Bring,
     Build,
     MatrixLayer,
     MethodFor,
+    ShardError,
     ShardKey,
     StoredTensor,
+    TensorError,
     Weight,
     WeightedLayer,
 )
@@ -99,8 +101,7 @@ class Target:
             return 0
         if self.stored is not None and self.parameter != next(iter(layer.stored[key])):
             return 0  # counted with the first tensor of the matrix
-        *experts, num_outputs, num_inputs = layer.rank_shape("weight", key)
-        return prod(experts) * layer.method.extra_bytes(key, num_outputs, num_inputs, stored)
+        return layer.method.extra_bytes(layer, key, stored)
 
     def fill_dummy(self, tensor: torch.Tensor, generator: torch.Generator) -> None:
         if self.stored is not None:
@@ -142,7 +143,7 @@ def load_model(
         method_for = _methods(config, quantization, dtype, device, load_format)
     block = largest_block(quantization, config.quantization)
     build = Build(dtype, torch.device(device), parallel, method_for, block, max_model_len)
-    model = model_class(config.architecture)(config, build)
+    model = _make(config, build)
     others = _of_others(config, build)
     model.elsewhere = frozenset(name.rpartition(".")[0] for name in others)
     if load_format == "dummy":
@@ -168,6 +169,21 @@ def load_model(
     if fused:
         fuse(model)
     return model.eval()
+
+
+def _make(config: ModelConfig, build: Build) -> CausalLM:
+    """The model without its weights."""
+    try:
+        return model_class(config.architecture)(config, build)
+    except TensorError as error:
+        file = config.source.path if config.quantization is None else config.quantization.file
+        raise _in_file(error, config, file) from error
+
+
+def _in_file(error: TensorError, config: ModelConfig, file: Path) -> ModelError:
+    """The error with all that its reader needs."""
+    named = weight_map_of(config).as_stored(error.tensor)
+    return ModelError(f"{file}: tensor {named} {error.problem}; {error.remedy or DOWNLOAD_AGAIN}.")
 
 
 def _log_slower(model: CausalLM) -> None:
@@ -235,8 +251,7 @@ def _of_others(config: ModelConfig, build: Build) -> set[str]:
         return set()
     everywhere = replace(build, device=torch.device("meta"), parallel=ONE_RANK)
     here = replace(build, device=torch.device("meta"))
-    make = model_class(config.architecture)
-    whole, own = (make(config, build) for build in (everywhere, here))
+    whole, own = (_make(config, build) for build in (everywhere, here))
     targets = weight_targets(whole)
     names = targets.keys() - weight_targets(own).keys()
     # Biases of zeros beside quantised matrices are for the ranks that have these.
@@ -263,7 +278,7 @@ def count_weight_bytes(
         method_for = _methods(config, quantization, dtype, device, load_format)
     block = largest_block(quantization, config.quantization)
     build = Build(dtype, torch.device("meta"), parallel, method_for, block)
-    model = model_class(config.architecture)(config, build)
+    model = _make(config, build)
     blocks: dict[str, GGUFTensor] = {}
     if config.source.kind == "gguf" and load_format != "dummy":
         rename = model.weight_map.rename
@@ -331,25 +346,29 @@ def load_weights(
         target = missing.pop(name, None)
         if name in tied:
             tied_rows[name] = _some_rows(tensor)
-        if target is None:
-            is_known = name in tied_rows or weight_map.ignores(name)
-            is_known = is_known or _is_no_bias(name, tensor, quantized)
-            if not is_known and not _is_kv_scale(model, config, name, tensor):
-                extra.append(original_name)
-        elif not target.accepts_dtype(tensor):
-            mistyped.append(f"{original_name} (expected {target.dtype}, found {_dtype(tensor)})")
-        elif not target.accepts_shape(tuple(tensor.shape)):
-            found = list(tensor.shape)
-            misshapen.append(f"{original_name} (expected {list(target.shape)}, found {found})")
-        else:
-            try:
+        try:
+            if target is None:
+                is_known = name in tied_rows or weight_map.ignores(name)
+                is_known = is_known or _is_no_bias(name, tensor, quantized)
+                if not is_known and not _is_kv_scale(model, config, name, tensor):
+                    extra.append(original_name)
+            elif not target.accepts_dtype(tensor):
+                expected = f"expected {target.dtype}, found {_dtype(tensor)}"
+                mistyped.append(f"{original_name} ({expected})")
+            elif not target.accepts_shape(tuple(tensor.shape)):
+                found = list(tensor.shape)
+                misshapen.append(f"{original_name} (expected {list(target.shape)}, found {found})")
+            else:
                 target.load(tensor, bring)
-            except TensorError as error:
-                file = file_of(config.source, error.tensor, weight_map.rename)
-                named = weight_map.as_stored(error.tensor)
-                raise ModelError(
-                    f"{file}: tensor {named} {error.problem}; {DOWNLOAD_AGAIN}."
-                ) from error
+        except TensorError as error:
+            file = file_of(config.source, error.tensor, weight_map.rename)
+            raise _in_file(error, config, file) from error
+        except ShardError as error:
+            assert target is not None
+            modules = weight_map.modules(target.layer.path)
+            found_name = f"{modules.get(error.shard_key) or modules[()]}.weight"
+            file = file_of(config.source, found_name, weight_map.rename)
+            raise _in_file(TensorError(found_name, error.problem), config, file) from error
     problems = [
         _listed("missing", [weight_map.as_stored(name) for name in missing]),
         _listed("not part of the model", extra),
@@ -381,7 +400,7 @@ def check_tensors(
     headers."""
     method_for = _methods(config, quantization, dtype, device, load_format)
     build = Build(dtype, torch.device("meta"), ONE_RANK, method_for)
-    model = model_class(config.architecture)(config, build)
+    model = _make(config, build)
     weight_map, missing, misshapen = model.weight_map, weight_targets(model), []
     for stored_name, info in stored_tensors(config.source, load_format).items():
         target = missing.pop(weight_map.rename(stored_name), None)

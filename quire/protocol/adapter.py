@@ -85,10 +85,12 @@ class AdapterLimits:
     max_adapters: int
     """Of the largest rank, on the device."""
     max_rank: int
-    max_host_adapters: int
-    """In the memory of the host."""
+    max_host_adapters: int | None
+    """In the memory of the host; None: as many as `max_host_bytes` have room for."""
     max_wait_s: float = 2.0
     """How long others may go ahead of a request that waits for an adapter's place."""
+    max_host_bytes: int = 1 << 30
+    """Of their files."""
 
     @property
     def num_chunks(self) -> int:

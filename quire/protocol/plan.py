@@ -75,6 +75,9 @@ class StepPlan:
     """Adapter slots that hold nothing from now on."""
     placed_adapters: list[PlacedAdapter] = field(default_factory=list)
     freed_rows: Int32Array = field(default_factory=empty_ints)
+    drained_rows: Int32Array = field(default_factory=empty_ints)
+    """Rows whose blocks others find or get from this step on; they are freed once their tokens in
+    flight have arrived."""
     added_rows: list[AddedRow] = field(default_factory=list)
     append_rows: Int32Array = field(default_factory=empty_ints)
     append_tokens: Int32Array = field(default_factory=empty_ints)

@@ -70,8 +70,8 @@ class Hello(msgspec.Struct, tag=True):
     version: str
     """Of Quire."""
     device: str = ""
-    model: str = ""
-    """A digest of the model's configuration as this rank reads it."""
+    model: dict[str, str] = {}
+    """Digests of the model's files, as this rank reads them."""
     secret: str = ""
 
 
@@ -180,7 +180,11 @@ FromNode = JoinNode | RankEnded | Alive
 
 
 class EngineEnded(msgspec.Struct, tag=True):
-    """As it should: hosts need not wait for another one."""
+    """Without a reason it was meant to, and hosts need not wait for another one."""
+
+    reason: str = ""
+    was_in_service: bool = False
+    """Then a server starts another one."""
 
 
 ToNode = StartRanks | Refused | EngineEnded

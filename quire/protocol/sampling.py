@@ -109,6 +109,12 @@ def _integer(name: str, value: object) -> int:
     return value
 
 
+def _boolean(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} must be true or false, got {value!r}.")
+    return value
+
+
 def _token_ids(name: str, value: object) -> list[int]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise RequestError(f"{name} must be a list of token ids, got {value!r}.")
@@ -318,7 +324,7 @@ class SamplingParams:
     stop_token_ids: list[int] | None = parameter(
         None, _distinct_ids, "Token ids that end the output, such as 1,2."
     )
-    ignore_eos: bool = parameter(False, help="Go on after the end-of-sequence token.")
+    ignore_eos: bool = parameter(False, _boolean, "Go on after the end-of-sequence token.")
     max_tokens: int | None = parameter(
         16,
         _or_none(_positive),
@@ -333,12 +339,14 @@ class SamplingParams:
     logprob_token_ids: list[int] | None = parameter(None, _or_none(_named_ids))
     prompt_logprob_token_ids: list[int] | None = parameter(None, _or_none(_named_ids))
     prompt_logprob_start: int | None = parameter(None, _or_none(_count))
-    flat_logprobs: bool = parameter(False, not_in_bodies="is a layout of Python objects")
-    detokenize: bool = parameter(True)
-    skip_special_tokens: bool = parameter(True, help="Leave special tokens out of the text.")
-    spaces_between_special_tokens: bool = parameter(True, help="Put spaces between special tokens.")
+    flat_logprobs: bool = parameter(False, _boolean, not_in_bodies="is a layout of Python objects")
+    detokenize: bool = parameter(True, _boolean)
+    skip_special_tokens: bool = parameter(True, _boolean, "Leave special tokens out of the text.")
+    spaces_between_special_tokens: bool = parameter(
+        True, _boolean, "Put spaces between special tokens."
+    )
     include_stop_str_in_output: bool = parameter(
-        False, help="Keep the stop text at the end of the output."
+        False, _boolean, "Keep the stop text at the end of the output."
     )
     logit_bias: dict[int, float] | None = parameter(
         None,
@@ -362,10 +370,10 @@ class SamplingParams:
         None, help='End outputs that repeat a pattern, such as {"max_pattern_size": 8}.'
     )
     skip_reading_prefix_cache: bool | None = parameter(
-        None, help="Compute the whole prompt even if its prefix is cached."
+        None, _or_none(_boolean), "Compute the whole prompt even if its prefix is cached."
     )
     speculation: bool = parameter(
-        True, help="Draft tokens, where the engine does; the text is the same without."
+        True, _boolean, "Draft tokens, where the engine does; the text is the same without."
     )
     extra_args: dict[str, Any] | None = parameter(None, not_in_bodies="is called vllm_xargs")
     structured_outputs: StructuredOutputs | None = parameter(None, body_type=dict[str, Any])
@@ -411,8 +419,7 @@ class SamplingParams:
         self._normalise_greedy()
         if self.extra_args is not None and "speculation" in self.extra_args:
             wanted = self.extra_args["speculation"]
-            _require(isinstance(wanted, bool), "extra_args['speculation']", "true or false", wanted)
-            self.speculation = wanted
+            self.speculation = _boolean("extra_args['speculation']", wanted)
 
     def _check_named_ids(self, name: str, count: int | None) -> None:
         ids = getattr(self, name)
@@ -434,7 +441,8 @@ class SamplingParams:
                 stacklevel=4,
             )
             self.structured_outputs, self.guided_decoding = self.guided_decoding, None
-        self.structured_outputs = as_structured_outputs(self.structured_outputs)
+        if self.structured_outputs is not None:
+            self.structured_outputs = as_structured_outputs(self.structured_outputs)
 
     def _normalise_greedy(self) -> None:
         if self.temperature < GREEDY_BELOW:
@@ -516,6 +524,8 @@ class BeamSearchParams:
     max_tokens: int
     ignore_eos: bool = False
     temperature: float = 0.0
+    """Checked, and without effect: log-probabilities are those of the logits as the model gives
+    them, as vLLM's are unless it is started with another `logprobs_mode`."""
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
     structured_outputs: Any = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,19 +17,20 @@ from quire.config.gguf_model import translate_gguf
 from quire.config.model import ModelConfig, load_model_config
 from quire.files.gguf import GGUFFile
 from quire.files.json_file import read_json_object
+from quire.files.safetensors import TensorInfo
 from quire.kernels.torch.quantize import ELEMENTS_AT_ONCE
 from quire.kernels.torch.quantized_weights import GroupedWeights, QuantizedWeights
 from quire.layers.experts import ExpertLinear
 from quire.layers.linear import LatentLinear, Linear
 from quire.layers.quantization.unquantized import Unquantized
 from quire.layers.weights import Build
-from quire.loading.weights import iter_weights
+from quire.loading.weights import iter_weights, stored_tensors
 from quire.models.loader import ONE_RANK, Target, weight_targets
 from quire.models.registry import CausalLM, model_class
 from quire.protocol.errors import ModelError, OptionError
 from quire.quantize.calibrate import Adjustment, Adjustments, calibrate
 from quire.quantize.methods import Method, make_method
-from quire.quantize.shards import ShardWriter
+from quire.quantize.shards import ITEM_BYTES, ShardWriter
 from quire.text.prompts import read_windows
 from quire.text.tokenizer import load_tokenizer
 from quire.text.tokenizer_gguf import read_gguf
@@ -145,10 +147,27 @@ class _Plan:
             if self._is_quantized(target):
                 method.check_inputs(name, target.shape[1])
         self._exact: list[str] = []
-        """Matrices of layers that are written as they are, by the names of their modules."""
+        """Matrices of layers that are written as they are, by the names of their modules, or by
+        patterns of these."""
+        self._others: dict[str, TensorInfo] = {}
+        """Tensors of other parts than the language model, which are copied."""
+        if source.kind == "folder":
+            self._others = {
+                name: info
+                for name, info in stored_tensors(source).items()
+                if self._is_copied(self._model.weight_map.rename(name))
+            }
+
+    def _is_copied(self, name: str) -> bool:
+        """Whether a tensor is of no use here, and still part of what is described: of vision, of
+        layers that predict further tokens."""
+        weight_map = self._model.weight_map
+        is_repeated = name == weight_map.head or name.endswith(weight_map.ignored)
+        return name not in self._targets and not is_repeated
 
     def check_space(self, folder: Path) -> None:
         needed = sum(map(self._num_bytes, self._targets.values()))
+        needed += sum(ITEM_BYTES.get(one.dtype, 4) * one.count for one in self._others.values())
         existing = next(
             parent for parent in (folder, *folder.absolute().parents) if parent.exists()
         )
@@ -168,13 +187,19 @@ class _Plan:
         self, folder: Path, adjustments: Adjustments, device: torch.device, progress: Progress
     ) -> Summary:
         missing, errors, num_before = dict(self._targets), dict[str, float](), 0
-        writer = ShardWriter(folder, TENSORS_OF_A_MATRIX * (len(missing) + 1))
+        num_tensors = TENSORS_OF_A_MATRIX * (len(missing) + 1) + len(self._others)
+        writer = ShardWriter(folder, num_tensors)
         weight_map = self._model.weight_map
         try:
             for original, stored in iter_weights(self._config.source):
                 name = weight_map.rename(original)
                 target = missing.pop(name, None)
                 if target is None:
+                    if original in self._others:
+                        assert isinstance(stored, Tensor), "folders have no blocks"
+                        num_before += stored.nbytes
+                        writer.add(original, stored)
+                        self._ignore(original)
                     continue  # rotary frequencies, or a head that is tied
                 progress(f"{len(self._targets) - len(missing)} of {len(self._targets)}: {name}")
                 if not target.accepts_shape(tuple(stored.shape)):
@@ -208,6 +233,19 @@ class _Plan:
         if self._config.source.kind == "gguf":
             num_before = self._config.source.path.stat().st_size
         return Summary(num_before, writer.num_bytes, errors)
+
+    def _ignore(self, original: str) -> None:
+        """Say that a tensor which was copied is not quantised; whole parts by a pattern, for their
+        modules have other names in some versions of transformers."""
+        weight_map = self._model.weight_map
+        name = weight_map.rename(original)
+        parts = (*weight_map.ignored_parts, *weight_map.draft_layers)
+        part = next((one for one in parts if name.startswith((one, f"model.{one}"))), None)
+        ignored = original.removesuffix(".weight")
+        if part is not None:
+            ignored = rf"re:(.*\.)?{re.escape(part)}"
+        if ignored not in self._exact:
+            self._exact.append(ignored)
 
     def _add(self, writer: ShardWriter, name: str, weight: Tensor, adjustment: Adjustment) -> float:
         weight = adjustment.apply(weight)

@@ -9,15 +9,21 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from quire.loading.dtypes import TORCH_FLOATS
+
 DTYPES = {
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
+    **{dtype: name for name, dtype in TORCH_FLOATS.items()},
     torch.float8_e4m3fn: "F8_E4M3",
     torch.int8: "I8",
     torch.int32: "I32",
     torch.int64: "I64",
+    torch.int16: "I16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float64: "F64",
+    torch.float8_e5m2: "F8_E5M2",
 }
+ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 SHARD_BYTES = 5 * 10**9
 ENTRY_BYTES = 300
 """More than the header has for a tensor, its name aside."""

@@ -3,19 +3,31 @@
 A second resource at admission. A sequence with a row uses its adapter's slot; adapters that none
 uses stay, and give way to others, the least recently used first. Requests that find no room wait
 without blocking others (`WaitingQueue.block`). Once the oldest of them has waited `max_wait_s`, no
-further request begins with the adapters that must make way for its own, so none starves.
+further request of its priority or a lower one begins with the adapters that must make way for its
+own, so none starves.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from quire.protocol.adapter import AdapterContent, AdapterLimits, PlacedAdapter
 from quire.protocol.plan import Int32Array
+
+
+class Waiting(Protocol):
+    """Requests for one adapter, of one priority."""
+
+    priority: int
+
+
+Wanted = Mapping[str, Iterable[Waiting]]
+"""What waits for each adapter, by digest. There are no entries for adapters that none wants."""
 
 
 @dataclass(slots=True)
@@ -41,14 +53,20 @@ class AdapterSlots:
         """Those without users, the least recently used first."""
         self._num_idle_chunks = 0
         self._pinned: set[str] = set()
+        self._was_used: set[str] = set()
+        """Those that a sequence had a row with since they were forgotten last."""
         self._since: dict[str, float] = {}
         """Since when requests wait for an adapter's place, the oldest first."""
         self._blocked: dict[str, AdapterContent] = {}
         """Those of them that are out of the queue's order."""
         self._due: AdapterContent | None = None
         """That of the request that has waited too long."""
+        self._due_priority = 0
+        """The best of the requests for it. Those of better priority go ahead of them."""
+        self._is_outranked = False
+        """Whether one of better priority waits for the place of another adapter."""
         self._leaving: set[str] = set()
-        """What makes way for it: no further request begins with these."""
+        """What makes way for it: no further request of its priority begins with these."""
         self._has_changed = False
         """Whether what is blocked may find room now."""
         # Changes since the last plan that the next one will carry:
@@ -57,13 +75,14 @@ class AdapterSlots:
 
     # --- admission --------------------------------------------------------------------------------
 
-    def has_room(self, adapter: AdapterContent, has_begun: bool) -> bool:
+    def has_room(self, adapter: AdapterContent, has_begun: bool, priority: int = 0) -> bool:
         """Whether a sequence may get a row with this adapter; one that `has_begun` need not give
         way, since others may wait for its end: beams, or a pause."""
+        gives_way = not has_begun and priority >= self._due_priority
         if adapter.digest in self.residents:
-            return has_begun or adapter.digest not in self._leaving
+            return not gives_way or adapter.digest not in self._leaving
         need = adapter.num_chunks
-        if not has_begun and self._due is not None and self._due != adapter:
+        if gives_way and self._due is not None and self._due != adapter:
             need += self._due.num_chunks  # what gets free is kept for that one
         return need <= self._num_available(adapter)
 
@@ -76,6 +95,7 @@ class AdapterSlots:
         if self._idle.pop(adapter.digest, None) is not None:
             self._num_idle_chunks -= len(found.chunks)
         found.num_users += 1
+        self._was_used.add(adapter.digest)
         if adapter.digest in self._blocked:  # others can follow
             self._has_changed = True
         else:
@@ -118,22 +138,17 @@ class AdapterSlots:
 
     # --- waiting ----------------------------------------------------------------------------------
 
-    def block(self, adapter: AdapterContent, now: float) -> None:
+    def block(self, adapter: AdapterContent, now: float, priority: int = 0) -> None:
         """A request found no room."""
+        self._is_outranked |= self._due is not None and priority < self._due_priority
         self._blocked[adapter.digest] = adapter
         self._since.setdefault(adapter.digest, now)
 
-    def unblock(self, now: float, is_wanted: Container[str]) -> list[str]:
-        """Adapters that may find room now, those first for which requests have waited longest.
-        `is_wanted` holds those for which some still wait."""
-        if self._due is not None and self._due.digest not in is_wanted:
+    def unblock(self, now: float, wanted: Wanted) -> list[str]:
+        """Adapters that may find room now, those first for which requests have waited longest."""
+        if self._due is not None and self._due.digest not in wanted:
             self._stop_waiting()
-        oldest = next(self._oldest_blocked(is_wanted), None)
-        if oldest is None:
-            return []
-        is_late = now - self._since[oldest] >= self._max_wait_s
-        if self._due is None and is_late:
-            self._make_way(self._blocked[oldest])
+        self._choose_due(now, wanted)
         if not self._has_changed:
             return []
         self._has_changed = False
@@ -141,23 +156,44 @@ class AdapterSlots:
         num_taken = 0
         for digest in self._since:
             adapter = self._blocked.get(digest)
-            if adapter is None or digest not in is_wanted:
+            if adapter is None or digest not in wanted:
                 continue
             need = 0 if digest in self.residents else adapter.num_chunks
-            if self.has_room(adapter, False) and need + num_taken <= self._num_available(adapter):
+            has_room = self.has_room(adapter, False, _best(wanted[digest]))
+            if has_room and need + num_taken <= self._num_available(adapter):
                 num_taken += need
                 del self._blocked[digest]
                 found.append(digest)
         return found
 
-    def _oldest_blocked(self, is_wanted: Container[str]) -> Iterator[str]:
-        """Forgets on the way what only requests that have ended waited for."""
+    def _choose_due(self, now: float, wanted: Wanted) -> None:
+        """Of what has waited too long, what others make way for: of the best priority, then the
+        oldest. Forgets on the way what only requests that have ended waited for."""
+        if self._due is not None:
+            best = _best(wanted[self._due.digest])
+            self._has_changed |= best != self._due_priority
+            self._due_priority = best
+            if not self._is_outranked:
+                return
+        chosen, is_outranked = None, False
         for digest in list(self._since):
-            if digest not in is_wanted:
+            if digest not in wanted:
                 del self._since[digest]
                 self._blocked.pop(digest, None)
             elif digest in self._blocked:
-                yield digest
+                priority = _best(wanted[digest])
+                is_first = self._due is None and chosen is None
+                if now - self._since[digest] >= self._max_wait_s:
+                    if is_first or priority < self._due_priority:
+                        chosen, self._due_priority = digest, priority
+                elif is_first:
+                    break
+                elif priority < self._due_priority:
+                    is_outranked = True
+        self._is_outranked = is_outranked
+        if chosen is not None:
+            self._leaving.clear()
+            self._make_way(self._blocked[chosen])
 
     def _make_way(self, adapter: AdapterContent) -> None:
         """For a request that has waited too long: choose what is evicted for it, once it is idle.
@@ -181,6 +217,15 @@ class AdapterSlots:
         self._has_changed = True
 
     # --- operating --------------------------------------------------------------------------------
+
+    def was_used(self, digest: str) -> bool:
+        """Whether a sequence had a row with an adapter since it was forgotten last."""
+        return digest in self._was_used
+
+    def forget(self, digest: str) -> None:
+        """The hosts have it no more; no sequence may use it."""
+        self.evict(digest)
+        self._was_used.discard(digest)
 
     def evict(self, digest: str) -> None:
         """Forget an adapter that no sequence uses, if it is here."""
@@ -237,3 +282,7 @@ class AdapterSlots:
         assert idle == set(self._idle), "an adapter's users are counted wrongly"
         used = {digest: count for digest, count in counted.items() if count}
         assert used == num_users, "an adapter's users are counted wrongly"
+
+
+def _best(waiting: Iterable[Waiting]) -> int:
+    return min(one.priority for one in waiting)

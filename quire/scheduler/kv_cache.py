@@ -16,7 +16,9 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from quire.protocol.output import BlockState
 from quire.protocol.plan import Int32Array, PlanBuilder
 from quire.scheduler.sequence import Columns, SchedulerLimits, Sequence, Status
 
@@ -82,6 +84,15 @@ class BlockPool:
 
     def is_free(self, block: int) -> bool:
         return block in self._free
+
+    def states(self) -> NDArray[np.uint8]:
+        """`BlockState` of each block."""
+        counts = np.array(self.ref_counts, copy=True)
+        cached = np.frombuffer(self.cached, np.bool_)
+        states = np.where(cached, BlockState.CACHED, BlockState.FREE)
+        states[counts == 1] = BlockState.OWNED
+        states[counts > 1] = BlockState.SHARED
+        return states.astype(np.uint8)
 
     def free_blocks(self) -> Int32Array:
         """Free blocks, in the order in which they are reused."""

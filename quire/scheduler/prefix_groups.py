@@ -54,8 +54,8 @@ class PrefixGroups:
 def best_groups(tables: Int32Array, rows: Int32Array, num_blocks: Int32Array) -> list[Group]:
     """Disjoint groups of rows that save the most block reads; a row's first `num_blocks` count.
 
-    Tables form a tree of shared beginnings. At each fork of it, either everyone below is one group
-    that shares what leads there, or the branches are looked at on their own.
+    Tables form a tree of shared beginnings. At each fork of it, either all rows below it are one
+    group that shares what leads there, or the branches are looked at on their own.
     """
     return _best_below(tables, rows, num_blocks, 0, MAX_FORKS)[1]
 

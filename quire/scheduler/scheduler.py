@@ -10,15 +10,25 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 
 import numpy as np
 
 from quire.metrics.engine import EngineMetrics
 from quire.protocol.adapter import AdapterContent
 from quire.protocol.errors import RequestError
-from quire.protocol.output import FinishedSequence, StepOutput
+from quire.protocol.output import (
+    BlockState,
+    DeviceMemory,
+    EngineSnapshot,
+    FinishedSequence,
+    MemorySplit,
+    SequenceSnapshot,
+    StepOutput,
+)
 from quire.protocol.plan import (
     BoolArray,
     Float32Array,
@@ -114,6 +124,7 @@ class Scheduler:
         self.ended: list[FinishedSequence] = []
         # Changes since the last plan that the next one will carry:
         self._freed_rows: list[int] = []
+        self._drained_rows: list[int] = []
         self._pooled: dict[int, Float32Array] = {}
         self._appends: list[tuple[int, int]] = []
         self._cuts: dict[int, int] = {}
@@ -155,6 +166,53 @@ class Scheduler:
             waits_for_blocks=waits_for_blocks,
         )
 
+    def set_gauges(self, memory: DeviceMemory) -> None:
+        """What metrics say of this moment."""
+        metrics, pool, blocks = self.metrics, self.kv.pool, self.kv.pool.states()
+        metrics.running.set(self.num_running)
+        num_held_back = len(self.waiting.held_back)
+        metrics.waiting.set(len(self.waiting) + num_held_back)
+        metrics.waiting_by_reason["capacity"].set(len(self.waiting))
+        metrics.waiting_by_reason["deferred"].set(num_held_back)
+        metrics.cache_usage.set(pool.num_used / pool.num_blocks)
+        metrics.shared_blocks.set(int((blocks == BlockState.SHARED).sum()))
+        metrics.cached_blocks.set(int((blocks == BlockState.CACHED).sum()))
+        c, rows = self.columns, self.ranked_rows()
+        slots = int(c.held_blocks[rows].sum()) * self.limits.block_size
+        metrics.waste.set(1.0 - int(c.held_tokens[rows].sum()) / slots if slots else 0.0)
+        split = MemorySplit.of(memory, blocks)
+        for kind, gauge in metrics.memory.items():
+            gauge.set(getattr(split, kind))
+
+    def snapshot(
+        self,
+        now: float,
+        memory: DeviceMemory,
+        max_waiting: int,
+        tables_of: Collection[int] | None,
+    ) -> EngineSnapshot:
+        """The scheduler's part of `EngineCore.snapshot`."""
+        blocks = self.kv.pool.states()
+        held = [self._at(row) for row in self.ranked_rows().tolist()]
+        held += [one for one in self.by_row if one is not None and one.status is Status.DRAINING]
+
+        def shown(sequence: Sequence) -> SequenceSnapshot:
+            has_table = tables_of is None or sequence.key in tables_of
+            return sequence.snapshot(blocks, has_table)
+
+        return EngineSnapshot(
+            time=now,
+            block_size=self.limits.block_size,
+            blocks=blocks,
+            running=[shown(one) for one in held],
+            waiting=[shown(one) for one in islice(self.waiting, max_waiting)],
+            num_waiting=len(self.waiting),
+            prompt_tokens_per_s=self.metrics.recent_prompt_tokens.per_second(now),
+            generation_tokens_per_s=self.metrics.recent_generation_tokens.per_second(now),
+            memory=MemorySplit.of(memory, blocks),
+            paused=self.pause is not Pause.NONE,
+        )
+
     # --- requests come and go -------------------------------------------------------------------
 
     def check(self, new: NewRequest) -> None:
@@ -170,10 +228,9 @@ class Scheduler:
         for request_id in self.waiting.make_room(new, len(self.free_rows)):
             self.abort(request_id, DISPLACED, now=now)
         self._num_arrivals += 1
-        priority = new.priority if self.limits.policy == SchedulingPolicy.PRIORITY else 0
         sequences = make_sequences(
             new,
-            rank=(priority, self._num_arrivals),
+            rank=(self.priority(new), self._num_arrivals),
             unseeded=random_seed(self.limits.seed, self._num_arrivals),
             max_total=self.limits.max_total(new),
             root=self._root_of(new),
@@ -194,6 +251,32 @@ class Scheduler:
 
     def is_held_back(self, request_id: str) -> bool:
         return request_id in self.waiting.held_back
+
+    def is_queued(self, new: NewRequest) -> bool:
+        """Whether a request waits in the queue and has not begun."""
+        first, *_ = self.requests.get(new.request_id, [None])
+        if first is None or first.new is not new or first.has_begun:
+            return False
+        return not self.is_held_back(new.request_id)
+
+    def hold_back(self, new: NewRequest) -> None:
+        """Take a request out of the queue, where it has not begun, until `make_ready`."""
+        leader = self.requests[new.request_id][0]
+        self.waiting.remove(leader)
+        if new.wants_progress:
+            self.progress.remove(leader)
+        self.waiting.hold_back(leader, 1)
+
+    def priority(self, new: NewRequest) -> int:
+        """As the policy has it; smaller is better."""
+        return new.priority if self.limits.policy == SchedulingPolicy.PRIORITY else 0
+
+    def turn(self, request_id: str) -> tuple[int, tuple[int, int], int]:
+        """When a request that has not begun has its turn: of two, that with the smaller value is
+        first."""
+        leader = self.requests[request_id][0]
+        standing = self.tenants.standing(self.tenants.slot(leader.new.tenant))
+        return leader.rank[0], standing, leader.rank[1]
 
     def make_ready(self, request_id: str) -> None:
         """One of the things that a request awaits is there; after the last it is queued."""
@@ -242,6 +325,18 @@ class Scheduler:
             else:
                 self.end(sequence, reason, now)
 
+    def abort_where(self, chosen: Callable[[Sequence], bool], now: float) -> int:
+        """End the requests whose first sequence is chosen; returns how many."""
+        found = [name for name, (first, *_) in self.requests.items() if chosen(first)]
+        for request_id in found:
+            self.abort(request_id, now=now)
+        return len(found)
+
+    def set_pause(self, pause: Pause) -> None:
+        self.pause = pause
+        if pause is not Pause.NONE:
+            self.pace.rested()
+
     def take_ended(self) -> list[FinishedSequence]:
         """Terminal outputs that no `apply` has reported yet (aborts, failures)."""
         ended, self.ended = self.ended, []
@@ -270,6 +365,7 @@ class Scheduler:
         if self.adapters is not None:
             builder.cleared_slots, builder.placed_adapters = self.adapters.take_changes()
         plan = builder.build(self._freed_rows, self._cuts, self._appends)
+        plan.drained_rows = np.array(self._drained_rows, np.int32)
         plan.epochs = self.columns.epoch[plan.rows]
         if self.limits.num_ahead:
             plan.num_blocks = self.speculation.blocks_for_drafts(plan)
@@ -277,7 +373,7 @@ class Scheduler:
             self.prefix_groups.mark(plan, self.ranked_rows())
         if self.columns.has_stages:
             plan.append_rows, plan.append_tokens = self.columns.take_unsent(plan.rows)
-        self._freed_rows, self._cuts, self._appends = [], {}, []
+        self._freed_rows, self._drained_rows, self._cuts, self._appends = [], [], {}, []
         self.kv.pool.free(builder.held_blocks)
         self._release_followers(plan.rows)
         self._next_step += 1
@@ -463,9 +559,10 @@ class Scheduler:
         adapter = sequence.adapter
         if adapter is None or self.adapters is None:
             return True
-        if self.adapters.has_room(adapter, sequence.has_begun):
+        priority = sequence.rank[0]
+        if self.adapters.has_room(adapter, sequence.has_begun, priority):
             return True
-        self.adapters.block(adapter, now)
+        self.adapters.block(adapter, now, priority)
         self.waiting.block(sequence)
         return False
 
@@ -750,6 +847,7 @@ class Scheduler:
         self._ranked = None
         sequence.status = Status.DRAINING
         self._draining.add(sequence)
+        self._drained_rows.append(sequence.row)
 
     def requeue(self, sequence: Sequence) -> None:
         self._release_row(sequence)
@@ -830,6 +928,11 @@ class Scheduler:
 
     # --- failures -------------------------------------------------------------------------------
 
+    def request_ids(self, rows: Int32Array) -> list[str]:
+        """Of the requests whose sequences have these rows."""
+        found = (self.by_row[row] for row in rows)
+        return list(dict.fromkeys(one.request_id for one in found if one is not None))
+
     def recover(self, failed_step: int) -> None:
         """After a failed step nothing from it on is computed: every running sequence starts over
         from its known tokens, and draws the same random numbers again."""
@@ -866,8 +969,12 @@ class Scheduler:
 
     # --- maintenance ----------------------------------------------------------------------------
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError if a block or a row is leaked, lost or counted wrongly."""
+    def reset_prefix_cache(self) -> None:
+        self.kv.tree.reset()
+
+    def check_integrity(self) -> int:
+        """Raise AssertionError if a block or a row is leaked, lost or counted wrongly; returns how
+        many blocks are in use."""
         held = [sequence for sequence in self.by_row if sequence is not None]
         self.kv.check_integrity(held)
         assert len(held) + len(self.free_rows) == len(self.by_row), (
@@ -876,6 +983,7 @@ class Scheduler:
         if self.adapters is not None:
             used = Counter(one.adapter.digest for one in held if one.adapter is not None)
             self.adapters.check_integrity(used)
+        return self.kv.pool.num_used
 
     def _at(self, row: int | np.int32) -> Sequence:
         sequence = self.by_row[row]

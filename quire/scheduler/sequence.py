@@ -10,12 +10,19 @@ from enum import IntEnum
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.config.speculative import SpeculativeConfig
 from quire.protocol.adapter import AdapterContent, AdapterLimits
 from quire.protocol.errors import RequestError
 from quire.protocol.kv_spec import held_blocks
-from quire.protocol.output import FinishedSequence, SequencePromptLogprobs, StepOutput
+from quire.protocol.output import (
+    BlockState,
+    FinishedSequence,
+    SequencePromptLogprobs,
+    SequenceSnapshot,
+    StepOutput,
+)
 from quire.protocol.plan import (
     AddedRow,
     BoolArray,
@@ -23,6 +30,7 @@ from quire.protocol.plan import (
     Int64Array,
     StepPlan,
     StepResult,
+    empty_ints,
 )
 from quire.protocol.request import MediaSpan, NewRequest, SchedulingPolicy
 from quire.protocol.sampling import SamplingParams
@@ -515,6 +523,24 @@ class Sequence:
             first_scheduled_time=self.first_scheduled_time,
             first_token_time=self.first_token_time,
             finished_time=now,
+        )
+
+    def snapshot(self, blocks: NDArray[np.uint8], has_table: bool) -> SequenceSnapshot:
+        """The sequence at this moment; `blocks` are the `BlockState` of each block."""
+        row = self.row
+        held = np.concatenate(self.tables) if row >= 0 else empty_ints()
+        return SequenceSnapshot(
+            key=self.key,
+            request_id=self.request_id,
+            tenant=self.new.tenant,
+            state=self.status.name.lower(),
+            num_prompt_tokens=self.num_prompt,
+            num_tokens=self.num_known,
+            num_computed_tokens=int(self.columns.num_computed[row]) if row >= 0 else 0,
+            arrival_time=self.new.arrival_time,
+            num_blocks=len(held),
+            num_owned_blocks=int((blocks[held] == BlockState.OWNED).sum()),
+            block_table=held.copy() if has_table else empty_ints(),
         )
 
     def hold(self) -> None:

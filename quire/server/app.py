@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from quire import __version__
+from quire.protocol import __version__
 from quire.server import adapters, admin, health, models, tokenize
 from quire.server.anthropic import messages
 from quire.server.dashboard import page

@@ -7,8 +7,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from quire import __version__
 from quire.metrics.prometheus import CONTENT_TYPE, render
+from quire.protocol import __version__
 from quire.server.http.errors import RETRY_AFTER_S, error_response
 from quire.server.state import state_of
 

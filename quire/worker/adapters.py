@@ -41,7 +41,11 @@ class HostAdapters:
                 )
             # Before it takes memory: files of other bases may be of any size.
             self.layers.check(adapter_shapes(file, alternates=self._alternates))
-            held = self.layers.prepare(load_adapter(file, alternates=self._alternates))
+            weights = load_adapter(file, alternates=self._alternates)
+            try:
+                held = self.layers.prepare(weights)
+            except AdapterError as error:
+                raise AdapterError(f"{file.file}: {error}") from None
         except AdapterError as error:
             raise AdapterError(f"adapter {name!r}: {error}") from None
         self._held[digest] = held
@@ -58,10 +62,10 @@ class HostAdapters:
         for placed in plan.placed_adapters:
             self.layers.place(placed.slot, placed.chunks.tolist(), self._held[placed.digest])
 
-    def begin_step(self, batch: Batch) -> None:
-        """Say which adapters the tokens and lines of a step use."""
+    def begin_step(self, batch: Batch, used: list[int]) -> None:
+        """Say which adapters the tokens and lines of a step use, those in the slots `used`."""
         slots = batch.adapter_slots
-        self.layers.begin_step(slots, None if slots is None else slots[batch.sample_indices])
+        self.layers.begin_step(slots, None if slots is None else slots[batch.sample_indices], used)
 
     def begin_lines(self, slot: int, count: int) -> None:
         """Say that the next lines of logits use the adapter in `slot`, -1 for none."""

@@ -243,6 +243,9 @@ class HeadDrafter:
         self._hidden: Tensor | None = None
         """Of each row that sampled, the head's state behind its last known token."""
 
+    def settle(self, plan: StepPlan) -> None:
+        """All is computed behind the step that computes it."""
+
     def update(self, plan: StepPlan) -> None:
         """Follow the rows of a plan, before its step moves their lengths."""
         for added in plan.added_rows:

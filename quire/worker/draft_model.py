@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,13 +28,18 @@ from quire.models.loader import ONE_RANK, count_weight_bytes, held_weight_bytes,
 from quire.models.registry import CausalLM
 from quire.protocol.errors import OptionError
 from quire.protocol.kv_spec import FLOAT8, KVLayout, KVSpec
-from quire.protocol.plan import AddedRow, BoolArray, StepPlan, empty_ints
+from quire.protocol.plan import AddedRow, BoolArray, Int32Array, StepPlan, empty_ints
 from quire.worker.batch import StepTokens
 from quire.worker.draft_passes import DraftPasses
 from quire.worker.graphs import StepGraphs
 from quire.worker.kv_tensors import KVTensors
 from quire.worker.memory import MIB
 from quire.worker.rows import RowTable
+
+MAX_LAG = 16
+"""Tokens that a request without speculation generates before they are computed together."""
+MAX_TOTAL_LAG = 512
+"""The same of all such requests."""
 
 
 @dataclass
@@ -49,6 +56,8 @@ class DraftSource:
     """Tokens of a text that it drafts for."""
     num_drafts: int
     schedule: Schedule
+    vocab_size: int
+    """Of the target; the model may know some tokens more or fewer."""
     target_ranks: Parallel
     parallel: Parallel
     """How it is divided: as the target is, or each rank has the whole."""
@@ -66,12 +75,6 @@ class DraftSource:
     ) -> DraftSource:
         """Refuses a model that cannot draft for the target; no weight is read."""
         config = draft_config(options, wanted)
-        if config.vocab_size != target.vocab_size:
-            raise OptionError(
-                f"speculative_config['model']={wanted.model!r} has a vocabulary of "
-                f"{config.vocab_size} tokens, {target.source.name} one of {target.vocab_size}; use "
-                "a smaller model of the same family."
-            )
         if None not in layout.windows:
             raise OptionError(
                 f"speculative_config: all layers of {target.source.name} have windows, whose "
@@ -99,6 +102,7 @@ class DraftSource:
             min(wanted.max_model_len or longest, longest),
             wanted.num_tokens,
             wanted.schedule,
+            target.vocab_size,
             target_ranks,
             parallel,
         )
@@ -132,6 +136,8 @@ class DraftSource:
             if isinstance(module, Attention):  # what is behind a window is kept all the same
                 index = module.layer_index
                 module.bind(0, index, self.config.layer_window(index))
+        if self.config.vocab_size < self.vocab_size:
+            model.register_forward_pre_hook(partial(_name_known_tokens, self.config.vocab_size - 1))
         self.models = [model]
 
     @property
@@ -157,7 +163,6 @@ class DraftSource:
         """The drafter for these rows, whose cache has so many blocks."""
         (model,) = self.models
         kv = KVTensors(self.layout, num_blocks + 1, table.device)
-        kv.data[:, :, num_blocks].zero_()  # where it is not written, it is read all the same
         heads = self.parallel.heads(self.config.num_heads, self.config.num_kv_heads)
         attention = self._select_backend(table.device, model.dtype)(
             kv.data,
@@ -194,7 +199,10 @@ class DraftModel:
     target has computed: so they are there whenever the target's are, in blocks that are shared,
     forked, copied and found again. Where a row drafts in one step after the other, `DraftPasses`
     compute what it was given in between. Other tokens are computed behind the step in which the
-    target has computed them. Nothing here waits for the device.
+    target has computed them, with two exceptions. Those that are generated without drafts are put
+    off: some are computed together, at the latest before others can find them. Those of rows for
+    which a plan has no blocks are left out, and others may find them without this model's KV: they
+    are made up for when a later plan has blocks for the row. Nothing here waits for the device.
     """
 
     def __init__(
@@ -222,6 +230,7 @@ class DraftModel:
             sampler,
             source.parallel,
             source.counts,
+            source.vocab_size,
             min(longest, source.longest),
             kv.num_blocks - 1,
         )
@@ -239,9 +248,13 @@ class DraftModel:
         self._wanted = np.zeros(max_rows, np.bool_)
         self._has_passed = np.zeros(max_rows, np.bool_)
         """Whether the passes of the last step that a row was in computed it."""
+        self._decodes = np.zeros(max_rows, np.bool_)
+        """Whether a row has sampled: from then on others find what it computes when it has gone."""
         self._missing, self._least = np.zeros((2, max_rows), np.int32)
-        """Tokens that steps left out, as if all drafts in them were accepted; and how many have
-        been computed at least."""
+        """Tokens that the target has computed and this model has not, as if all drafts in these
+        steps were accepted; and how many the target has computed at least."""
+        self._is_put_off = np.zeros(max_rows, np.bool_)
+        """Whether what a row lacks was put off, and not left out."""
         self.text: NgramDrafter | None = None
         """Drafts for rows that no passes draft for."""
         self.num_repeated: Tensor | None = None
@@ -277,57 +290,81 @@ class DraftModel:
 
     # --- a step -----------------------------------------------------------------------------------
 
+    def settle(self, plan: StepPlan) -> None:
+        """Compute what was put off of rows that others may go on from, or that are cut."""
+        if not self._is_put_off.any():
+            return
+        forked = [added.fork_of for added in plan.added_rows if added.fork_of >= 0]
+        going = plan.freed_rows, plan.drained_rows, plan.cut_rows
+        rows = np.unique(np.concatenate((*going, forked)).astype(np.int32))
+        rows = rows[self._is_put_off[rows]]
+        if len(rows):
+            self._compute(self._plan(rows, np.zeros_like(rows)))
+
     def update(self, plan: StepPlan) -> None:
         """Follow the rows of a plan, before its step moves their lengths."""
         for added in plan.added_rows:
-            self._has_passed[added.row] = False
+            self._has_passed[added.row] = self._decodes[added.row] = False
             self._missing[added.row], self._least[added.row] = 0, added.num_computed_tokens
+            self._is_put_off[added.row] = False
             self._wanted[added.row] = wants_drafts(added)
         # These have become shorter, or longer by more than what passes compute.
         self._has_passed[plan.cut_rows] = False
         self._has_passed[plan.append_rows] = False
         if len(cuts := plan.cut_rows):
             self._least[cuts] = np.minimum(self._least[cuts], plan.cut_lengths - 1)
-        rows, samples = plan.rows, plan.samples
+        rows, samples, counts = plan.rows, plan.samples, plan.num_new_tokens
         num_sampling = int(np.count_nonzero(samples))
         self._count = scheduled_drafts(self._schedule, num_sampling, self._num_drafts)
-        drafting = samples & self._wanted[rows] & (self._count > 0)
-        others = ~(drafting & self._has_passed[rows])
-        # What is generated without drafts is left out: found in the cache, it costs agreement.
-        others &= self._wanted[rows] | (plan.num_new_tokens > plan.num_samples)
-        if len(plan.num_blocks):  # steps of the warm-up say nothing
-            drafting &= plan.num_blocks > 0
-            others &= plan.num_blocks > 0
-            left_out = rows[plan.num_blocks == 0]
-            self._missing[left_out] += plan.num_new_tokens[plan.num_blocks == 0]
-        self._others = None
-        if others.any():
-            self._others = self._catch_up(plan, others)
-        self._least[rows] += plan.num_new_tokens - np.maximum(plan.num_samples - 1, 0)
+        # Steps of the warm-up say nothing of blocks.
+        num_blocks = plan.num_blocks if len(plan.num_blocks) else np.zeros_like(rows)
+        left_out = (num_blocks == 0) & (len(plan.num_blocks) > 0)
+        drafting = samples & self._wanted[rows] & (self._count > 0) & ~left_out
+        put_off = self._put_off(plan, left_out)
+        self._decodes[rows] |= samples
+        now = np.where(left_out | put_off, 0, counts)
+        # Of a row that is left out from now on, others may find what was put off before.
+        others = (now > 0) & ~(drafting & self._has_passed[rows])
+        others |= left_out & self._is_put_off[rows]
+        self._others = self._plan(rows[others], now[others]) if others.any() else None
+        self._missing[rows] += counts - now
+        self._least[rows] += counts - np.maximum(plan.num_samples - 1, 0)
+        self._is_put_off[rows] = put_off
         self._has_passed[rows] = drafting
         self._rows = rows[drafting]
-        num_blocks = plan.num_blocks if len(plan.num_blocks) else np.zeros_like(rows)
         self._room = num_blocks[drafting] * self._table.block_size
         self._places = np.flatnonzero(drafting[samples]).astype(np.int32)
 
-    def _catch_up(self, plan: StepPlan, others: BoolArray) -> StepPlan:
-        """What rows compute in a step, and what they have left out before it."""
-        rows = plan.rows[others]
-        self._own.num_computed.copy_(self._table.num_computed)
-        missing = np.minimum(self._missing[rows], self._least[rows])
-        if missing.any():
-            on_device, counts = self._table.staging.send(rows, missing)
-            self._own.num_computed.index_add_(0, on_device, counts, alpha=-1)
-            self._missing[rows] = 0
-        num_new_tokens = plan.num_new_tokens[others] + missing
-        return StepPlan(plan.step, rows=rows, num_new_tokens=num_new_tokens, num_samples=0 * rows)
+    def _put_off(self, plan: StepPlan, left_out: BoolArray) -> BoolArray:
+        """Rows of a plan whose token is computed later, together with others of theirs."""
+        rows = plan.rows
+        may = self._decodes[rows] & ~self._wanted[rows] & ~left_out
+        may &= plan.num_new_tokens == plan.samples
+        lag = self._missing[rows[may]] + 1
+        is_much = lag.max(initial=0) >= MAX_LAG or lag.sum() >= MAX_TOTAL_LAG
+        return np.zeros_like(may) if is_much else may
 
     def accepted(self, rows: Tensor, counts: Tensor | None) -> None:
         """Behind drafts that were rejected nothing of use is computed, and it is overwritten before
         it is read. The same is true of all beyond the length that is drafted for."""
-        plan, table = self._others, self._own
-        if plan is None or (self.graphs is not None and self.graphs.launch(plan)):
+        if self._others is not None:
+            self._compute(self._others)
+
+    def _plan(self, rows: Int32Array, counts: Int32Array) -> StepPlan:
+        """To compute so many next tokens of rows, and what they lack before these."""
+        own, missing = self._own, np.minimum(self._missing[rows], self._least[rows])
+        own.num_computed.copy_(self._table.num_computed)
+        if missing.any():
+            sent_rows, sent = own.staging.send(rows, missing)
+            own.num_computed.index_add_(0, sent_rows, sent, alpha=-1)
+        self._missing[rows], self._is_put_off[rows] = 0, False
+        counts = missing + counts
+        return StepPlan(0, rows=rows, num_new_tokens=counts, num_samples=np.zeros_like(rows))
+
+    def _compute(self, plan: StepPlan) -> None:
+        if self.graphs is not None and self.graphs.launch(plan):
             return
+        table = self._own
         tokens, _ = StepTokens.gather(table, plan.rows, plan.num_new_tokens)
         attention = self._attention.plan([tokens.attention(table, self._blocks)])
         positions = tokens.positions.clamp(max=self._last_position)
@@ -356,3 +393,10 @@ def wants_drafts(added: AddedRow) -> bool:
     """Whether the scheduler may verify drafts of a row."""
     params = added.params
     return params.speculation and added.appends_sampled and added.pooling is None
+
+
+def _name_known_tokens(last: int, model: object, given: tuple[StepContext, ...]) -> Any:
+    """In place of tokens that a model does not have its last one, which is padding as a rule."""
+    (step,) = given
+    assert step.token_ids is not None
+    return (replace(step, token_ids=step.token_ids.clamp(max=last)),)

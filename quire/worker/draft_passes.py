@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from quire.decoding.sampler import Sampler
 from quire.kernels.torch.sampling import Kinds
@@ -65,11 +66,12 @@ class DraftPasses:
         sampler: Sampler,
         parallel: Parallel,
         counts: list[int],
+        vocab_size: int,
         longest: int,
         spare_block: int,
     ) -> None:
-        """`blocks` are the tables of the rows, `counts` how many drafts may be asked for, `longest`
-        the tokens of a text that are drafted for."""
+        """`blocks` are the tables of the rows, `counts` how many drafts may be asked for,
+        `vocab_size` is the target's, `longest` the tokens of a text that are drafted for."""
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=table.device)
@@ -77,9 +79,10 @@ class DraftPasses:
         max_rows, max_blocks = blocks.shape
         self._model, self._attention, self._parallel = model, attention, parallel
         self._table, self._blocks, self._sampler = table, blocks, sampler
-        self._counts, self._longest, self._spare_block = counts, longest, spare_block
+        self._counts, self._vocab_size = counts, vocab_size
+        self._longest, self._spare_block = longest, spare_block
         self._inputs = ints(2, aligned(max_rows))
-        """Rows, and the tokens that their blocks have room for: 0 in padding."""
+        """Rows, and the tokens that their blocks have room for: -1 in padding."""
         self._lens, self._tokens = ints(2, max_rows)
         """Known tokens and drafts so far, and the last draft."""
         self._drafts = ints(max(counts), max_rows)
@@ -112,6 +115,7 @@ class DraftPasses:
         shape, is_pinned = self._inputs.shape, self._inputs.is_cuda
         packed = torch.zeros(shape, dtype=torch.int32, pin_memory=is_pinned)
         host = packed.numpy()
+        host[1, len(rows) :] = -1
         host[0, : len(rows)], host[1, : len(rows)] = rows, room
         self._inputs.copy_(packed, non_blocking=True)
 
@@ -156,8 +160,8 @@ class DraftPasses:
         """Logits behind the tokens so far; this rank's share."""
         table, queries = self._table, 2 if is_first else 1
         (rows, room), lens = self._inputs[:, :size], self._lens[:size]
-        if is_first:  # rows that draft have two tokens at least, padding as if it had
-            lens.copy_(table.num_tokens.index_select(0, rows).clamp_(min=2))
+        if is_first:  # rows that draft have two tokens at least; padding is as short as can be
+            lens.copy_(table.num_tokens.index_select(0, rows).masked_fill_(room < 0, 2))
         back = torch.arange(-queries, 0, device=table.device)
         positions = (lens[:, None] + back).clamp_(0, self._longest - 1)
         known = table.token_ids[rows[:, None], positions] if is_first else self._tokens[:size]
@@ -192,7 +196,7 @@ class DraftPasses:
 
     def _everywhere(self, logits: Tensor, sample: Callable[[Tensor], Tensor]) -> Tensor:
         """Ranks have the same logits; the first samples, and tells the others."""
-        logits = self._model.lm_head.gather(logits)
+        logits = self._of_target(self._model.lm_head.gather(logits))
         if self._parallel.size == 1:
             return sample(logits)
         tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
@@ -200,6 +204,13 @@ class DraftPasses:
             tokens.copy_(sample(logits))
         self._parallel.broadcast(tokens)
         return tokens
+
+    def _of_target(self, logits: Tensor) -> Tensor:
+        """Logits of the target's tokens; of what the model does not have, none is drafted."""
+        num_missing = self._vocab_size - logits.shape[1]
+        if num_missing > 0:
+            return F.pad(logits, (0, num_missing), value=-torch.inf)
+        return logits[:, : self._vocab_size]
 
     # --- capture ----------------------------------------------------------------------------------
 
@@ -217,7 +228,7 @@ class DraftPasses:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
             self._logits = self._model.new_logits(len(self._lens))
-        self._inputs.zero_()
+        self._inputs[0], self._inputs[1] = 0, -1
         for key in keys:
             self._run(key)  # compiles kernels and sets up libraries outside of the graph
             torch.cuda.synchronize()

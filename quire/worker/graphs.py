@@ -423,7 +423,7 @@ class StepGraphs:
     ) -> Tensor | None:
         """The step's lines of logits, or before the last stage the hidden states that were sent;
         None where no graph fits."""
-        if uses_adapters and (self._adapters is None or self._adapters.waits_for_device):
+        if uses_adapters and self._adapters is None:
             return None
         key = self.launch(plan, prefixes, uses_adapters)
         if key is None:

@@ -7,11 +7,11 @@ CPUs of several hosts.
 from __future__ import annotations
 
 import atexit
-import importlib
 import json
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from types import FunctionType
 from typing import TypeVar
 
 import torch
@@ -32,7 +33,9 @@ from quire.config.device import (
     prefer_interface,
     ranks_share_devices,
 )
-from quire.config.options import ParallelOptions
+from quire.config.digests import different, model_digests
+from quire.config.model import ModelConfig
+from quire.config.options import HOST_OPTIONS, EngineOptions, ParallelOptions
 from quire.kernels import cpu
 from quire.kernels.cpu.collectives import (
     SharedMemoryGroup,
@@ -41,6 +44,7 @@ from quire.kernels.cpu.collectives import (
     ring_bytes,
 )
 from quire.layers.parallel import Parallel, ProcessGroup, Stage
+from quire.protocol import __version__
 from quire.protocol.errors import OptionError, RankMissing
 from quire.protocol.ranks import Connected, Inherited, StartRank
 
@@ -107,6 +111,10 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family)
 
 
+def shown_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 # --- what a rank does ---------------------------------------------------------------------------
 
 
@@ -151,11 +159,17 @@ def join(start: StartRank, options: ParallelOptions, device: DeviceInfo) -> Para
     return replace(parallel, expert_parallel=options.enable_expert_parallel)
 
 
-def own_place(options: ParallelOptions, device: DeviceInfo) -> Parallel:
+def own_place(options: EngineOptions, model: ModelConfig, device: DeviceInfo) -> Parallel:
     """The place of a process with an engine of its own: it is alone, unless torchrun or the like
     has started several."""
-    if options.distributed_executor_backend != "external_launcher":
+    if not options.parallel.is_launched_outside:
         return Parallel()
+    parallel = _place_of_launcher(options.parallel, device)
+    _check_alike(parallel, _terms(options, model), device)
+    return parallel
+
+
+def _place_of_launcher(options: ParallelOptions, device: DeviceInfo) -> Parallel:
     rank = dist.get_rank() if dist.is_initialized() else launched_as("RANK")
     if rank is None:
         raise OptionError(
@@ -171,6 +185,50 @@ def own_place(options: ParallelOptions, device: DeviceInfo) -> Parallel:
         )
     start = StartRank(rank, {}, Connected("", 0, ""))
     return replace(join(start, options, device), all_answer=True)
+
+
+def _terms(options: EngineOptions, model: ModelConfig) -> dict[str, dict[str, str]]:
+    """What engines that plan alike must have in common, by what it is called."""
+    given = options.flat()
+    return {
+        "version": {"Quire": __version__},
+        "options": {name: repr(given[name]) for name in given if name not in HOST_OPTIONS},
+        "files": model_digests(model.raw, model.source.path, options.model.load_format),
+        "host": {"": socket.gethostname()},
+    }
+
+
+def _check_alike(parallel: Parallel, own: dict[str, dict[str, str]], device: DeviceInfo) -> None:
+    """Engines that differ would wait for each other in different collectives."""
+    everyone = _gather_texts(parallel, json.dumps(own), device)
+    first = json.loads(everyone[0])
+    for rank, text in enumerate(everyone):
+        other = json.loads(text)
+        for what in ("version", "options", "files"):
+            name = different(first[what], other[what])
+            if name is None:
+                continue
+            theirs, ours = other[what].get(name), first[what].get(name)
+            where, first_where = other["host"][""], first["host"][""]
+            if what == "files":
+                raise OptionError(
+                    f"rank {rank} on {where} reads another model than rank 0 on {first_where}: "
+                    f"{name} is not the same on both. Start all processes with the same files."
+                )
+            raise OptionError(
+                f"rank {rank} on {where} was started with {name}={theirs}, rank 0 on "
+                f"{first_where} with {name}={ours}; start all processes alike."
+            )
+
+
+def _gather_texts(parallel: Parallel, own: str, device: DeviceInfo) -> list[str]:
+    """Of all ranks, in rank order."""
+    data, place = own.encode(), torch.device(device.type, device.index or 0)
+    sizes = parallel.all_gather(torch.tensor([len(data)], device=place)).tolist()
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    gathered = parallel.all_gather(padded.to(place)).cpu().view(-1, max(sizes))
+    return [bytes(one[:size].tolist()).decode() for one, size in zip(gathered, sizes, strict=True)]
 
 
 def _share_memory(place: _Place, files: Inherited) -> Parallel:
@@ -201,7 +259,7 @@ class _TorchRanks:
         self._deadline = time.monotonic() + place.timeout_s
         self._where = "the address in MASTER_ADDR"
         if address is not None:
-            self._where = f"{address[0]}:{address[1]}"
+            self._where = shown_address(*address)
 
     def join_in_time(self) -> Parallel:
         """Some calls of torch and NCCL wait without end for a host that is cut off."""
@@ -229,6 +287,8 @@ class _TorchRanks:
         names = [f"rank {rank}" for rank in range(place.size)]
         if dist.is_initialized():
             self._check_program()
+            if self._backend == "gloo":
+                _end_groups_in_time()
         else:
             store = self._store()
             hosts = self._roll_call(store)
@@ -362,12 +422,7 @@ class _TorchRanks:
 
     def _connect(self, store: dist.Store) -> None:
         if self._backend == "gloo":
-            # Its threads drop tensors of finished collectives, for which they need Python: while
-            # the interpreter ends that would abort the process.
-            atexit.register(_end_groups)
-            # Default arguments there keep the group that exists at the first import, such as that
-            # of torch's compiler or of transformers; `_end_groups` could not end it then.
-            importlib.import_module("torch.distributed.nn.functional")
+            _end_groups_in_time()
         # NCCL's groups are left to the end of the process: to end them earlier would wait without
         # end for CUDA graphs that still have their collectives.
         dist.init_process_group(
@@ -425,9 +480,26 @@ class _TorchRanks:
         return TorchLink(before, after, place, names)
 
 
+def _end_groups_in_time() -> None:
+    """Threads of gloo drop tensors of finished collectives, for which they need Python: while the
+    interpreter ends that would abort the process."""
+    atexit.unregister(_end_groups)
+    atexit.register(_end_groups)
+
+
 def _end_groups() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if not dist.is_initialized():
+        return
+    # Its default arguments keep the group that exists when it is imported, such as by torch's
+    # compiler or by transformers.
+    module = sys.modules.get("torch.distributed.nn.functional")
+    for function in [] if module is None else vars(module).values():
+        if isinstance(function, FunctionType):
+            function.__defaults__ = tuple(
+                None if isinstance(value, dist.ProcessGroup) else value
+                for value in function.__defaults__ or ()
+            )
+    dist.destroy_process_group()
 
 
 def _key(rank: int) -> str:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from math import prod
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.protocol.kv_spec import KVLayout
 
+ALIGNMENT = 64
+"""Bytes, as torch aligns memory on a CPU."""
 MAX_COPIED_AT_ONCE = 32
 """Blocks. A copy passes through memory of its own: for a thousand forks it would be gigabytes."""
 
@@ -30,23 +35,13 @@ class KVTensors:
             for spec in layout.specs
         }
         shape = (layout.num_slots, num_parts, num_blocks, num_heads, layout.block_size, head_dim)
-        # Uninitialised on purpose: on a CPU pages are then taken when first written.
-        self.data: Tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        self.data = _zeros(shape, getattr(torch, dtype), device)
         self._blocks = self.data  # as a type that torch copies on any device
         self.scales: Tensor | None = None
         if layout.specs[0].has_scales:
             self._blocks = self.data.view(torch.uint8)
-            self.scales = torch.empty(
-                (layout.num_slots, num_blocks, num_heads, layout.block_size, num_parts),
-                dtype=torch.bfloat16,
-                device=device,
-            )
-
-    def clear(self) -> None:
-        """Make all keys and values 0."""
-        self._blocks.zero_()
-        if self.scales is not None:
-            self.scales.fill_(1.0)
+            places = (layout.num_slots, num_blocks, num_heads, layout.block_size, num_parts)
+            self.scales = _zeros(places, torch.bfloat16, device)
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copy whole blocks in all slots. A target is never also a source."""
@@ -56,3 +51,15 @@ class KVTensors:
             self._blocks[:, :, places] = self._blocks[:, :, some]
             if self.scales is not None:
                 self.scales[:, places] = self.scales[:, some]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU pages are taken when they are first written: the system gives them out as zeros."""
+    num_bytes = prod(shape) * dtype.itemsize
+    if device.type == "cpu":
+        pages = np.zeros(num_bytes + ALIGNMENT, np.uint8)
+        start = -pages.ctypes.data % ALIGNMENT
+        flat = torch.from_numpy(pages[start : start + num_bytes])
+    else:
+        flat = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    return flat.view(dtype).view(shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.decoding.logprobs import MAX_LINES, LogprobTensors, measure_prompt
+from quire.decoding.logprobs import LogprobTensors
 from quire.decoding.masks import MaskTensors
 from quire.decoding.rows import upload
 from quire.decoding.sampler import Sampled, Sampler
@@ -25,7 +25,6 @@ from quire.layers.parallel import Parallel
 from quire.models.loader import ONE_RANK
 from quire.models.registry import CausalLM
 from quire.protocol.plan import (
-    AddedRow,
     Int32Array,
     PooledRows,
     PromptLogprobs,
@@ -40,16 +39,9 @@ from quire.worker.draft_model import DraftModel
 from quire.worker.graphs import StepGraphs
 from quire.worker.kv_tensors import KVTensors
 from quire.worker.pooling import PooledRow, PooledTensors, pool
+from quire.worker.prompt_logprobs import PromptLogprobRows
 from quire.worker.rows import RowTable, StagedLines, StagedRows
-from quire.worker.warm_up import COMPILE_SIZES, batch_sizes, warm_up_plans
-
-
-@dataclass(slots=True)
-class _PromptLogprobRow:
-    """A row whose prompt tokens get logprobs, and how far its KV is computed."""
-
-    added: AddedRow
-    num_computed: int
+from quire.worker.warm_up import COMPILE_SIZES, adapter_prompts, batch_sizes, warm_up_plans
 
 
 @dataclass(slots=True)
@@ -93,11 +85,8 @@ class ModelRunner:
         """What a head or model that drafts has in the same blocks, and copies of them."""
         self.adapters: HostAdapters | None = None
         """None: requests have none."""
-        self.on_prompt_logits: Callable[[Int32Array, Tensor], None] | None = None
-        """Given the positions of prompt tokens whose logprobs are asked for, in pieces, and the
-        logits [positions, vocabulary] before each: the first rank's."""
+        self.prompt_logprobs = PromptLogprobRows(model, table, parallel)
         self._pooled_rows: dict[int, PooledRow] = {}
-        self._prompt_logprob_rows: dict[int, _PromptLogprobRow] = {}
         self._executed: _Executed | None = None
         self._masks: MaskTensors | None = None
 
@@ -106,6 +95,8 @@ class ModelRunner:
         """Launch the forward pass of a step."""
         if self.adapters is not None:
             self.adapters.carry_out(plan)
+        if self.drafter is not None:
+            self.drafter.settle(plan)
         staged = self.update_rows(plan)
         if self.drafter is not None:
             self.drafter.update(plan)
@@ -114,16 +105,20 @@ class ModelRunner:
             if self.draft_kv is not None:
                 self.draft_kv.copy_blocks(staged.copy_sources, staged.copy_targets)
         prefixes = self._shared_prefixes(plan)
-        uses_adapters = self.adapters is not None and self.table.uses_adapters(plan)
-        if self.graphs is not None and not (self._prompt_logprob_rows or self._pooled_rows):
-            replayed = self.graphs.replay(plan, staged, prefixes, uses_adapters)
+        used: list[int] = []
+        is_eager = bool(self.prompt_logprobs.rows or self._pooled_rows)
+        if self.adapters is not None:
+            used = self.table.used_adapters(plan)
+            is_eager = is_eager or self.adapters.layers.needs_eager_step(used)
+        if self.graphs is not None and not is_eager:
+            replayed = self.graphs.replay(plan, staged, prefixes, bool(used))
             if replayed is not None:
                 logits = replayed if self._stage.is_last else None
                 self._executed = _Executed(plan, staged, logits, None)
                 return
-        batch = gather_batch(self.table, plan, staged, prefixes, uses_adapters)
+        batch = gather_batch(self.table, plan, staged, prefixes, bool(used))
         if self.adapters is not None:
-            self.adapters.begin_step(batch)
+            self.adapters.begin_step(batch, used)
         attention = self.attention.plan(batch.attention)
         given: Tensor | None = None
         if not self._stage.is_first:
@@ -156,19 +151,18 @@ class ModelRunner:
             return self.table.update(plan)
         for row in plan.freed_rows.tolist():
             self.sampler.remove(row)
-            self._prompt_logprob_rows.pop(row, None)
+            self.prompt_logprobs.rows.pop(row, None)
             self._pooled_rows.pop(row, None)
         staged = self.table.update(plan)
         for added in plan.added_rows:
             # A plan that failed may have been the one to free the row.
-            self._prompt_logprob_rows.pop(added.row, None)
+            self.prompt_logprobs.rows.pop(added.row, None)
             self._pooled_rows.pop(added.row, None)
             self.sampler.add(added, added.token_ids)
             if added.pooling is not None:
                 self._pooled_rows[added.row] = PooledRow(added)
             if added.num_prompt_logprobs >= 0:
-                entry = _PromptLogprobRow(added, added.num_computed_tokens)
-                self._prompt_logprob_rows[added.row] = entry
+                self.prompt_logprobs.add(added)
         for row, length in zip(plan.cut_rows.tolist(), plan.cut_lengths.tolist(), strict=True):
             self.sampler.cut(row, length)
         if len(plan.append_rows):
@@ -197,7 +191,9 @@ class ModelRunner:
         plan, rows = executed.plan, executed.staged.sample_rows
         if executed.logits is None:
             return PendingStep(plan.step, rows[:0], None, [])
-        prompt_logprobs = self._prompt_logprobs(plan, executed.hidden)
+        prompt_logprobs: list[tuple[int, LogprobTensors]] = []
+        if self.prompt_logprobs.rows:
+            prompt_logprobs = self.prompt_logprobs.apply(plan, executed.hidden, self.adapters)
         pooled = pool(self._pooled_rows, plan, executed.hidden) if self._pooled_rows else None
         host_rows = plan.rows[plan.samples]
         if not len(host_rows):
@@ -277,54 +273,6 @@ class ModelRunner:
         self.sampler.appended(line_rows, sampled.tokens, is_accepted)
         return sampled, Verified(counts, plan.num_samples[plan.samples], plan.line_offsets)
 
-    def _prompt_logprobs(
-        self, plan: StepPlan, hidden: Tensor | None
-    ) -> list[tuple[int, LogprobTensors]]:
-        """Rows and logprobs of their prompt tokens: the hidden state at p - 1 gives those of p. The
-        first rank has them; the others do the same but for measuring."""
-        found: list[tuple[int, LogprobTensors]] = []
-        if not self._prompt_logprob_rows or hidden is None:
-            return found
-        starts = np.cumsum(plan.num_new_tokens) - plan.num_new_tokens
-        for row, start, count in zip(
-            plan.rows.tolist(), starts.tolist(), plan.num_new_tokens.tolist(), strict=True
-        ):
-            entry = self._prompt_logprob_rows.get(row)
-            if entry is None:
-                continue
-            first, num_before = entry.num_computed, entry.added.num_prompt_tokens - 1
-            entry.num_computed += count
-            if first < num_before:
-                some = hidden[start : start + min(count, num_before - first)]
-                logprobs = self._logprobs_behind(entry.added, first, some)
-                if logprobs is not None:
-                    found.append((row, logprobs))
-            if entry.num_computed >= num_before:
-                del self._prompt_logprob_rows[row]
-        return found
-
-    def _logprobs_behind(
-        self, added: AddedRow, first: int, hidden: Tensor
-    ) -> LogprobTensors | None:
-        """Logprobs of the tokens after positions `first` and on; `hidden` are the states there."""
-        positions = np.arange(first + 1, first + 1 + len(hidden), dtype=np.int32)
-        targets = self.table.token_ids[added.row, first + 1 : first + 1 + len(hidden)].long()
-        # In pieces: all logits of a long prompt would take gigabytes.
-        cuts = [slice(start, start + MAX_LINES) for start in range(0, len(hidden), MAX_LINES)]
-        parts = []
-        for cut in cuts:
-            if self.adapters is not None:
-                self.adapters.begin_lines(added.adapter_slot, len(hidden[cut]))
-            logits = self.model.lm_head.gather(self.model.logits(hidden[cut]))
-            if self._parallel.answers:
-                if self.on_prompt_logits is not None:
-                    self.on_prompt_logits(positions[cut], logits)
-                measured = measure_prompt(added, logits, targets[cut], positions[cut])
-                parts.append(measured.tensors)
-        if not parts:
-            return None
-        return LogprobTensors(positions, *map(torch.cat, zip(*parts, strict=True)))
-
     # --- before the engine is ready ---------------------------------------------------------------
 
     def build_graphs(self, max_tokens: int) -> StepGraphs:
@@ -355,7 +303,7 @@ class ModelRunner:
         with CompilingTogether(num_threads):
             if self._stage.is_last:
                 self.sampler.warm_up(self.model.dtype)
-            for plan in self._warm_up_plans(sizes):
+            for plan in self._warm_up_plans(sizes, max_tokens):
                 self.execute(plan)
                 self.update_rows(StepPlan(step=0, freed_rows=plan.rows))
             if graphs is not None:
@@ -364,27 +312,32 @@ class ModelRunner:
             for layer in {one.kernels: one for one in experts}.values():
                 layer.warm_up(max_tokens)
 
-    def warm_up(self) -> None:
-        """Run steps of each kind. Their rows have no blocks of their own: all write to the first
-        block of the cache, which holds nothing yet."""
+    def warm_up(self, max_tokens: int) -> None:
+        """Run steps of each kind, of up to so many tokens. Their rows have no blocks of their own:
+        all write to the first block of the cache, which holds nothing yet."""
         if self._stage.is_last:
             self.sampler.warm_up(self.model.dtype)
         sizes = batch_sizes(len(self.table.num_tokens), self.graphs is not None)
-        for plan in self._warm_up_plans(sizes):
+        for plan in self._warm_up_plans(sizes, max_tokens):
             self.execute(plan)
             self.sample().result()
             self.update_rows(StepPlan(step=0, freed_rows=plan.rows))
 
-    def _warm_up_plans(self, sizes: list[int]) -> Iterator[StepPlan]:
-        block_size, max_len = self.table.block_size, self.table.token_ids.shape[1]
-        return warm_up_plans(
-            block_size,
-            max_len,
-            sizes,
-            self._shares_prefixes,
-            self._max_queries,
-            self.attention.expanded_queries,
-        )
+    def _warm_up_plans(self, sizes: list[int], max_tokens: int) -> Iterator[StepPlan]:
+        """Where there may be adapters, all steps with one too: slot 0, which is empty yet."""
+        max_rows, max_len = self.table.token_ids.shape
+        for slot in (-1,) if self.adapters is None else (-1, 0):
+            yield from warm_up_plans(
+                self.table.block_size,
+                max_len,
+                sizes,
+                self._shares_prefixes,
+                self._max_queries,
+                self.attention.expanded_queries,
+                slot,
+            )
+        if self.adapters is not None:
+            yield from adapter_prompts(max_rows, max_tokens, max_len)
 
 
 @dataclass(slots=True)

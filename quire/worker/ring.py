@@ -8,6 +8,7 @@ import os
 import platform
 import socket
 import struct
+import threading
 import time
 from collections.abc import Sequence
 
@@ -86,28 +87,43 @@ def new_ring() -> int:
     return fd
 
 
+class ReadersLate(TimeoutError):
+    """Some readers take nothing in."""
+
+    def __init__(self, readers: list[int]) -> None:
+        super().__init__(f"readers {readers} take nothing in")
+        self.readers = readers
+
+
 class OrderWriter:
     def __init__(self, fd: int, wake_sockets: Sequence[socket.socket]) -> None:
         """A byte wakes a reader that sleeps."""
         self._ring, self._wake_sockets = _Ring(fd), wake_sockets
         self._readers = [self._ring.read(reader) for reader in range(len(wake_sockets))]
         self._position = 0
+        self._is_closed = threading.Event()
 
     def write(self, message: bytes, deadline: float) -> None:
-        """Raises `TimeoutError` where a reader leaves no room until then."""
+        """Raises `ReadersLate` where some leave no room until then, `OSError` once it is closed."""
         data = memoryview(LENGTH.pack(len(message)) + message)
         while data:
-            room = CAPACITY - (self._position - min(count.get() for count in self._readers))
+            read = [count.get() for count in self._readers]
+            room = CAPACITY - (self._position - min(read))
             if room == 0:
                 if time.monotonic() > deadline:
-                    raise TimeoutError
-                time.sleep(POLL_S)
+                    raise ReadersLate([i for i, count in enumerate(read) if count == min(read)])
+                if self._is_closed.wait(POLL_S):
+                    raise OSError("its orders have been closed")
                 continue
             some, data = data[:room], data[room:]
             self._ring.put(self._position, some)
             self._position += len(some)
             self._ring.written.set(self._position)
             self._wake()
+
+    def close(self) -> None:
+        """Another thread that writes stops waiting for room."""
+        self._is_closed.set()
 
     def _wake(self) -> None:
         for line in self._wake_sockets:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,6 +47,11 @@ class Staging:
         return [
             sent[start : start + array.size] for start, array in zip(starts, arrays, strict=True)
         ]
+
+    def send_named(self, *groups: Mapping[str, Int32Array]) -> list[dict[str, Tensor]]:
+        """As `send`, all groups in one copy; each comes back with its names."""
+        sent = iter(self.send(*(array for group in groups for array in group.values())))
+        return [{name: next(sent) for name in group} for group in groups]
 
 
 @dataclass(slots=True)
@@ -123,44 +129,48 @@ class RowTable:
         """Carry out the changes of a plan. All that the host sends travels in one copy."""
         self._bound_lengths(plan)
         samples = np.flatnonzero(plan.samples).astype(np.int32)
-        added_fields, places, tokens = self._added(plan.added_rows)
+        fields, places, tokens = self._added(plan.added_rows)
         forks = [added for added in plan.added_rows if added.fork_of >= 0]
-        lines = _lines(plan) if plan.has_drafts else ()
-        sent = self.staging.send(
-            np.array([[one.row, one.fork_of] for one in forks], np.int32).T,
-            added_fields,
-            places,
-            tokens,
-            plan.block_rows,
-            plan.block_groups,
-            plan.block_indices,
-            plan.block_ids,
-            append_places(plan.append_rows),
-            plan.append_rows,
-            plan.append_tokens,
-            plan.rows,
-            plan.num_new_tokens,
-            samples,
-            plan.rows[samples],
-            plan.copy_sources,
-            plan.copy_targets,
-            *lines,
-            *((plan.cut_rows, plan.cut_lengths) if len(plan.cut_rows) else ()),
-        )
-        if forks:
-            self._fork(sent[0].view(2, -1), max(one.num_forked_tokens for one in forks))
-        if plan.added_rows:
-            fields = sent[1].view(6, -1)
-            self.token_ids.view(-1)[sent[2].view(torch.int64)] = sent[3]
-            self._numbers[:, fields[0]] = fields[1:]
+        changes = {
+            "forks": np.array([[one.row, one.fork_of] for one in forks], np.int32).T,
+            "added_fields": fields,
+            "added_places": places,
+            "added_tokens": tokens,
+            "block_rows": plan.block_rows,
+            "block_groups": plan.block_groups,
+            "block_indices": plan.block_indices,
+            "block_ids": plan.block_ids,
+            "append_places": append_places(plan.append_rows),
+        }
         if len(plan.cut_rows):
-            self._cut(*sent[-2:])
+            changes |= {"cut_rows": plan.cut_rows, "cut_lengths": plan.cut_lengths}
+        computing = {
+            "append_rows": plan.append_rows,
+            "append_tokens": plan.append_tokens,
+            "rows": plan.rows,
+            "counts": plan.num_new_tokens,
+            "samples": samples,
+            "sample_rows": plan.rows[samples],
+            "copy_sources": plan.copy_sources,
+            "copy_targets": plan.copy_targets,
+        }
+        lines = _lines(plan) if plan.has_drafts else {}
+        sent, sent_rows, sent_lines = self.staging.send_named(changes, computing, lines)
+        staged = StagedRows(StagedLines(**sent_lines) if lines else None, **sent_rows)
+        if forks:
+            self._fork(sent["forks"].view(2, -1), max(one.num_forked_tokens for one in forks))
+        if plan.added_rows:
+            self.token_ids.view(-1)[sent["added_places"].view(torch.int64)] = sent["added_tokens"]
+            numbers = sent["added_fields"].view(6, -1)
+            self._numbers[:, numbers[0]] = numbers[1:]
+        if len(plan.cut_rows):
+            self._cut(sent["cut_rows"], sent["cut_lengths"])
         if len(plan.append_rows):
-            self._append(sent[9], sent[10], sent[8])
+            self._append(staged.append_rows, staged.append_tokens, sent["append_places"])
         if len(plan.block_rows):
-            rows, groups, indices, ids = sent[4:8]
-            self.block_tables[groups, rows, indices] = ids
-        return StagedRows(StagedLines(*sent[17:22]) if lines else None, *sent[9:17])
+            at = sent["block_groups"], sent["block_rows"], sent["block_indices"]
+            self.block_tables[at] = sent["block_ids"]
+        return staged
 
     def beside(self, kv_group: int) -> RowTable:
         """The same rows with lengths of their own, and the blocks of one group, for a model that
@@ -170,9 +180,9 @@ class RowTable:
         other.block_tables = self.block_tables[kv_group : kv_group + 1]
         return other
 
-    def uses_adapters(self, plan: StepPlan) -> bool:
-        """Whether a row of the plan, which is carried out, has an adapter."""
-        return bool((self._host_slots[plan.rows] >= 0).any())
+    def used_adapters(self, plan: StepPlan) -> list[int]:
+        """Slots of the adapters that rows of the plan use, which is carried out."""
+        return [slot for slot in np.unique(self._host_slots[plan.rows]).tolist() if slot >= 0]
 
     def _bound_lengths(self, plan: StepPlan) -> None:
         bounds = self.max_computed
@@ -280,11 +290,17 @@ def _untouched_zeros(num_rows: int, length: int, device: torch.device) -> Tensor
     return torch.zeros((num_rows, length), dtype=torch.int32, device=device)
 
 
-def _lines(plan: StepPlan) -> tuple[Int32Array, ...]:
+def _lines(plan: StepPlan) -> dict[str, Int32Array]:
     """The parts of `StagedLines`."""
     counts = plan.num_samples[plan.samples]
     index = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    return index, plan.line_offsets, plan.line_tokens, plan.first_lines, counts
+    return {
+        "index": index,
+        "offsets": plan.line_offsets,
+        "tokens": plan.line_tokens,
+        "first": plan.first_lines,
+        "counts": counts,
+    }
 
 
 def append_places(rows: Int32Array) -> Int32Array:

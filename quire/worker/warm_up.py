@@ -40,9 +40,10 @@ def warm_up_plans(
     shares_prefixes: bool,
     max_queries: int = 1,
     expanded_queries: int | None = None,
+    slot: int = -1,
 ) -> Iterator[StepPlan]:
     """Single tokens alone and next to prompts, and with drafts, for each number of rows; and a
-    prompt of `expanded_queries` tokens."""
+    prompt of `expanded_queries` tokens. All use the adapter in `slot`, if there is one."""
     length = min(block_size + 4, max_len - 1)
     if length < 2:
         return
@@ -52,19 +53,27 @@ def warm_up_plans(
             for num_prompts in (0, 1):
                 computed = np.full(count, length - 1, np.int32)
                 computed[:num_prompts] = 0
-                plan = _plan(computed, length)
+                plan = _plan(computed, length, slot=slot)
                 if grouped:
                     plan.prefix_groups = np.zeros(count, np.int32)
                     plan.prefix_blocks = np.ones(1, np.int32)
                 yield plan
         for tokens in drafted_counts(max_queries):
             if length + tokens <= max_len:
-                yield _plan(np.full(count, length - 1, np.int32), length, tokens - 1)
+                yield _plan(np.full(count, length - 1, np.int32), length, tokens - 1, slot)
     if expanded_queries is not None and expanded_queries < max_len:
-        yield _plan(np.zeros(1, np.int32), expanded_queries)
+        yield _plan(np.zeros(1, np.int32), expanded_queries, slot=slot)
 
 
-def _plan(computed: Int32Array, length: int, num_drafts: int = 0) -> StepPlan:
+def adapter_prompts(max_rows: int, max_tokens: int, max_len: int) -> Iterator[StepPlan]:
+    """Prompts with the adapter in slot 0. Which kernels add it depends on the tokens of a step."""
+    for size in [1 << i for i in range(4, max_tokens.bit_length())]:
+        count = -(-size // (max_len - 1))
+        if count <= max_rows:
+            yield _plan(np.zeros(count, np.int32), size // count, slot=0)
+
+
+def _plan(computed: Int32Array, length: int, num_drafts: int = 0, slot: int = -1) -> StepPlan:
     """Each row has so many of its `length` tokens computed and computes the others, and drafts."""
     added = [
         AddedRow(
@@ -75,6 +84,7 @@ def _plan(computed: Int32Array, length: int, num_drafts: int = 0) -> StepPlan:
             params=PARAMS[row % len(PARAMS)],
             seed=row,
             num_logprobs=PARAMS[row % len(PARAMS)].logprobs or -1,
+            adapter_slot=slot,
         )
         for row, done in enumerate(computed.tolist())
     ]
@@ -87,9 +97,11 @@ def _plan(computed: Int32Array, length: int, num_drafts: int = 0) -> StepPlan:
     )
 
 
-def largest_step(num_rows: int, num_tokens: int, max_len: int, max_queries: int = 1) -> StepPlan:
+def largest_step(
+    num_rows: int, num_tokens: int, max_len: int, max_queries: int = 1, slot: int = -1
+) -> StepPlan:
     """As many tokens and rows as a step may have; all rows sample with edited, filtered logits, and
-    from as many lines as drafts allow."""
+    from as many lines as drafts allow, and use the adapter in `slot`, if there is one."""
     counts = np.full(num_rows, num_tokens // num_rows, np.int32)
     counts[: num_tokens % num_rows] += 1
     counts = counts.clip(1, max_len)
@@ -103,6 +115,7 @@ def largest_step(num_rows: int, num_tokens: int, max_len: int, max_queries: int 
             params=params,
             seed=row,
             num_logprobs=1,
+            adapter_slot=slot,
             appends_sampled=False,  # a row of the longest length has no room for more
         )
         for row, count in enumerate(counts.tolist())

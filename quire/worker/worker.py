@@ -147,7 +147,14 @@ class Worker:
         )
         reasons = "".join(f"; not {reason}" for reason in skipped)
         which = "" if group.window is None else f" (window of {group.window} tokens)"
-        logger.debug("attention%s: %s%s", which, backend.describe(), reasons)
+        numbers = "independent of" if backend.support.batch_invariant else "may depend on"
+        logger.debug(
+            "attention%s: %s, numbers of a request %s the rest of its batch%s",
+            which,
+            backend.describe(),
+            numbers,
+            reasons,
+        )
         if self.device.type == "cuda" and not backend.support.cuda_graphs:
             logger.debug("no CUDA graphs: attention by %s cannot be captured", backend.support.name)
         return backend
@@ -242,7 +249,7 @@ class Worker:
         if self.device.type == "cuda":
             remedy = f"Lower {LOWER_CACHE} or max_num_seqs."
             with explaining("warming up", remedy, self._device_info):
-                self.runner.warm_up()
+                self.runner.warm_up(self._max_tokens)
         if self.runner.expert_counter is not None:
             self.runner.expert_counter.reset()
 
@@ -348,10 +355,10 @@ class Worker:
         with explaining("profiling the memory of the largest step", remedy, self._device_info):
             used = used_bytes()
             runner = self._build_runner(KVTensors(self.layout, 1, self.device), max_len)
-            runner.kv.clear()
             graphs = runner.build_graphs(num_tokens) if self._has_graphs else None
             runner.compile_kernels(graphs, self._num_threads, num_tokens)
-            runner.execute(largest_step(num_rows, num_tokens, max_len, self._max_queries))
+            slot = -1 if self.adapters is None else 0
+            runner.execute(largest_step(num_rows, num_tokens, max_len, self._max_queries, slot))
             runner.sample().result()
             torch.cuda.synchronize()
             # What torch has cached shows how far the memory was filled.

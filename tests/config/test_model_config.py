@@ -12,8 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import transformers
+from safetensors.numpy import save_file
 
 from quire.config.model import SUPPORTED_ARCHITECTURES, load_model_config
 from quire.protocol.errors import ModelError, OptionError
@@ -118,6 +120,22 @@ def test_reads_what_transformers_writes(
         assert config.rope_scaling is None
         windows = [config.layer_window(i) for i in range(config.num_layers)]
         assert windows == [reference.sliding_window if "Mistral" in class_name else None] * 4
+
+
+def test_type_of_weights_that_config_json_does_not_name(tmp_path: Path) -> None:
+    """That of most of what is stored as floats, in all files."""
+    folder = write(tmp_path, LLAMA)
+    assert load_model_config(folder).dtype == "float32"
+    few, many = (np.zeros((size, 64)) for size in (150, 200))
+    codes = np.zeros((500, 64), np.uint8)
+    save_file({"a": few.astype(np.float32), "b": codes}, tmp_path / "model-1.safetensors")
+    save_file({"c": many.astype(np.float16)}, tmp_path / "model-2.safetensors")
+    assert load_model_config(folder).dtype == "float16"
+    write(tmp_path, {**LLAMA, "torch_dtype": "bfloat16"})
+    assert load_model_config(folder).dtype == "bfloat16"
+    write(tmp_path, {**LLAMA, "dtype": None})
+    (tmp_path / "model-2.safetensors").write_bytes(bytes(30000))
+    assert load_model_config(folder).dtype == "float32"
 
 
 PUBLISHED: dict[str, dict[str, Any]] = {

@@ -264,6 +264,16 @@ def test_ranks_that_leave_cores_free_have_two_steps_in_flight(
     assert resolved(device, **values)["max_steps_in_flight"] == steps
 
 
+def test_engines_of_a_launcher_follow_no_clock() -> None:
+    """Each of them would bound prompts by times of its own."""
+    wanted = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
+    result = resolve(options(**wanted), MODEL, CPU)
+    assert result.options.scheduler.target_itl_ms == 0
+    assert "target_itl_ms became 0" in "".join(result.notes)
+    assert resolve(result.options, MODEL, CPU).options == result.options
+    assert resolved(CPU, tensor_parallel_size=2)["target_itl_ms"] is None
+
+
 def test_a_pipeline_has_as_many_steps_in_flight_as_stages() -> None:
     """With fewer a stage would be idle, and there are no rows for more."""
     model = replace(MODEL, num_layers=3)

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from quire.config.options import EngineOptions
+from quire.config.resolve import check_options
 from quire.config.speculative import SpeculativeConfig
 from quire.protocol.errors import OptionError
 
 
-def read(**config: Any) -> SpeculativeConfig | None:
+def read(config: dict[Any, Any] | None = None, **more: Any) -> SpeculativeConfig | None:
+    config = {**(config or {}), **more}
     return EngineOptions.from_arguments(speculative_config=config).decoding.speculation
 
 
@@ -55,6 +57,11 @@ def test_methods_of_heads_may_be_left_out() -> None:
     assert found is not None and found.uses_head and found.num_ahead == 0
 
 
+@pytest.mark.parametrize("name", ["deepseek_mtp", "glm4_moe_mtp"])
+def test_mtp_has_vllms_names_too(name: str) -> None:
+    assert read(method=name, num_speculative_tokens=2) == SpeculativeConfig("mtp", 2, 0, 0)
+
+
 def test_keys_of_a_draft_model() -> None:
     found = read(model="x", num_speculative_tokens=2, max_model_len=9, quantization="fp8")
     assert found is not None and not found.uses_head and found.num_ranks is None
@@ -71,7 +78,7 @@ def test_drafts_by_batch_size() -> None:
     assert found is not None and found.schedule == ((1, 4, 3), (5, 8, 0))
 
 
-BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+BAD: list[tuple[dict[Any, Any], tuple[str, ...]]] = [
     ({"prompt_lookup_max": 2}, ("'method'", "ngram, auto")),
     ({"method": "ngrams", "num_speculative_tokens": 2}, ("'method'", "'ngrams'")),
     ({"method": "ngram"}, ("'num_speculative_tokens'", "None")),
@@ -80,6 +87,13 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"method": "ngram", "num_speculative_tokens": True}, ("'num_speculative_tokens'", "True")),
     ({"method": "auto", "prompt_lookup_min": 9, "prompt_lookup_max": 3}, ("prompt_lookup_min",)),
     ({"method": "auto", "prompt_lookup_max": 99}, ("prompt_lookup_max", "32")),
+    ({"method": "auto", "prompt_lookup_max": "x"}, ("'prompt_lookup_max'", "'x'")),
+    ({"method": "auto", "prompt_lookup_max": 0}, ("'prompt_lookup_max'", "at least 1")),
+    ({"method": "auto", "prompt_lookup_min": 40}, ("'prompt_lookup_min'", "32", "40")),
+    ({"method": None}, ("'method'", "ngram, auto", "None")),
+    ({"method": "mimo_mtp"}, ("'mimo_mtp'", "not supported", "eagle3, mtp")),
+    ({1: 2}, ("[1]", "unknown", "num_speculative_tokens")),
+    ({1: 2, "model": "x"}, ("[1]", "unknown")),
     ({"method": "auto", "quantization": "fp8"}, ("'quantization'", "no model")),
     ({"method": "auto", "k": 1}, ("'k'", "unknown", "num_speculative_tokens")),
     ({"method": "eagle3", "num_speculative_tokens": 2}, ("'model'", "None")),
@@ -102,19 +116,32 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         )
         for table in (5, [[1, 2]], [[2, 1, 1]], [[1, 2, 4]], [[0, 2, 1]], [["1", 2, 3]])
     ),
+    *(
+        (
+            {"method": "auto", "num_speculative_tokens_per_batch_size": table},
+            ("num_speculative_tokens_per_batch_size", "not overlap", str(table)),
+        )
+        for table in ([[1, 4, 2], [4, 8, 1]], [[5, 8, 2], [1, 9, 1]], [[1, 9, 2], [2, 3, 1]])
+    ),
 ]
 
 
 @pytest.mark.parametrize(("config", "parts"), BAD)
-def test_mistakes_are_named(config: dict[str, Any], parts: tuple[str, ...]) -> None:
+def test_mistakes_are_named(config: dict[Any, Any], parts: tuple[str, ...]) -> None:
     with pytest.raises(OptionError) as caught:
-        read(**config)
+        read(config)
     assert all(part in str(caught.value) for part in ("speculative_config", *parts))
 
 
-def test_a_pipeline_cannot_draft() -> None:
-    from quire.config.resolve import check_options
+def test_the_format_of_a_draft_model_is_one_of_those_that_are_known() -> None:
+    config = {"model": "x", "num_speculative_tokens": 2, "quantization": "foo"}
+    options = EngineOptions.from_arguments(speculative_config=config)
+    message = r"speculative_config\['quantization'\]='foo' is not supported; .*int8.*gptq"
+    with pytest.raises(OptionError, match=message):
+        check_options(options)
 
+
+def test_a_pipeline_cannot_draft() -> None:
     options = EngineOptions.from_arguments(
         speculative_config={"method": "auto"}, pipeline_parallel_size=2
     )

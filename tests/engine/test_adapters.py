@@ -14,6 +14,7 @@ from quire.protocol.errors import EngineDeadError, RequestError
 from quire.protocol.request import NewRequest
 from quire.protocol.sampling import SamplingParams
 from quire.scheduler.adapters import AdapterSlots
+from quire.scheduler.queue import Lane
 from tests.engine.driver import Engine, numbers
 
 
@@ -27,6 +28,11 @@ def slots_of(engine: Engine) -> AdapterSlots:
     slots = engine.core.scheduler.adapters
     assert slots is not None
     return slots
+
+
+def lanes(**priorities: int) -> dict[str, list[Lane]]:
+    """What waits for adapters."""
+    return {name: [Lane(priority, 0, name)] for name, priority in priorities.items()}
 
 
 def test_without_adapters_a_request_for_one_is_refused() -> None:
@@ -70,6 +76,49 @@ def test_none_starves(wait_s: float) -> None:
     assert cold in one.ended and base in one.ended
 
 
+def test_what_waited_too_long_does_not_hold_up_better_priorities() -> None:
+    """It may never get a row, as long as there are enough of these."""
+    one = engine(1, wait_s=5.0, policy="priority", max_num_seqs=2)
+    first = one.add(numbers(5), max_tokens=20, adapter="hot-8")
+    one.step()
+    cold = one.add(numbers(6), max_tokens=1, adapter="cold-8", priority=5)
+    one.step()
+    equal = one.add(numbers(6), max_tokens=1, adapter="hot-8", priority=5)
+    base, hot = [], []
+    for step in range(60):
+        one.now += 1.0
+        while sum(key not in one.ended for key in base) < 4:
+            base.append(one.add(numbers(5, step), max_tokens=5))
+        if step % 10 == 9:
+            hot.append(one.add(numbers(5, step), max_tokens=4, adapter="hot-8"))
+        one.step()
+    assert slots_of(one)._due is not None and first in one.ended
+    assert set(hot[:4]) <= one.ended.keys() and cold not in one.ended and equal not in one.ended
+    one.finish()
+    assert cold in one.ended and equal in one.ended
+
+
+def test_of_what_waited_too_long_the_best_priority_gets_its_place_first() -> None:
+    slots = AdapterSlots(AdapterLimits(2, 8, 8, 5.0))
+    low, high, a = (AdapterContent(name, 1) for name in ("low", "high", "a"))
+    for one in (a, AdapterContent("b", 1)):
+        slots.acquire(one)
+    slots.acquire(a)
+    slots.block(low, 0.0, 5)
+    assert slots.unblock(6.0, lanes(low=5)) == []
+    assert not slots.has_room(AdapterContent("b", 1), False, 5), "it has fewer users, and leaves"
+    slots.block(high, 6.0, 1)
+    assert slots.unblock(7.0, lanes(low=5, high=1)) == []
+    assert slots._due == low and slots.has_room(a, False, 1)
+    slots.unblock(12.0, lanes(low=5, high=1))
+    assert slots._due == high
+    slots.release("b")
+    assert slots.unblock(13.0, lanes(low=5, high=1)) == ["high"]
+    slots.acquire(high)
+    slots.unblock(14.0, lanes(low=5))
+    assert slots._due == low
+
+
 def test_what_waited_too_long_keeps_its_place_free() -> None:
     """A small adapter does not take the chunk that a large one waits for."""
     one = engine(1, 16, wait_s=5.0)
@@ -91,10 +140,10 @@ def test_what_makes_way_is_chosen_again_when_another_took_its_place() -> None:
     for one in (a, b, c):
         slots.acquire(one)
     slots.block(large, 0.0)
-    assert slots.unblock(9.0, {"large"}) == [] and not slots.has_room(a, False)
+    assert slots.unblock(9.0, lanes(large=0)) == [] and not slots.has_room(a, False)
     slots.release("a")
     slots.release("b")
-    assert slots.unblock(9.0, {"large"}) == ["large"]
+    assert slots.unblock(9.0, lanes(large=0)) == ["large"]
     slots.acquire(other)  # whose turn comes first, and for which `a` goes
     assert not slots.has_room(b, False), "nothing would be left for the one that waits"
     assert slots.has_room(large, False)
@@ -112,7 +161,7 @@ def test_what_is_wanted_no_more_takes_no_place() -> None:
     for one in (large, gone, small):
         slots.block(one, 0.0)
     slots.release("a")
-    assert slots.unblock(0.0, {"large", "s"}) == ["s"]
+    assert slots.unblock(0.0, lanes(large=0, s=0)) == ["s"]
 
 
 def test_a_pause_does_not_wait_for_ever() -> None:
@@ -311,6 +360,85 @@ def test_on_the_host_none_starves_either() -> None:
         one.step()
     assert cold in one.ended
     one.finish()
+
+
+@pytest.mark.parametrize("load_polls", [0, 3])
+@pytest.mark.parametrize("by_tenant", [False, True], ids=["priorities", "tenants"])
+def test_requests_that_only_wait_hold_no_place_on_the_host(
+    by_tenant: bool, load_polls: int
+) -> None:
+    """Two adapters have many requests, and one comes for a third: of a better priority, or of a
+    tenant that has had nothing yet."""
+    policy = "fcfs" if by_tenant else "priority"
+    one = Engine(
+        adapters=AdapterLimits(2, 8, 2, 2.0), policy=policy, max_num_seqs=2, load_polls=load_polls
+    )
+    low, high = ({"tenant": "a"}, {"tenant": "b"}) if by_tenant else ({"priority": 5}, {})
+    many = [one.add(numbers(5, i), max_tokens=8, adapter=f"a{i % 2}-8", **low) for i in range(30)]
+    one.step(10)
+    base: list[int] = []
+    key = one.add(numbers(6), max_tokens=2, adapter="c-8", **high)
+    for step in range(60):
+        one.now += 0.1
+        while not by_tenant and sum(other not in one.ended for other in base) < 4:
+            base.append(one.add(numbers(5, step), max_tokens=5, priority=1))
+        one.step()
+        assert len(one.toy.hosted) <= 2
+    assert key in one.ended and not set(many) <= one.ended.keys()
+    for _ in range(600):
+        one.now += 0.1
+        one.step()
+    one.finish()
+    assert {ended.finish_reason for ended in one.ended.values()} == {"length"}
+    assert set(many) <= one.ended.keys()
+
+
+def test_on_a_full_host_adapters_take_turns_and_requests_in_work_end() -> None:
+    """Each has been used before it makes way, however short the patience of the others."""
+    one = engine(2, max_host=2, wait_s=0.0, load_polls=2, max_num_seqs=2)
+    keys = [one.add(numbers(5, i), max_tokens=4, adapter=f"a{i % 5}-8") for i in range(25)]
+    for _ in range(400):
+        one.now += 1.0
+        one.step()
+        assert len(one.toy.hosted) <= 2
+    assert set(keys) == one.ended.keys()
+    assert one.core.metrics.adapters.host_evictions.value <= 25
+    one.finish()
+
+
+def test_a_request_that_lost_its_place_reads_its_folder_again() -> None:
+    one = engine(1, max_host=1, wait_s=0.0, max_num_seqs=1)
+    one.folders.holds["sql"] = "v1-8"
+    keys = [one.add(numbers(5, i), max_tokens=6, adapter="sql") for i in range(2)]
+    one.step(2)
+    other = one.add(numbers(6), max_tokens=2, adapter="b-8")
+    for _ in range(3):
+        one.now += 1.0
+        one.step()
+    one.folders.holds["sql"] = "v2-8"
+    one.toy.vanished.add("v1-8")
+    one.digests[keys[1]] = "v2-8"
+    for _ in range(20):
+        one.now += 1.0
+        one.step()
+    one.finish()
+    assert one.order == [keys[0], other, keys[1]]
+    assert {ended.finish_reason for ended in one.ended.values()} == {"length"}
+
+
+def test_the_host_is_bounded_by_bytes_too() -> None:
+    one = Engine(adapters=AdapterLimits(2, 16, None, 1e9, max_host_bytes=40))
+    for i, rank in enumerate([16, 8, 16, 8, 8, 8, 16]):
+        one.add(numbers(5, i), max_tokens=2, adapter=f"a{i}-{rank}")
+        one.finish()
+        held = sum(int(name.rpartition("-")[2]) for name in one.toy.hosted)
+        assert held <= 40
+    assert one.toy.hosted == {"a3-8", "a4-8", "a5-8", "a6-16"}
+    tiny = Engine(adapters=AdapterLimits(1, 16, None, 1e9, max_host_bytes=1))
+    for name in ("a-16", "b-16"):  # one is always held
+        tiny.add(numbers(5), adapter=name)
+        tiny.finish()
+    assert len(tiny.ended) == 2
 
 
 def test_an_adapter_and_a_preempted_row() -> None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -26,6 +26,7 @@ from quire.config.device import core_shares
 from quire.engine.executors import distributed, launch, rank
 from quire.engine.executors.distributed import DistributedExecutor
 from quire.protocol.errors import EngineDeadError, OptionError
+from quire.protocol.plan import TokenMasks
 from tests.models.reference import FAMILIES, random_tokens
 from tests.tiny import save_tiny
 
@@ -303,6 +304,26 @@ def test_rank_that_dies_or_stands_still(two: LLM, number: signal.Signals, says: 
         endless(two)
 
 
+@pytest.mark.parametrize(
+    ("number", "says"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "not been heard of for")]
+)
+def test_rank_that_is_lost_while_an_order_is_written(
+    two: LLM, number: signal.Signals, says: str
+) -> None:
+    """Masks of 1,024 rows of a large vocabulary are more than the ring holds: the thread that
+    writes them must not wait for a reader that is gone."""
+    pids, executor = rank_pids(), cast(Any, two._core.executor)
+    os.kill(pids[1], number)
+    pool = ThreadPoolExecutor(1)
+    lines = np.arange(1024, dtype=np.int32)
+    masks = TokenMasks(lines, np.zeros((len(lines), 4750), np.int32))
+    call = pool.submit(executor.sample, 0, masks)
+    pool.shutdown(wait=False)
+    error = call.exception(6 * NOTICED_S)  # it would be ten minutes
+    assert isinstance(error, EngineDeadError)
+    assert re.search(rf"^rank 1 \(host \S+, process {pids[1]}\).*{says}", str(error))
+
+
 def test_silence_is_noticed_within_5_s(two: LLM) -> None:
     """By a clock of this test: one that stands still would take as long to wait for."""
     executor: Any = two._core.executor
@@ -436,6 +457,19 @@ def test_ranks_die_with_the_engine(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     wait_for(lambda: gone(pids), "the end of the ranks", timeout_s=10)
+
+
+def test_fork_leaves_the_ranks_alone(tmp_path: Path) -> None:
+    """A child that drops its copy of the `LLM`, as the collector may at any time."""
+    save_tiny(tmp_path, "llama")
+    with LLM(model=str(tmp_path), tensor_parallel_size=2, **SMALL) as llm:
+        pid = os.fork()
+        if pid == 0:
+            llm.shutdown()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        assert llm.generate(prompts(1), params, use_tqdm=False)[0].finished
 
 
 def test_refusals_of_a_rank_reach_the_user(tmp_path: Path) -> None:

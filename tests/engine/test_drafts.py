@@ -6,6 +6,7 @@ results do not depend on what else a step computes, so tokens and logprobs must 
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from pathlib import Path
@@ -21,8 +22,9 @@ from quire.frontend.inputs import TokenizationOptions, parse_prompts
 from quire.protocol.errors import OptionError
 from quire.protocol.plan import StepPlan
 from quire.scheduler.sequence import Status
+from quire.worker import draft_model
 from tests.frontend.grammars import TIGHT
-from tests.models.reference import VOCAB, random_tokens
+from tests.models.reference import VOCAB, random_tokens, save_safetensors
 from tests.tiny import assert_at_rest, save_tiny, tiny_llm
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -40,6 +42,9 @@ class ScriptedDrafter:
         self._texts = texts
         self._num_drafts = num_drafts
         self.num_accepted = 0
+
+    def settle(self, plan: StepPlan) -> None:
+        """Nothing is kept of rows."""
 
     def update(self, plan: StepPlan) -> None:
         """The table has all that it needs."""
@@ -73,6 +78,9 @@ class Recorder:
         self._table, self._drafter = runner.table, runner.drafter
         self.proposed: list[Proposal] = []
         runner.drafter = self
+
+    def settle(self, plan: StepPlan) -> None:
+        self._drafter.settle(plan)
 
     def update(self, plan: StepPlan) -> None:
         self._drafter.update(plan)
@@ -460,6 +468,109 @@ def test_the_same_model_drafts_what_it_would_sample(folder: Path, setting: str) 
         assert_at_rest(llm)
 
 
+PLAIN: dict[str, dict[str, Any]] = {
+    "drafted": {**GREEDY, "ignore_eos": True},
+    "plain": {**GREEDY, "ignore_eos": True, "speculation": False},
+    "several": {**DRAWN, "n": 2, "speculation": False},
+    "some": {**DRAWN, "stop": ["e"], "speculation": False},
+    "grammar": {**GREEDY, "structured_outputs": ENDLESS, "speculation": False},
+    "beams": {},
+}
+
+
+@pytest.mark.parametrize("setting", ["plain", "overlap", "pool-overlap"])
+def test_prefixes_are_found_for_a_draft_model_too(
+    folder: Path, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever generated them: later turns over them have all their drafts accepted, as where the
+    turn before was drafted. Nothing is read that is not computed."""
+    monkeypatch.setattr(draft_model, "MAX_LAG", 5)
+    config = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+    options = {"device": "cpu", "max_model_len": MAX_LEN, **SAME.get(setting, {})}
+    beams = BeamSearchParams(beam_width=2, max_tokens=30)
+    with tiny_llm(folder, speculative_config=config, **options) as llm:
+        draft_kv, metrics = llm._core.executor.runner.draft_kv, llm._core.metrics
+        assert draft_kv is not None and not draft_kv.data.any()
+        draft_kv.data.fill_(float("nan"))
+        kinds = [kind for kind in PLAIN for _ in range(2)]
+        prompts = prompts_of(len(kinds))
+        some = [SamplingParams(**PLAIN[kind]) for kind in kinds if kind != "beams"]
+        parsed = parse_prompts([{"prompt_token_ids": p} for p in prompts[: len(some)]])
+        requests = llm._submit(parsed, some, None, TokenizationOptions())
+        found = llm.beam_search([{"prompt_token_ids": p} for p in prompts[len(some) :]], beams)
+        texts = {"beams": [output.sequences[0].tokens for output in found]}
+        outputs = llm._finish(requests, False)
+        for kind, output in zip(kinds, outputs, strict=False):
+            for one in output.outputs:
+                texts.setdefault(kind, []).append(
+                    [*(output.prompt_token_ids or ()), *one.token_ids]
+                )
+        num_cached = 0
+        for kind in PLAIN:
+            before = metrics.draft_tokens.value, metrics.accepted_tokens.value
+            for text in texts[kind]:  # none is preempted
+                (turn,) = generate(llm, [text], SamplingParams(**{**GREEDY, "ignore_eos": True}))
+                num_cached += turn.num_cached_tokens or 0
+            drafted = metrics.draft_tokens.value - before[0]
+            assert metrics.accepted_tokens.value - before[1] == drafted > 20, kind
+        assert num_cached > 60
+        assert_at_rest(llm)
+
+
+def test_a_prompt_is_found_for_a_draft_model_while_it_is_computed(folder: Path) -> None:
+    """Its last token too, in a step of its own: others share its block from then on."""
+    config = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+    options: dict[str, Any] = {"device": "cpu", "max_model_len": MAX_LEN, "block_size": 4}
+    options |= {"max_num_batched_tokens": 23, "speculative_config": config}
+    prompt = random_tokens(24, seed=4)
+    params = [SamplingParams(**PLAIN[kind]) for kind in ("plain", "drafted")]
+    with tiny_llm(folder, **options) as llm:
+        outputs = generate(llm, [prompt, prompt + random_tokens(5, seed=5)], params)
+        assert [output.num_cached_tokens for output in outputs] == [0, 24]
+        metrics = llm._core.metrics
+        assert metrics.accepted_tokens.value == metrics.draft_tokens.value > 20
+
+
+def test_what_was_put_off_is_computed_before_a_row_is_left_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text that has become longer than the model drafts for is found up to that length."""
+    monkeypatch.setattr(draft_model, "MAX_LAG", 100)
+    config = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+    options: dict[str, Any] = {"device": "cpu", "max_model_len": MAX_LEN, "block_size": 4}
+    options["speculative_config"] = {**config, "max_model_len": 60}
+    prompt = random_tokens(9, seed=4)
+    with tiny_llm(folder, **options) as llm:
+        llm._core.executor.runner.draft_kv.data.fill_(float("nan"))
+        passes: list[int] = []
+        model = llm._core.executor.runner.drafter._model
+        model.register_forward_hook(lambda *_: passes.append(1))
+        params = SamplingParams(**{**PLAIN["plain"], "max_tokens": 100})
+        (output,) = generate(llm, [prompt], params)
+        assert len(passes) == 2, "the prompt, and what was put off"
+        text = [*prompt, *output.outputs[0].token_ids][:33]
+        params = SamplingParams(**{**PLAIN["drafted"], "max_tokens": 20})
+        (turn,) = generate(llm, [text], params)
+        assert turn.num_cached_tokens == 32
+        metrics = llm._core.metrics
+        assert metrics.accepted_tokens.value == metrics.draft_tokens.value > 12
+
+
+def test_requests_without_drafts_are_computed_some_tokens_at_a_time(folder: Path) -> None:
+    """So that they take little of the draft model."""
+    config = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+    with tiny_llm(folder, device="cpu", max_model_len=MAX_LEN, speculative_config=config) as llm:
+        passes: list[int] = []
+        model = llm._core.executor.runner.drafter._model
+        model.register_forward_hook(lambda *_: passes.append(1))
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=40, speculation=False)
+        generate(llm, prompts_of(4), params)
+        # The prompts, 16 tokens twice, and the rest with the next step that there is.
+        assert len(passes) == 3
+        generate(llm, prompts_of(1), params)
+        assert len(passes) == 3 + 4
+
+
 @pytest.mark.parametrize("family", ["gemma3", "deepseek_v2", "gpt2"])
 def test_other_families_draft_for_themselves(tmp_path: Path, family: str) -> None:
     """With windows in some layers, latents and experts, and learned positions."""
@@ -556,10 +667,59 @@ def test_ranks_of_a_draft_model_are_one_or_those_of_the_target(folder: Path) -> 
         tiny_llm(folder, device="cpu", max_model_len=MAX_LEN, speculative_config=config)
 
 
-def test_a_model_with_another_vocabulary_cannot_draft(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("difference", [-9, 12])
+def test_a_vocabulary_may_be_padded_to_another_size(tmp_path: Path, difference: int) -> None:
+    """Models of one family have the same tokens and matrices of different sizes. What the one that
+    drafts does not have is read as another token and never drafted, nor is what it alone has."""
+    target, other = tmp_path / "target", tmp_path / "other"
+    model = save_tiny(target)
+    save_tiny(other)
+    small = min(VOCAB, VOCAB + difference)
+    model.resize_token_embeddings(VOCAB + difference, mean_resizing=False)
+    if difference > 0:  # the model would like them best
+        model.lm_head.weight.data[VOCAB:] = 3 * model.lm_head.weight.data[:difference]
+    save_safetensors(model, other)
+    config = {"method": "draft_model", "model": str(other), "num_speculative_tokens": 3}
+    params = [SamplingParams(**FEATURES[kind]) for kind in ("to_the_end", "drawn", "repetition")]
+    prompts = [[*prompt[:-2], small - 1, small, prompt[-1]][-9:] for prompt in prompts_of(3)]
+    prompts = [[token % VOCAB for token in prompt] for prompt in prompts]
+    options = {"device": "cpu", "max_model_len": MAX_LEN}
+    with tiny_llm(target, **options) as llm:
+        expected = generate(llm, prompts, params)
+    with tiny_llm(target, speculative_config=config, **options) as llm:
+        recorder = Recorder(llm)
+        assert seen(generate(llm, prompts, params)) == seen(expected)
+        drafted = [draft for _, drafts in recorder.proposed for draft in drafts if draft >= 0]
+        assert max(drafted) < small
+        metrics = llm._core.metrics
+        share = metrics.accepted_tokens.value / metrics.draft_tokens.value
+        # The smaller model reads texts in which there are other tokens.
+        assert share > (0.7 if difference > 0 else 0.1)
+
+
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+def test_a_model_with_other_tokens_cannot_draft(
+    folder: Path, tmp_path: Path, has_tokenizer: bool
+) -> None:
     save_tiny(tmp_path, vocab_size=VOCAB + 3)
-    config = {"model": str(tmp_path), "num_speculative_tokens": 3}
-    with pytest.raises(OptionError, match=rf"vocabulary of {VOCAB + 3} tokens.* {VOCAB};"):
+    message, file = "without a tokenizer.json", tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    file.unlink()
+    if has_tokenizer:
+        vocabulary = content["model"]["vocab"]
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+        file.write_text(json.dumps(content), encoding="utf-8")
+        message = r"token \d+ is 'a' and not 'b'"
+    config = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 3}
+    with pytest.raises(OptionError, match=rf"of {VOCAB + 3} tokens.* one of {VOCAB}, .*{message}"):
+        tiny_llm(folder, device="cpu", max_model_len=MAX_LEN, speculative_config=config)
+
+
+@pytest.mark.parametrize("wanted", ["gguf", "gptq"])
+def test_a_draft_model_is_kept_in_a_format_that_its_files_allow(folder: Path, wanted: str) -> None:
+    config = {"model": str(folder), "num_speculative_tokens": 3, "quantization": wanted}
+    message = rf"speculative_config\['quantization'\]='{wanted}' needs .*\['model'\]='{folder}'"
+    with pytest.raises(OptionError, match=message):
         tiny_llm(folder, device="cpu", max_model_len=MAX_LEN, speculative_config=config)
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from quire import AsyncLLM, BeamSearchParams, OverloadedError, SamplingParams
-from quire.engine.core import MAX_PAUSES, STEPS_BEFORE_GROWTH
 from quire.engine.executors.base import Executor, PendingResult
+from quire.engine.memory_pressure import MAX_PAUSES, STEPS_BEFORE_GROWTH
 from quire.protocol.errors import StepMemoryError
 from quire.protocol.plan import StepPlan, TokenMasks
 from tests.engine.driver import Engine, numbers
@@ -51,7 +51,7 @@ class ShortExecutor:
     def sample(self, step: int, masks: TokenMasks | None = None) -> PendingResult:
         return self.executor.sample(step, masks)
 
-    def shutdown(self) -> None:
+    def shutdown(self, failure: str = "") -> None:
         self.executor.shutdown()
 
 

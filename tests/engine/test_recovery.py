@@ -60,7 +60,7 @@ class FlakyExecutor:
             raise RuntimeError("injected: after sample")
         return _FailedResult() if self._fail(step, "in result") else pending
 
-    def shutdown(self) -> None:
+    def shutdown(self, failure: str = "") -> None:
         self.executor.shutdown()
 
 

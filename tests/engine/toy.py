@@ -137,11 +137,14 @@ class ToyFolders:
             return reading
         digest = self.holds.get(folder, folder)
         rank = rank_of(digest)
-        file = AdapterFile(reference.lora_name, folder, folder, {}, {}, rank, digest, 0, None)
+        file = AdapterFile(reference.lora_name, folder, folder, {}, {}, rank, digest, rank, None)
         reading.set_result(file)
         return reading
 
-    def shutdown(self) -> None:
+    def poll(self) -> None:
+        pass
+
+    def shutdown(self, failure: str = "") -> None:
         pass
 
 
@@ -419,7 +422,7 @@ class ToyExecutor:
         self.hosted: set[str] = set()
         """Adapters in host memory."""
         self.vanished: set[str] = set()
-        """Folders that can no longer be read."""
+        """Folders that can no longer be read, and contents that they no longer have."""
         self.num_blocks = num_blocks
         self.failing_steps = failing_steps
         self.stages = [ToyStage(num_blocks, block_size, vocab, windows) for _ in range(num_stages)]
@@ -503,7 +506,7 @@ class ToyExecutor:
 
     def load_adapter(self, name: str, folder: str, digest: str) -> Future[None]:
         loading: Future[None] = Future()
-        gone = f"adapter {name!r}: {folder} is gone" if folder in self.vanished else ""
+        gone = f"adapter {name!r}: {folder} is gone" if self.vanished & {folder, digest} else ""
         self._loading.append((self._num_polls + self._load_polls, digest, gone, loading))
         self._end_loading()
         return loading
@@ -525,7 +528,7 @@ class ToyExecutor:
         self._num_polls += 1
         self._end_loading()
 
-    def shutdown(self) -> None:
+    def shutdown(self, failure: str = "") -> None:
         for stage in self.stages:
             stage.rows.clear()
 

@@ -272,9 +272,28 @@ def test_what_cannot_be_used(tiny: Tiny, llm: LLM, adapted: Adapted, tmp_path: P
     deeper = type(tiny.model)(config)
     save_adapter(deeper, tmp_path / "deep", 0, r=8, target_modules=["q_proj"])
     refuses(r"'deep'.*layers\.3\.self_attn", LoRARequest("deep", 1, str(tmp_path / "deep")))
+    save_adapter(tiny.model, tmp_path / "huge", 0, r=8, target_modules=["q_proj"])
+    file = tmp_path / "huge" / "adapter_model.safetensors"
+    save_file({name: tensor * 1e30 for name, tensor in load_file(file).items()}, file)
+    refuses(
+        r"'huge': .*huge/adapter_model\.safetensors: .*q_proj: lora_B lora_A",
+        LoRARequest("huge", 1, str(tmp_path / "huge")),
+    )
     with tiny_llm(tiny.folder) as plain, pytest.raises(RequestError, match="enable_lora=True"):
         plain.generate(PROMPTS[0], GREEDY, lora_request=adapted.request("a"), use_tqdm=False)
     assert made(llm, adapted, PROMPTS[:1], ["a"]) == adapted.greedy("a", PROMPTS[:1], 12)
+
+
+def test_an_adapter_that_is_loaded_outlives_its_folder(
+    llm: LLM, adapted: Adapted, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(adapted.folder / "a", tmp_path / "a")
+    request = LoRARequest("gone", 8, str(folder))
+    assert llm.add_lora(request)
+    shutil.rmtree(folder)
+    outputs = llm.generate(PROMPTS[0], GREEDY, lora_request=request, use_tqdm=False)
+    assert [outputs[0].outputs[0].token_ids] == adapted.greedy("a", PROMPTS[:1], 12)
+    assert llm.remove_lora(8)
 
 
 def test_asyncio(tiny: Tiny, adapted: Adapted, tmp_path: Path) -> None:

@@ -143,6 +143,15 @@ def test_end_tokens_can_be_ignored(with_eos: tuple[Path, tuple[int, ...]], tiny:
         assert_equal(found, reference_beams(tiny.model, PROMPTS[1], 3, 8, eos=()))
 
 
+def test_temperature_has_no_effect(llm: LLM) -> None:
+    cold, warm = (search(llm, PROMPTS, 3, 6, temperature=t) for t in (0.0, 1.7))
+    assert [[one.tokens for one in found] for found in cold] == [
+        [one.tokens for one in found] for found in warm
+    ]
+    scores = [[one.cum_logprob for found in beams for one in found] for beams in (cold, warm)]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-3)
+
+
 def test_the_context_ends_all_hypotheses(llm: LLM, tiny: Tiny) -> None:
     prompt = random_tokens(MAX_LEN - 3)
     (found,) = search(llm, [prompt], 2, 50)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import warnings
@@ -54,6 +55,10 @@ def start(tiny: Tiny, **options: Any) -> Callable[[], Any]:
             {"nnodes": 2, "tensor_parallel_size": 2, "node_rank": 1},
             ("node_rank=1", "host 0", "quire serve"),
         ),
+        (
+            {"nnodes": 2, "tensor_parallel_size": 2, "master_addr": "0.0.0.0"},
+            ("master_addr='0.0.0.0'", "host 0", "reach"),
+        ),
         ({"nnodes": 2, "tensor_parallel_size": 3}, ("nnodes=2", "3 ranks", "multiple")),
         ({"data_parallel_size": 2}, ("data_parallel_size=2", "several servers behind a proxy")),
         ({"distributed_executor_backend": "x"}, ("distributed_executor_backend", "'x'", "'ray'")),
@@ -61,6 +66,17 @@ def start(tiny: Tiny, **options: Any) -> Callable[[], Any]:
         (
             {"enable_lora": True, "distributed_executor_backend": "external_launcher"},
             ("enable_lora=True", "external_launcher", "'mp'"),
+        ),
+        (
+            {
+                "speculative_config": {"method": "auto"},
+                "distributed_executor_backend": "external_launcher",
+            },
+            ("speculative_config", "'auto' measures", "external_launcher", "'ngram'"),
+        ),
+        (
+            {"target_itl_ms": 20, "distributed_executor_backend": "external_launcher"},
+            ("target_itl_ms=20", "external_launcher", "unset"),
         ),
         (
             {"speculative_config": {"method": "medusa", "model": "x"}},
@@ -176,3 +192,12 @@ def test_chat_without_a_template(tiny: Tiny, tmp_path: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     with tiny_llm(folder) as llm:
         refuses(lambda: llm.chat([{"role": "user", "content": "x"}], SHORT), "chat_template")
+
+
+def test_the_log_says_whether_numbers_depend_on_the_batch(
+    tiny: Tiny, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, "quire"), tiny_llm(tiny.folder):
+        pass
+    line = r"attention: cpu .*, numbers of a request independent of the rest of its batch"
+    assert any(re.search(line, message) for message in caplog.messages)

@@ -18,6 +18,7 @@ from torch import Tensor
 from quire.kernels.cpu.linear import BlockMatrix, FloatMatrix
 from quire.kernels.cpu.quantized import pack_weights
 from quire.kernels.torch import linear as blocks
+from quire.kernels.torch.quantize import to_fp8
 from quire.kernels.torch.quantized_weights import (
     E2M1,
     GroupedWeights,
@@ -26,6 +27,7 @@ from quire.kernels.torch.quantized_weights import (
     ScaledWeights,
 )
 from quire.layers.quantization.matrices import make_matrix
+from quire.layers.quantization.packed import PackInt8
 
 
 def make_grouped(
@@ -157,6 +159,23 @@ def test_fp8_loses_what_it_is_said_to_lose(
     if block is None:
         assert ((found - exact).norm() / exact.norm()).item() < 0.006
     check(weights, 9, exact=found)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+def test_small_weights_keep_their_digits(native: None, quantization: str) -> None:
+    """Scales of blocks that float16 has few digits for, or none, in some outputs or in all."""
+    normal = torch.randn(2100, 96)
+    for sizes in (torch.full((2100,), 1e-6), torch.logspace(-9, -1, 2100), torch.tensor([1e12])):
+        weight = normal * sizes[:, None]
+        weight[7] = 0
+        if quantization == "fp8":
+            scaled = to_fp8(weight)
+            weight, matrix = scaled.dequantize(), pack(scaled)
+        else:
+            (matrix,) = PackInt8().pack(weight.split(1000))
+        assert matrix.kind == "Grouped8" and matrix.input_planes == 1
+        error = (all_rows(matrix) - weight).norm(dim=1) / weight.norm(dim=1).clamp(min=1e-30)
+        assert error.max() < 0.01 and error.mean() < 0.0056
 
 
 @pytest.mark.parametrize("bits", [0, 4, 8])

@@ -59,6 +59,12 @@ def given(folder: str, parallel: Parallel | None = None) -> tuple[Tensor, str]:
         ({"k_proj.output_scale": 0.25, "v_proj.output_scale": 2.0}, [[0.25, 0.25], [2.0, 2.0]]),
         ({"kv_scale": 0.125, "q_scale": 9.0, "prob_scale": 9.0}, [[0.125] * 2, [0.125] * 2]),
         ({"k_scale": [[[1.0]], [[2.0]]], "v_scale": [[[3.0]], [[4.0]]]}, [[1.0, 2.0], [3.0, 4.0]]),
+        # Of queries, which have more heads; they are not rounded.
+        ({"kv_scale": 0.5, "q_scale": [[[1.0]]] * 4}, [[0.5] * 2, [0.5] * 2]),
+        (
+            {"kv_scale": 0.5, "k_zero_point": [0.0, 0.0], "v_proj.output_zero_point": 0.0},
+            [[0.5] * 2, [0.5] * 2],
+        ),
         ({"v_scale": [0.5]}, [[0.0, 0.0], [0.5, 0.5]]),
         ({}, [[0.0, 0.0], [0.0, 0.0]]),
     ],
@@ -99,5 +105,15 @@ def test_ranks_and_stages_have_their_own(tmp_path: Path) -> None:
 )
 def test_scales_that_cannot_be(value: list[float], said: str, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, {"k_scale": torch.tensor(value)})
-    with pytest.raises(ModelError, match=rf"layers.0.self_attn.k_scale .*{said}"):
+    with pytest.raises(ModelError, match=rf"layers.0.self_attn.k_scale .*{said}") as caught:
         given(folder)
+    assert str(tmp_path / "model.safetensors") in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["k_zero_point", "v_proj.output_zero_point"])
+def test_zero_points_other_than_0_are_refused(name: str, tmp_path: Path) -> None:
+    zeros = torch.zeros(1, dtype=torch.int8)
+    folder = checkpoint(tmp_path, {"kv_scale": torch.tensor(0.5), name: zeros + 3})
+    with pytest.raises(ModelError, match=rf"attn.{name} has zero points.*quantise") as caught:
+        given(folder)
+    assert str(tmp_path / "model.safetensors") in str(caught.value)

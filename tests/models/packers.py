@@ -161,8 +161,11 @@ def scaled(
     name: str = "weight_scale",
     input_scale: float | None = None,
     input_zero: int | None = None,
+    has_zeros: bool = False,
+    largest: float | None = None,
 ) -> Packer:
-    largest = 448.0 if dtype == torch.float8_e4m3fn else 127.0
+    if largest is None:
+        largest = 448.0 if dtype == torch.float8_e4m3fn else 127.0
 
     def pack(weight: Tensor) -> Packed:
         if strategy == "tensor":
@@ -178,14 +181,22 @@ def scaled(
             scales /= largest
             wide = scales.repeat_interleave(height, 0)[: len(weight)]
             wide = wide.repeat_interleave(width, 1)[:, : weight.shape[1]]
-        numbers = weight / wide
+        numbers, wide_zeros = weight / wide, torch.zeros(())
+        tensors = {name: scales}
+        if has_zeros:
+            assert strategy == "block" and dtype == torch.int8
+            zeros = torch.arange(scales.numel()).view(scales.shape) % 11 - 5
+            tensors["weight_zero_point"] = zeros.to(torch.int8)
+            wide_zeros = zeros.repeat_interleave(height, 0)[: len(weight)]
+            wide_zeros = wide_zeros.repeat_interleave(width, 1)[:, : weight.shape[1]]
+            numbers = (numbers + wide_zeros).clamp(-128, 127)
         values = (numbers if dtype.is_floating_point else numbers.round()).to(dtype)
-        tensors = {"weight": values, name: scales}
+        tensors["weight"] = values
         if input_scale is not None:
             tensors["input_scale"] = torch.tensor(input_scale)
         if input_zero is not None:
             tensors["input_zero_point"] = torch.tensor([input_zero], dtype=torch.int8)
-        return tensors, values.float() * wide
+        return tensors, (values.float() - wide_zeros) * wide
 
     return pack
 
@@ -317,6 +328,16 @@ CASES: dict[str, Case] = {
         scaled("block", name="weight_scale_inv"),
         rounding=fp8_groups,
     ),
+    "fp8 block of one row": case(
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [1, 128],
+            "modules_to_not_convert": ["lm_head"],
+        },
+        scaled("block", (1, 128), name="weight_scale_inv"),
+        rounding=fp8_groups,
+    ),
     "modelopt": case(
         {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}},
         scaled(input_scale=0.03),
@@ -328,11 +349,20 @@ CASES: dict[str, Case] = {
         compressed({**INT4, "symmetric": False, "actorder": "group"}, format="pack-quantized"),
         packed(sym=False, order=True),
     ),
+    "w3a16 asym": case(
+        compressed({**INT4, "num_bits": 3, "symmetric": False}, format="pack-quantized"),
+        packed(3, sym=False),
+    ),
+    "w2a16": case(compressed({**INT4, "num_bits": 2}, format="pack-quantized"), packed(2)),
     "w8a16": case(compressed(INT8, format="pack-quantized"), packed(8, None)),
     "w8a8": case(
         compressed(INT8, TOKENS, format="int-quantized"),
         scaled("channel", dtype=torch.int8),
         rounding=int8_tokens,
+    ),
+    "w4a8": case(
+        compressed({**INT8, "num_bits": 4}, FP8_TOKENS, format="int-quantized"),
+        scaled("channel", dtype=torch.int8, largest=7),
     ),
     "w8a8 static": case(
         compressed(
@@ -346,10 +376,21 @@ CASES: dict[str, Case] = {
     "w8 without inputs": case(
         compressed(INT8, format="int-quantized"), scaled("channel", dtype=torch.int8)
     ),
+    "w8 tiles asym": case(
+        compressed(
+            {**INT8, "symmetric": False, "strategy": "block", "block_structure": [32, 32]},
+            format="int-quantized",
+        ),
+        scaled("block", (32, 32), torch.int8, has_zeros=True),
+    ),
     "fp8 channel": case(
         compressed(FP8, FP8_TOKENS, format="float-quantized"),
         scaled("channel"),
         rounding=fp8_tokens,
+    ),
+    "fp8 groups": case(
+        compressed({**FP8, "strategy": "group", "group_size": 32}, format="naive-quantized"),
+        scaled("block", (1, 32)),
     ),
     "fp8 block of others": case(
         compressed(

@@ -465,6 +465,91 @@ def test_stages_take_their_own_modules(family: str, tmp_path: Path) -> None:
     assert min(counts) > 0 and sum(counts) == len(weights)
 
 
+def test_ranks_agree_on_what_an_adapter_has_of_experts(tmp_path: Path) -> None:
+    """Each names experts that the model lacks, and learns of those that another has: all must take
+    the same way through a step."""
+    base = random_model("mixtral")
+    config = load_model_config(str(save_safetensors(base, tmp_path)))
+    _, weights = with_experts(base, "mixtral", 1)
+    one = {path: own for path, own in weights.items() if ".experts.1." in path}
+    name, own = next((path, own) for path, own in one.items() if "gate_proj" in path)
+    wrong = [
+        name.replace(".experts.1.", ".experts.99."),
+        name.replace(".experts.1.", ".experts.01."),
+        name.replace("gate_proj", "foo_proj"),
+        name.replace("layers.2", "layers.7"),
+    ]
+
+    def prepared(parallel: Parallel) -> tuple[bool, bool, int]:
+        model = load_model(config, dtype=torch.float32, device="cpu", parallel=parallel)
+        layers = AdapterLayers.of(model, max_adapters=2, num_chunks=2)
+        for path in wrong:
+            with pytest.raises(AdapterError, match=f"the model has no {path}"):
+                layers.prepare(one | {path: own})
+        adapter = layers.prepare(one)
+        layers.place(1, [0], adapter)
+        return layers.needs_eager_step([0, 1]), layers.needs_eager_step([0]), len(adapter.runs)
+
+    def on_rank(parallel: Parallel) -> tuple[bool, bool, int]:
+        return prepared(dataclasses.replace(parallel, expert_parallel=True))
+
+    assert on_ranks(2, on_rank) == [(True, False, 1), (True, False, 0)]
+    stages = [prepared(Parallel(stage=Stage(index, 2))) for index in range(2)]
+    assert stages == [(True, False, 0), (True, False, 1)]
+
+
+def test_adapters_that_rest_cost_steps_nothing(tmp_path: Path) -> None:
+    """What takes the place of a layer's weight is looked at where a token uses it."""
+    base = random_model("llama")
+    config = load_model_config(str(save_safetensors(base, tmp_path)))
+    model = load_model(config, dtype=torch.float32, device="cpu")
+    layers = AdapterLayers.of(model, max_adapters=2, num_chunks=2)
+    _, plain = random_adapter(base, 1, r=2, target_modules=["q_proj"])
+    _, whole = random_adapter(base, 2, r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    place(layers, [plain, whole])
+    assert [layers.needs_eager_step(used) for used in ([], [0], [1], [0, 1])] == [0, 0, 1, 1]
+    slots = torch.zeros(3, dtype=torch.int32)
+    found = []
+    for used in ([0], [0, 1], None):
+        layers.begin_step(slots, slots, used)
+        found.append([slot for slot, _ in layers.saved("lm_head")])
+    assert found == [[], [1], [1]]
+    layers.clear(1)
+    assert not layers.needs_eager_step([1]) and not list(layers.saved("lm_head"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_numbers_that_overflow_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Each of a file's numbers is finite; what is computed from them is not."""
+    base = random_model("qwen2")
+    config = load_model_config(str(save_safetensors(base, tmp_path)))
+    model = load_model(config, dtype=dtype, device="cpu")
+    layers = AdapterLayers.of(model, max_adapters=1, num_chunks=1)
+    path, tokens = "model.layers.0.self_attn.q_proj", "model.embed_tokens"
+    num_outputs, num_inputs = base.get_submodule(path).weight.shape
+    a, b = torch.full((2, num_inputs), 0.1), torch.full((num_outputs, 2), 0.1)
+    root, large = torch.finfo(dtype).max ** 0.5, torch.finfo(dtype).max / 2
+
+    def refused(match: str, own: Weights, module: str = path) -> None:
+        with pytest.raises(AdapterError, match=f"{module}: {match}"):
+            layers.prepare({module: own})
+
+    refused("lora_B, scaled", Weights(a, b * large, scaling=100.0))
+    refused("lora_B lora_A, scaled", Weights(a * root * 10, b * root * 10))
+    refused("what is added", Weights(a, b, 9.0, bias=torch.full((num_outputs,), large)))
+    dim = base.get_submodule(tokens).weight.shape[1]
+    of_tokens = Weights(torch.full((1, config.vocab_size), root), torch.full((dim, 1), root / 2))
+    layers.prepare({tokens: of_tokens})  # of which one column at a time is used
+    of_tokens.scaling = 100.0
+    refused("lora_B lora_A, scaled", of_tokens, tokens)
+    layers.prepare({path: Weights(a * 10, b * 100, 2.0)})
+    if dtype == torch.float16:
+        refused("lora_A", Weights(a * 1e6, b / 1e6))
+        refused("lora_magnitude", Weights(a, b, magnitude=torch.full((num_outputs,), 1e9)))
+        weight = torch.full((config.vocab_size, dim), 1e6)
+        refused("the saved weight", Weights(saved={"weight": weight}), tokens)
+
+
 def test_what_latents_expand_with_takes_no_adapter(tmp_path: Path) -> None:
     base = random_model("deepseek_v3")
     config = load_model_config(str(save_safetensors(base, tmp_path)))

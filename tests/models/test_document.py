@@ -17,3 +17,9 @@ def test_the_committed_page_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == page, (
         "run `python -m quire.models.document > docs/models.md`"
     )
+
+
+def test_drafts_of_models_with_windows_only() -> None:
+    """Most Mistrals have none; config.json of the first one leaves it to the family."""
+    (row,) = (line for line in models_page().splitlines() if line.startswith("| Mistral |"))
+    assert "| text; without windows also model, EAGLE-3 |" in row

@@ -17,8 +17,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig, Mxfp4Config, PreTrainedModel
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 
+from quire.config.device import DeviceInfo
 from quire.config.experts import ClampedGate
 from quire.config.model import load_model_config
+from quire.config.options import EngineOptions
+from quire.config.resolve import resolve
 from quire.layers.experts import ExpertLinear
 from quire.layers.parallel import Parallel
 from quire.layers.rotary import rotary_frequencies
@@ -76,7 +79,6 @@ CONFIG = {
     "sliding_window": 9,
     "swiglu_limit": 7.0,
     "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
     "use_cache": True,
     "vocab_size": 160,
 }
@@ -153,6 +155,16 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 def test_logits_are_those_of_transformers(released: Path, expected: Tensor) -> None:
     close(logits(released), expected)
+
+
+def test_type_of_activations_is_that_of_stored_floats(released: Path) -> None:
+    """The released config.json does not name it."""
+    config = load_model_config(str(released))
+    assert config.dtype == "bfloat16"
+    gpu = DeviceInfo("cuda", "NVIDIA H200", 140 << 30, num_threads=16)
+    found = resolve(EngineOptions.from_arguments(model=str(released)), config, gpu)
+    assert found.options.model.dtype == "bfloat16"
+    assert not any("dtype became" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("is_whole", [False, True], ids=["parts of experts", "whole experts"])
@@ -233,8 +245,9 @@ def test_damage_is_named_with_its_tensor(
 
 def test_inputs_that_are_no_whole_blocks_are_refused(released: Path) -> None:
     config = load_model_config(str(released), hf_overrides={"intermediate_size": 280})
-    with pytest.raises(ModelError, match="has 280 inputs, no multiple of 32; check"):
+    with pytest.raises(ModelError, match=r"280 inputs.* 32, such as 288; check") as caught:
         load_model(config, dtype=torch.float32, device="cpu")
+    assert str(released / "config.json") in str(caught.value)
 
 
 def test_other_formats_do_not_stack_experts(released: Path) -> None:

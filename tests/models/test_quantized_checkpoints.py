@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from compressed_tensors.quantization import preset_name_to_scheme
@@ -30,6 +31,7 @@ from quire.layers.parallel import Parallel, Stage
 from quire.layers.quantization.packed import Packed, PackQuantized
 from quire.layers.quantization.readers import join_alike
 from quire.layers.weights import Build, Matrix, MatrixLayer, Share
+from quire.models import loader
 from quire.models.loader import count_weight_bytes, held_weight_bytes, load_model
 from quire.protocol.errors import ModelError
 from tests.layers.ranks import on_ranks
@@ -102,6 +104,24 @@ def test_logits_are_those_of_the_numbers(name: str, tmp_path: Path) -> None:
             check(part, 1.5)  # a rank rounds by the largest of its own inputs
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_zero_points_beside_floats_may_only_be_zeros(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Some writers store them."""
+    stored = save_quantized(small_model(""), tmp_path, CASES["fp8 channel"])
+    expected = logits(tmp_path)
+    scales = [name for name in stored if name.endswith("weight_scale")]
+    names = [name.replace("weight_scale", "weight_zero_point") for name in scales]
+    for name, scale in zip(names, scales, strict=True):
+        stored[name] = torch.zeros_like(stored[scale]).to(dtype)
+    save_file(stored, tmp_path / "model.safetensors")
+    assert torch.equal(logits(tmp_path), expected)
+    stored[names[0]] = torch.ones_like(stored[scales[0]]).to(dtype)
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="has values, but float8_e4m3fn has none") as caught:
+        logits(tmp_path)
+    assert names[0] in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
 class PackReferences(PackQuantized):
     """The numbers themselves, whatever kernels would make of them."""
 
@@ -112,10 +132,13 @@ class PackReferences(PackQuantized):
         ]
 
 
-def make_layer(name: str, parallel: Parallel, by_rows: bool, block: int) -> tuple[Any, Tensor]:
+def make_layer(
+    name: str, parallel: Parallel, by_rows: bool, block: int, shape: tuple[int, int] = (96, 96)
+) -> tuple[Any, Tensor]:
     """A layer with this rank's share of a random matrix, and the whole matrix."""
     one = CASES[name]
-    weight = torch.randn(96, 96, generator=torch.Generator().manual_seed(3))
+    num_outputs, num_inputs = shape
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(3))
     packer = one.packer_for("model.layers.0.self_attn.q_proj.weight")
     assert packer is not None
     tensors, exact = packer(weight)
@@ -131,7 +154,7 @@ def make_layer(name: str, parallel: Parallel, by_rows: bool, block: int) -> tupl
     method = Packed(PackReferences(torch.float32, torch.device("cpu")), formats=formats)
     build = Build(torch.float32, torch.device("cpu"), parallel, lambda path: method, block)
     make = RowLinear if by_rows else ColumnLinear
-    layer = make(96, 96, False, build)
+    layer = make(num_inputs, num_outputs, False, build)
     for key, tensor in tensors.items():
         layer.load(key, (), tensor)
     return layer, exact
@@ -148,22 +171,37 @@ def matrix_of(layer: MatrixLayer) -> Tensor:
     return layer.method.apply(layer, torch.eye(width), None).t()
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "static" not in name])
+def check_shares(name: str, size: int, block: int, by_rows: bool, shape: tuple[int, int]) -> int:
+    """That what all ranks keep is the matrix, and zeros; returns how many columns, or rows, of
+    these there are."""
+    shares = []
+    for rank in range(size):
+        layer, exact = make_layer(name, Parallel(rank, size), by_rows, block, shape)
+        parts = [one.rows(torch.arange(one.num_outputs)) for one in layer.matrices]
+        shares.append(torch.cat(parts) if by_rows else torch.cat(parts).t())
+    joined, whole = torch.cat(shares, 1), exact if by_rows else exact.t()
+    width = whole.shape[1]
+    torch.testing.assert_close(joined[:, :width], whole, rtol=1e-5, atol=1e-6)
+    assert not joined[:, width:].any()
+    return joined.shape[1] - width
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_ranks_have_their_shares_and_padding_is_zero(name: str) -> None:
     """Where words, groups and blocks are cut, where there is padding, and nothing but that."""
-    if name == "modelopt":
-        return  # its scale of inputs does not hold 1
     for size, block, by_rows in ((5, 1, True), (5, 8, True), (2, 1, True), (5, 1, False)):
-        shares = []
-        for rank in range(size):
-            layer, exact = make_layer(name, Parallel(rank, size), by_rows, block)
-            shares.append(matrix_of(layer))
-        joined = torch.cat(shares, 1 if by_rows else 0)
-        whole = exact if by_rows else exact.t()
-        joined = joined if by_rows else joined.t()
-        torch.testing.assert_close(joined[:, :96], whole, rtol=1e-5, atol=1e-6)
-        assert joined.shape[1] > 96 or size == 2
-        assert not joined[:, 96:].any()
+        padding = check_shares(name, size, block, by_rows, (96, 96))
+        assert padding or size == 2
+
+
+@pytest.mark.parametrize("shape", [(576, 320), (192, 448)], ids=str)
+@pytest.mark.parametrize("name", ["fp8 block", "fp8 block of others", "fp8 block of one row"])
+def test_ranks_have_several_blocks(name: str, shape: tuple[int, int]) -> None:
+    """Whole ones as far as possible, and cut ones at the edges."""
+    for size in (2, 3):
+        for block in (1, 128):
+            for by_rows in (True, False):
+                check_shares(name, size, block, by_rows, shape)
 
 
 def test_shards_that_differ_stay_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -216,6 +254,23 @@ def test_random_weights_are_like_those_of_a_model(name: str, tmp_path: Path) -> 
     assert counted == pytest.approx(held, rel=0.03)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", ["gptq", "gptq asym order", "w4a16 asym order", "fp8 block"])
+def test_what_a_rank_keeps_is_counted(name: str, size: int, tmp_path: Path) -> None:
+    """Also where it is floats, because inputs of a group lie apart, and in smaller groups."""
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 192}
+    model = random_model("llama", num_hidden_layers=1, **sizes, intermediate_size=288)
+    one = CASES[name]
+    save_quantized(model, tmp_path, one)
+    for load_format in ("auto", "dummy"):
+        config = load_model_config(str(tmp_path), load_format=load_format)
+        options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+        options |= {"load_format": load_format, "parallel": Parallel(0, size)}
+        held = held_weight_bytes(load_model(config, **options))
+        counted = count_weight_bytes(config, **options)
+        assert counted == pytest.approx(held, rel=0.03)
+
+
 @pytest.mark.parametrize(
     ("name", "tensor", "change", "message"),
     [
@@ -225,6 +280,8 @@ def test_random_weights_are_like_those_of_a_model(name: str, tmp_path: Path) -> 
         ("fp8", "weight_scale", lambda x: x.mul_(float("nan")), "infinite or no numbers"),
         ("fp8", "weight", lambda x: (x.view(torch.uint8) | 0x7F).view(x.dtype), "are no numbers"),
         ("fp8 static", "input_scale", lambda x: x.mul_(float("nan")), "infinite or no numbers"),
+        ("fp8 static", "input_scale", lambda x: x.zero_(), "is 0, but inputs are divided by it"),
+        ("fp8 static", "input_scale", lambda x: x.neg_(), "is -0.03, but inputs are divided by it"),
         ("mxfp4", "weight_scale", lambda x: x.fill_(255), "infinite or no numbers"),
         ("gptq", "g_idx", lambda x: x.add_(1), "names groups from 1 to 2, but there are 2"),
         ("gptq", "g_idx", lambda x: x.sub_(1), "names groups from -1 to 0, but there are 2"),
@@ -278,10 +335,29 @@ def test_damage_is_named_with_its_tensor(
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt must be e4m3"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two"),
         (
-            packers.compressed({**packers.INT4, "num_bits": 3}, format="pack-quantized"),
-            r"weights.num_bits must be 4 or 8 \(type int\), got 3",
+            packers.compressed({**packers.INT4, "num_bits": 5}, format="pack-quantized"),
+            "weights is int of 5 bits, which is not supported.*`quire quantize`",
         ),
-        (packers.compressed(packers.INT4, format="nvfp4-pack-quantized"), "format must be one of"),
+        (
+            packers.compressed({**packers.INT4, "strategy": "tensor"}, format="pack-quantized"),
+            "strategy is tensor, which is not supported.*channel.*`quire quantize`",
+        ),
+        (
+            packers.compressed({**packers.INT8, "num_bits": 16}, format="int-quantized"),
+            "weights is int of 16 bits, which is not supported.*`quire quantize`",
+        ),
+        (
+            packers.compressed({**packers.FP8, "num_bits": 4}, format="float-quantized"),
+            r"supported: MXFP4 \(groups of 32\).*`quire quantize`",
+        ),
+        (
+            packers.compressed(packers.INT8, {**packers.FP8_TOKENS, "dynamic": False}),
+            "static scales of inputs of another type than int",
+        ),
+        (
+            packers.compressed(packers.INT4, format="nvfp4-pack-quantized"),
+            "format is nvfp4-pack-quantized, which is not supported.*`quire quantize`",
+        ),
         ({"quant_method": "compressed-tensors"}, "config_groups must be an object"),
         (
             packers.compressed(packers.INT4, sparsity_config={"format": "sparse-24-bitmask"}),
@@ -303,6 +379,45 @@ def test_what_is_not_read_is_refused_by_name(
     with pytest.raises(ModelError, match=message) as caught:
         load_model_config(str(tmp_path))
     assert str(file) in str(caught.value)
+
+
+KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+OF_ATTENTION = {
+    "targets": ["LlamaAttention"],
+    "weights": None,
+    "input_activations": KV_SCHEME,
+    "format": None,
+}
+
+
+@pytest.mark.parametrize("groups", [{}, {"group_0": OF_ATTENTION}])
+def test_a_scheme_of_the_cache_alone(groups: dict[str, Any], tmp_path: Path) -> None:
+    """As compressed-tensors writes it: nothing else is quantised."""
+    model = small_model("")
+    save_safetensors(model, tmp_path)
+    file = tmp_path / "config.json"
+    described = {
+        **packers.compressed({}),
+        "config_groups": groups,
+        "format": "dense",
+        "kv_cache_scheme": KV_SCHEME,
+    }
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": described}))
+    expected = reference_logits(model, TOKENS)
+    torch.testing.assert_close(logits(tmp_path), expected, rtol=0, atol=1e-3)
+    config = load_model_config(str(tmp_path), load_format="dummy")
+    load_model(config, dtype=torch.float32, device="cpu", load_format="dummy")
+
+
+def test_a_group_of_attention_beside_others(tmp_path: Path) -> None:
+    one, model = CASES["w4a16"], small_model("")
+    save_quantized(model, tmp_path, one)
+    file = tmp_path / "config.json"
+    described = json.loads(file.read_text())
+    described["quantization_config"]["config_groups"]["attention"] = OF_ATTENTION
+    file.write_text(json.dumps(described))
+    expected = reference_logits(model, TOKENS)
+    torch.testing.assert_close(logits(tmp_path), expected, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -333,6 +448,18 @@ def test_what_older_versions_wrote(written: dict[str, Any], same: dict[str, Any]
         for weights in (written, same)
     )
     assert found == expected
+
+
+def test_a_configuration_as_modelopt_writes_it(tmp_path: Path) -> None:
+    """With its own file's contents in config.json, and no quant_method."""
+    model, one = small_model(""), CASES["modelopt"]
+    save_quantized(model, tmp_path, one)
+    expected = logits(tmp_path)
+    (tmp_path / "hf_quant_config.json").unlink()
+    file = tmp_path / "config.json"
+    described = {"producer": {"name": "modelopt", "version": "0.29"}, **one.config}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": described}))
+    assert torch.equal(logits(tmp_path), expected)
 
 
 @pytest.mark.parametrize("name", ["fp8", "w4a16", "gptq"])
@@ -457,16 +584,82 @@ def test_weights_are_rounded_while_they_load(
     assert (error.max() > 0) == (quantization != "int8" or size == 1)
 
 
+class LiveBytes:
+    """How much memory of tensors that were made here is in use, and was at most."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        # Every view of its memory keeps an array alive.
+        array = np.empty(tensor.nbytes, dtype=np.uint8)
+        self.now += array.nbytes
+        self.most = max(self.most, self.now)
+        weakref.finalize(array, self._drop, array.nbytes)
+        return torch.from_numpy(array).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def _drop(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+
 @pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])
-def test_what_cannot_be_rounded_is_named(quantization: str, tmp_path: Path) -> None:
+def test_a_rounded_model_is_never_there_whole(
+    quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither as read from files nor as brought to the device: one layer at a time at most."""
+    model = random_model("llama", num_hidden_layers=8).to(torch.bfloat16)
+    save_safetensors(model, tmp_path)
+    tensors = model.state_dict()
+    on_host, on_device = LiveBytes(), LiveBytes()
+    read = ((name, on_host.copy(tensor)) for name, tensor in tensors.items())
+    monkeypatch.setattr(loader, "iter_weights", lambda *given: read)
+    monkeypatch.setattr(loader, "stays_here", on_device.copy)
+    config = load_model_config(str(tmp_path))
+    loaded = load_model(config, dtype=torch.float32, device="cpu", quantization=quantization)
+    up = tensors["model.layers.0.mlp.up_proj.weight"].nbytes
+    largest = max(2 * up, tensors["lm_head.weight"].nbytes)
+    whole = sum(tensor.nbytes for tensor in tensors.values())
+    assert 0 < on_host.most <= largest + up < whole / 6
+    assert 0 < on_device.most <= largest
+    assert on_host.now == on_device.now == 0, "the model keeps nothing of it"
+    assert held_weight_bytes(loaded)
+
+
+@pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("name", ["mlp.down_proj", "mlp.up_proj", "self_attn.k_proj"])
+def test_what_cannot_be_rounded_is_named(quantization: str, name: str, tmp_path: Path) -> None:
+    """By its name in the checkpoint and its place there, also where a rank has a part of it."""
     model = small_model("")
+    module = f"model.layers.1.{name}"
     with torch.no_grad():
-        model.model.layers[1].mlp.down_proj.weight[3, 5] = float("nan")
+        model.get_submodule(module).weight[-1, -1] = float("nan")
+        num_outputs, num_inputs = model.get_submodule(module).weight.shape
     save_safetensors(model, tmp_path)
     config = load_model_config(str(tmp_path))
-    message = r"model\.layers\.1\.mlp\.down_proj: weight of output 3 and input 5 is nan"
-    with pytest.raises(ModelError, match=message):
-        load_model(config, dtype=torch.float32, device="cpu", quantization=quantization)
+    place = f"nan for output {num_outputs - 1} and input {num_inputs - 1}"
+    for parallel in (Parallel(0, 1), Parallel(1, 2)):
+        if quantization == "int8" and parallel.size == 2 and name == "mlp.down_proj":
+            continue  # kept as floats
+        with pytest.raises(ModelError, match=rf"tensor {module}\.weight has {place}") as caught:
+            load_model(
+                config,
+                dtype=torch.float32,
+                device="cpu",
+                quantization=quantization,
+                parallel=parallel,
+            )
+        assert str(tmp_path / "model.safetensors") in str(caught.value)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_outputs_that_awq_cannot_pack(load_format: str, tmp_path: Path) -> None:
+    save_quantized(small_model(""), tmp_path, CASES["awq"])
+    changed = {"intermediate_size": 100}
+    config = load_model_config(str(tmp_path), hf_overrides=changed, load_format=load_format)
+    message = r"layers\.0\.mlp\.gate_proj\.qweight would have 100 outputs.* 8, such as 104; check"
+    with pytest.raises(ModelError, match=message) as caught:
+        load_model(config, dtype=torch.float32, device="cpu", load_format=load_format)
+    assert str(tmp_path / "config.json") in str(caught.value)
 
 
 def numbers_of(layer: MatrixLayer) -> Tensor:

@@ -30,6 +30,13 @@ def test_unknown_arguments(made: Any, message: str) -> None:
         made()
 
 
+@pytest.mark.parametrize("value", ["no", None, 0])
+@pytest.mark.parametrize("name", ["speculation", "ignore_eos", "detokenize"])
+def test_booleans_are_nothing_else(name: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=f"^{name} must be true or false, got {value!r}"):
+        SamplingParams(**{name: value})
+
+
 def test_from_optional() -> None:
     """None means the default, but for max_tokens, where it means up to the end of the context."""
     made = SamplingParams.from_optional(n=None, top_p=0.5, best_of=None, stop=None, max_tokens=None)

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.quantization import disable_quantization
+from compressed_tensors.utils.match import match_targets
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from quire.cli import main
 from quire.config.model import load_model_config
+from quire.models.loader import load_model
 from quire.protocol.errors import ModelError, OptionError
 from quire.quantize import command, shards
 from quire.quantize.calibrate import Adjustment, calibrate
@@ -186,6 +188,36 @@ def test_other_files_come_along(tmp_path: Path) -> None:
     assert after == {**before, "dtype": "bfloat16"}
     weights = config["config_groups"]["group_0"]["weights"]
     assert (weights["num_bits"], weights["group_size"], config["ignore"]) == (4, 32, ["lm_head"])
+
+
+@pytest.mark.parametrize("family", ["gemma3", "glm4_moe"])
+def test_other_parts_of_a_model_are_copied(family: str, tmp_path: Path) -> None:
+    """A tower of vision, and layers that predict further tokens: config.json goes on to name them,
+    so dropping them leaves a folder that others cannot read."""
+    folder, out = tmp_path / "model", tmp_path / "out"
+    changes = {"num_nextn_predict_layers": 1} if family == "glm4_moe" else {}
+    save_tiny(folder, family, **changes)
+    tensors = load_file(folder / "model.safetensors")
+    if family == "gemma3":
+        module = "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj"
+        others = {f"{module}.weight": torch.randn(8, 8), f"{module}.bias": torch.randn(8)}
+    else:
+        layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+        module = f"model.layers.{layers}.eh_proj"
+        others = {f"{module}.weight": torch.randn(8, 16)}
+    unused = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file({**tensors, **others, **unused}, folder / "model.safetensors", {"format": "pt"})
+    before = quantize(str(folder), str(out), "fp8").bytes_before
+    assert before == sum(one.nbytes for one in (*tensors.values(), *others.values()))
+    written = read_folder(out)
+    assert all(torch.equal(written[name], tensor) for name, tensor in others.items())
+    assert not unused.keys() & written.keys()
+    ignored = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    linear = torch.nn.Linear(1, 1)
+    assert match_targets(module, linear, ignored)
+    assert match_targets(f"model.{module}", linear, ignored)
+    assert not match_targets("model.layers.0.self_attn.q_proj", linear, ignored)
+    load_model(load_model_config(str(out)), dtype=torch.float32, device="cpu")
 
 
 def test_mistakes_are_found_before_anything_is_written(

@@ -20,8 +20,8 @@ import quire.engine.core as engine_module
 from quire.config.speculative import SpeculativeConfig
 from quire.config.structured import GrammarSettings
 from quire.engine.core import EngineCore
-from quire.engine.structured_output.build import Vocabulary
 from quire.engine.structured_output.compiler import GrammarCompiler
+from quire.engine.structured_output.grammar_source import Vocabulary
 from quire.protocol.adapter import AdapterLimits, LoRARequest
 from quire.protocol.output import FinishedSequence
 from quire.protocol.plan import StepPlan

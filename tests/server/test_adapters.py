@@ -287,10 +287,12 @@ def test_options(flags: list[str], words: str, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.slow
-def test_a_module_that_does_not_fit_ends_the_start(served: Served) -> None:
+def test_a_module_that_does_not_fit_ends_the_start(tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base", hidden_size=32, num_attention_heads=2)
+    make_adapter(base, tmp_path / "large", target_modules=["q_proj"], r=17)
     server = RunningServer.start(
-        *("--model", str(served.folder / "base"), "--max-lora-rank", "8"),
-        *("--lora-modules", f"large={served.folder / 'many' / 'large'}", *TINY),
+        *("--model", str(tmp_path / "base"), "--max-lora-rank", "8"),
+        *("--lora-modules", f"large={tmp_path / 'large'}", *TINY),
     )
     assert not server.url
     text = "".join(server.lines)

@@ -42,6 +42,9 @@ class KnownTexts:
         self.num_tokens = torch.zeros(2, dtype=torch.int64, device=device)
         """Accepted, and samples in all."""
 
+    def settle(self, plan: StepPlan) -> None:
+        """Nothing is kept of rows."""
+
     def update(self, plan: StepPlan) -> None:
         """The table has all that it needs."""
 

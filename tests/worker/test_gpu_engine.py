@@ -382,8 +382,15 @@ class KnownTexts:
         self.table, self.texts, self.num_drafts = table, texts, num_drafts
         self.num_accepted = 0
 
-    def accepted(self, rows: torch.Tensor, counts: torch.Tensor) -> None:
-        self.num_accepted += int(counts.sum()) - len(counts)
+    def settle(self, plan: StepPlan) -> None:
+        """Nothing is kept of rows."""
+
+    def update(self, plan: StepPlan) -> None:
+        """The table has all that it needs."""
+
+    def accepted(self, rows: torch.Tensor, counts: torch.Tensor | None) -> None:
+        if counts is not None:
+            self.num_accepted += int(counts.sum()) - len(counts)
 
     def propose(self, rows: torch.Tensor) -> torch.Tensor:
         drafts = np.full((len(rows), self.num_drafts), -1, np.int32)

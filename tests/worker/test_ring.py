@@ -8,6 +8,7 @@ import os
 import platform
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from quire.kernels import cpu
 from quire.protocol.errors import OptionError
 from quire.worker import ring
-from quire.worker.ring import OrderReader, OrderWriter, new_ring
+from quire.worker.ring import OrderReader, OrderWriter, ReadersLate, new_ring
 
 
 @dataclass
@@ -84,12 +85,33 @@ def test_messages_of_any_size(has_library: bool, monkeypatch: pytest.MonkeyPatch
     os.close(fd)
 
 
-def test_reader_that_stands_still() -> None:
+def test_readers_that_stand_still() -> None:
+    """Those are named that have read least."""
+    fd = new_ring()
+    ours, theirs = socket.socketpair()
+    writer = OrderWriter(fd, [ours] * 3)
+    reader = OrderReader(fd, 1, theirs)
+    with ours, theirs:
+        writer.write(b"one", time.monotonic())
+        assert reader.read() == b"one"
+        with pytest.raises(ReadersLate) as late:
+            writer.write(bytes(ring.CAPACITY + 1), time.monotonic() + 0.01)
+        assert late.value.readers == [0, 2]
+    os.close(fd)
+
+
+def test_writer_that_is_closed_while_it_waits() -> None:
     fd = new_ring()
     ours, theirs = socket.socketpair()
     writer = OrderWriter(fd, [ours])
-    with ours, theirs, pytest.raises(TimeoutError):
-        writer.write(bytes(ring.CAPACITY + 1), time.monotonic() + 0.01)
+    with ours, theirs, ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(writer.write, bytes(ring.CAPACITY + 1), time.monotonic() + 60)
+        while writer._position < ring.CAPACITY:
+            assert not writing.done()
+            time.sleep(0.001)
+        writer.close()
+        error = writing.exception(30)
+    assert isinstance(error, OSError) and not isinstance(error, TimeoutError)
     os.close(fd)
 
 

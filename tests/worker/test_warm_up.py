@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from quire.protocol.plan import StepPlan
-from quire.worker.warm_up import batch_sizes, drafted_counts, largest_step, warm_up_plans
+from quire.worker.warm_up import (
+    adapter_prompts,
+    batch_sizes,
+    drafted_counts,
+    largest_step,
+    warm_up_plans,
+)
 from tests.tiny import save_tiny, tiny_llm
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -69,3 +75,31 @@ def test_steps_with_drafts_run(tmp_path: Path) -> None:
             runner.update_rows(StepPlan(step=0, freed_rows=plan.rows))
     assert {int(plan.num_samples.max()) for plan in plans[:-1]} == {1, 2, 4, 5}
     assert plans[-1].num_samples.tolist() == plans[-1].num_new_tokens.tolist() == [5] * 4 + [4] * 5
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_steps_with_adapters_are_met(has_adapters: bool, tmp_path: Path) -> None:
+    """All kinds of steps, and prompts of all sizes, with and without the empty slot 0."""
+    save_tiny(tmp_path)
+    tokens: dict[bool, set[int]] = {False: set(), True: set()}
+    with tiny_llm(tmp_path, max_model_len=64, max_num_seqs=9, enable_lora=has_adapters) as llm:
+        runner = llm._core.executor.runner
+        plans = [
+            *runner._warm_up_plans([1, 9], 256),
+            largest_step(9, 40, 64, slot=has_adapters - 1),
+        ]
+        for plan in plans:
+            runner.execute(plan)
+            uses = runner.adapters is not None and runner.adapters.layers.tokens is not None
+            tokens[uses].add(plan.num_tokens)
+            assert runner.sample().result().counts.tolist() == [1] * len(plan.rows)
+            runner.update_rows(StepPlan(step=0, freed_rows=plan.rows))
+    assert uses == has_adapters
+    assert (tokens[True] >= tokens[False] | {16, 32, 64, 126, 255}) == has_adapters
+    assert not tokens[True] or has_adapters
+
+
+def test_prompts_with_adapters_fit_into_a_step() -> None:
+    plans = [*adapter_prompts(4, 100, 9), *adapter_prompts(2, 100, 9), *adapter_prompts(1, 8, 9)]
+    assert [(len(plan.rows), plan.num_tokens) for plan in plans] == [(2, 16), (4, 32), (2, 16)]

@@ -14,8 +14,11 @@ class Drafter(Protocol):
     draft may be any token: verification keeps none that plain decoding would not sample.
     """
 
+    def settle(self, plan: StepPlan) -> None:
+        """Rows will come, go and be cut back as a plan says; those that there are still stand."""
+
     def update(self, plan: StepPlan) -> None:
-        """Rows come, go and are cut back as a plan says, which is about to be carried out."""
+        """They have come and gone; the plan's step is about to be carried out."""
 
     def accepted(self, rows: Tensor, counts: Tensor | None) -> None:
         """Row `rows[i]` took in `counts[i]` tokens (int32), each of them one where there are no

@@ -16,6 +16,9 @@ class NgramDrafter:
         """`token_ids` [rows, tokens] and `num_tokens` [rows] are those of the row table."""
         self._settings, self._token_ids, self._num_tokens = settings, token_ids, num_tokens
 
+    def settle(self, plan: StepPlan) -> None:
+        """Nothing is kept of rows."""
+
     def update(self, plan: StepPlan) -> None:
         """The table follows plans."""
 

@@ -64,4 +64,5 @@ class Executor(Protocol):
     def listen(self) -> None:
         """Take in what ranks have said meanwhile; returns at once."""
 
-    def shutdown(self) -> None: ...
+    def shutdown(self, failure: str = "") -> None:
+        """End the ranks: because of a failure of the engine, or because all is done."""

@@ -9,13 +9,14 @@ import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from itertools import count
 from typing import Any, NoReturn
 
 import numpy as np
 
+from quire.config.digests import different
 from quire.config.options import EngineOptions
 from quire.engine.executors.channel import Channel
 from quire.engine.executors.launch import Launcher, LocalProcesses
@@ -42,6 +43,7 @@ from quire.protocol.ranks import (
     Sampled,
     Sampling,
 )
+from quire.worker.ring import ReadersLate
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +70,14 @@ REMEDIES = {
 class DistributedExecutor:
     look_s: float | None = 0.5
 
-    def __init__(self, options: EngineOptions, *, fits_max_model_len: bool = False) -> None:
+    def __init__(
+        self, options: EngineOptions, given: EngineOptions, *, fits_max_model_len: bool = False
+    ) -> None:
+        """`given` are the options before they were resolved, which other hosts are given, too."""
         parallel = options.parallel
         self._num_ranks, self._timeout_s = parallel.num_ranks, parallel.timeout_s
         self.failure: str | None = None
+        self._pid = os.getpid()
         self._results: deque[StepResult] = deque()
         self._loading: dict[int, _LoadingAdapter] = {}
         """By the number of the order."""
@@ -88,7 +94,7 @@ class DistributedExecutor:
         self._awake_until = 0.0
         self._stopping = threading.Event()
         self._seconds: dict[str, float] = {}
-        self._launcher = _launch(options)
+        self._launcher = _launch(options, given)
         self._watch = threading.Thread(target=self._run_watch, name="quire-ranks", daemon=True)
         self._watch.start()
         atexit.register(self._end_watch)
@@ -138,12 +144,13 @@ class DistributedExecutor:
         return values
 
     def _check_models_alike(self) -> None:
-        first = self._hellos[0].model
+        first = self._hellos[0]
         for rank, hello in sorted(self._hellos.items()):
-            if hello.model != first:
+            if file := different(first.model, hello.model):
                 self._fail(
                     f"{self._name(rank)} reads another model than {self._name(0)} under the same "
-                    "name; have the same files on all hosts."
+                    f"name: {file} is not the same on both. Copy the model's files from host "
+                    f"{first.host} to host {hello.host}, or name a revision of the hub."
                 )
 
     def _report(self, weights: list[int], sizes: list[tuple[int, int]]) -> None:
@@ -217,7 +224,11 @@ class DistributedExecutor:
     def listen(self) -> None:
         self._receive(0.0)
 
-    def shutdown(self) -> None:
+    def shutdown(self, failure: str = "") -> None:
+        if os.getpid() != self._pid:
+            return  # a fork, which has the sockets too, but not the ranks
+        if failure:
+            self._note_failure(failure)
         atexit.unregister(self._end_watch)
         self._end_watch()
         self._launcher.stop()
@@ -242,25 +253,32 @@ class DistributedExecutor:
             self._raise_failure()
         try:
             self._launcher.send(encode(order), time.monotonic() + self._timeout_s)
-        except TimeoutError:
-            self._fail(f"a rank has taken in no orders for {self._timeout_s:g} s. {NETWORK}")
+        except ReadersLate as error:
+            self._fail(
+                f"{self._names(error.readers)} took in no orders for {self._timeout_s:g} s "
+                f"(distributed_timeout_seconds). {NETWORK}"
+            )
         except OSError as error:
-            self._search_cause(f"a rank is gone: {error}")
+            if self.failure is None:
+                self._search_cause(f"a rank is gone: {error}")
             self._raise_failure()
 
     # --- failures ---------------------------------------------------------------------------------
 
     def _lateness(self, phase: str, done: set[int]) -> str:
-        late = [self._name(rank) for rank in range(self._num_ranks) if rank not in done]
+        late = [rank for rank in range(self._num_ranks) if rank not in done]
         remedy = REMEDIES.get(phase) or self._launcher.missing()
         return (
-            f"{', '.join(late)} did not finish {phase!r} within {self._timeout_s:g} s "
+            f"{self._names(late)} did not finish {phase!r} within {self._timeout_s:g} s "
             f"(distributed_timeout_seconds). {remedy}"
         )
 
     def _name(self, rank: int) -> str:
         hello = self._hellos.get(rank)
         return f"rank {rank}" + (f" (host {hello.host}, process {hello.pid})" if hello else "")
+
+    def _names(self, ranks: Iterable[int]) -> str:
+        return ", ".join(map(self._name, ranks))
 
     def _fail(self, cause: str) -> NoReturn:
         self._note_failure(cause)
@@ -297,7 +315,7 @@ class DistributedExecutor:
         while self.failure is None and not self._stopping.wait(LOOK_S):
             self._receive(0.0)
         if self.failure is not None:
-            self._launcher.stop(comes_back=self._in_service)
+            self._launcher.stop(self.failure, self._in_service)
 
     def _receive(self, wait_s: float) -> None:
         """Take in what has come, or comes within `wait_s` and before the ranks are to be looked
@@ -310,12 +328,12 @@ class DistributedExecutor:
                 until_look = max(self._look_due - time.monotonic(), 0.0)
                 for key, _ in self._ready(min(wait_s, until_look)):
                     self._read(*key.data)
+                if (now := time.monotonic()) >= self._look_due and self.failure is None:
+                    self._look_due = now + LOOK_S
+                    self._look(now)
             except Exception as error:
-                logger.debug("an answer of a rank cannot be read", exc_info=error)
+                logger.debug("ranks cannot be listened to", exc_info=error)
                 self._note_failure(f"an answer of a rank could not be read: {error!r}")
-            if (now := time.monotonic()) >= self._look_due and self.failure is None:
-                self._look_due = now + LOOK_S
-                self._look(now)
 
     def _ready(self, wait_s: float) -> list[tuple[selectors.SelectorKey, int]]:
         while time.monotonic() < self._awake_until:
@@ -388,14 +406,14 @@ class DistributedExecutor:
         self._note_failure(sign)
 
 
-def _launch(options: EngineOptions) -> Launcher:
+def _launch(options: EngineOptions, given: EngineOptions) -> Launcher:
     """Begin to start the processes of all ranks."""
     if options.parallel.distributed_executor_backend == "ray":
         from quire.engine.executors.ray import RayActors
 
         return RayActors(options)
     if options.parallel.nnodes > 1:
-        return NodeProcesses(options)
+        return NodeProcesses(options, given)
     return LocalProcesses(options)
 
 

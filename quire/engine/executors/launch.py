@@ -34,8 +34,8 @@ class Launcher(Protocol):
     """By rank; more may come while ranks are being started."""
 
     def send(self, order: bytes, deadline: float) -> None:
-        """To all ranks; raises `TimeoutError` where one takes nothing in, `OSError` where one is
-        gone."""
+        """To all ranks; raises `ReadersLate` where some take nothing in, `OSError` where one is
+        gone, or once it is told to stop."""
 
     def ended(self) -> dict[int, str]:
         """Ranks whose process is known to have ended, and how."""
@@ -43,9 +43,8 @@ class Launcher(Protocol):
     def missing(self) -> str:
         """What has not come yet, and what to look at."""
 
-    def stop(self, comes_back: bool = False) -> None:
-        """End all processes. Hosts that were started by hand wait for an engine that may come
-        back."""
+    def stop(self, failure: str = "", was_in_service: bool = False) -> None:
+        """End all processes. Hosts that were started by hand are told why, unless it was meant."""
 
 
 class LocalProcesses:
@@ -54,21 +53,22 @@ class LocalProcesses:
     def __init__(self, options: EngineOptions) -> None:
         parallel = options.parallel
         size, num_ranks = parallel.tensor_parallel_size, parallel.num_ranks
-        orders, lines = new_ring(), [socket.socketpair() for _ in range(num_ranks)]
+        lines = [socket.socketpair() for _ in range(num_ranks)]
+        self.channels = {rank: Channel(ours) for rank, (ours, _) in enumerate(lines)}
+        self._processes = RankProcesses()
+        shared = [orders := new_ring()]
+        self._writer = OrderWriter(orders, [ours for ours, _ in lines])
         group_fds: list[int] = []
         link_fds: list[list[int]] = []
         store: tuple[str, int] | None = None
-        if share_memory(options.device.device):
-            group_fds, link_fds = shared_files(size, parallel.pipeline_parallel_size)
-        elif num_ranks > 1:
-            self._store = new_store(LOOPBACK, parallel.timeout_s)
-            store = LOOPBACK, self._store.port
-        shared = [orders, *group_fds, *(fd for fds in link_fds for fd in fds)]
-        self.channels = {rank: Channel(ours) for rank, (ours, _) in enumerate(lines)}
-        self._processes = RankProcesses()
-        self._writer = OrderWriter(orders, [ours for ours, _ in lines])
-        starts = rank_starts(options, range(num_ranks), num_ranks)
         try:
+            if share_memory(options.device.device):
+                group_fds, link_fds = shared_files(size, parallel.pipeline_parallel_size)
+                shared += [*group_fds, *(fd for fds in link_fds for fd in fds)]
+            elif num_ranks > 1:
+                self._store = new_store(LOOPBACK, parallel.timeout_s)
+                store = LOOPBACK, self._store.port
+            starts = rank_starts(options, range(num_ranks))
             for start, (_, theirs) in zip(starts, lines, strict=True):
                 start.channel = Inherited(orders, theirs.fileno(), group_fds, link_fds)
                 start.store = store
@@ -91,7 +91,8 @@ class LocalProcesses:
     def missing(self) -> str:
         return "What their processes wrote may say more."
 
-    def stop(self, comes_back: bool = False) -> None:
+    def stop(self, failure: str = "", was_in_service: bool = False) -> None:
+        self._writer.close()
         for channel in self.channels.values():
             channel.close()
         self._processes.stop()
@@ -137,29 +138,34 @@ class RankProcesses:
                 process.stdin.close()
 
 
-def rank_starts(options: EngineOptions, ranks: Sequence[int], num_local: int) -> list[StartRank]:
-    """How ranks of one host begin, each with its share of the processors; their channels are still
+def rank_starts(options: EngineOptions, ranks: Sequence[int]) -> list[StartRank]:
+    """How the ranks of one host begin, each with its share of this host; their channels are still
     to be set."""
+    num_local = len(ranks)
     level = logging.getLogger("quire").getEffectiveLevel()
     quiet = logging.getLevelName(max(level, logging.WARNING))
-    shares = [list[int]()] * num_local
-    num_threads = options.device.num_threads or 1
-    has_cores_left = max(num_threads, num_local) < len(os.sched_getaffinity(0))
-    if options.device.device == "cpu" and num_local > 1:
-        shares = core_shares(num_local)
-        threads = max(num_threads // num_local, 1)
-        options = options.replace(num_threads=threads)
-    return [
+    starts = [
         StartRank(
             rank,
             options.flat(),
             Connected("", 0, ""),
             device_index=place,
-            processors=shares[place],
-            stays_awake=options.device.device == "cpu" and has_cores_left,
             num_local=num_local,
             log_level=quiet if rank else None,
             logs_as_server=is_server(),
         )
         for place, rank in enumerate(ranks)
     ]
+    for start in starts:
+        fit_to_host(start, options.device.num_threads or 1)
+    return starts
+
+
+def fit_to_host(start: StartRank, num_threads: int) -> None:
+    """Give a rank its share of this host's processors, and of `num_threads` for all ranks here."""
+    if start.options["device"] != "cpu":
+        return
+    num_local = start.num_local
+    start.stays_awake = max(num_threads, num_local) < len(os.sched_getaffinity(0))
+    start.processors = core_shares(num_local)[start.device_index] if num_local > 1 else []
+    start.options["num_threads"] = max(num_threads // num_local, 1)

@@ -39,7 +39,7 @@ class LocalExecutor:
         fits_max_model_len: bool = False,
     ) -> None:
         assert options.device.num_threads is not None
-        parallel = own_place(options.parallel, device)
+        parallel = own_place(options, model_config, device)
         with torch_threads(num_loading_threads(device.type, options.device.num_threads)):
             worker = Worker(options, model_config, device, parallel)
             worker.load()
@@ -59,7 +59,7 @@ class LocalExecutor:
     def device(options: EngineOptions) -> DeviceInfo:
         """The device that a worker would get."""
         place: int | None = None
-        if options.parallel.distributed_executor_backend == "external_launcher":
+        if options.parallel.is_launched_outside:
             place = launched_as("LOCAL_RANK")
         return detect_device(options.device.device, place)
 
@@ -115,7 +115,7 @@ class LocalExecutor:
     def listen(self) -> None:
         pass
 
-    def shutdown(self) -> None:
+    def shutdown(self, failure: str = "") -> None:
         """Free weights and KV cache."""
         if self._worker is not None:
             if self._worker.adapters is not None:

@@ -17,10 +17,10 @@ from typing import Any
 
 import msgspec
 
-from quire.config.device import core_shares
-from quire.config.options import EngineOptions
+from quire.config.device import cpu_device
+from quire.config.options import HOST_OPTIONS, EngineOptions
 from quire.engine.executors.channel import CUT_S, MAX_MESSAGE_BYTES, Channel, notice_cut
-from quire.engine.executors.launch import RankProcesses, rank_starts
+from quire.engine.executors.launch import END_S, RankProcesses, fit_to_host, rank_starts
 from quire.protocol import __version__
 from quire.protocol.codec import Decoder, encode
 from quire.protocol.errors import OptionError, QuireError
@@ -37,18 +37,17 @@ from quire.protocol.ranks import (
     StartRanks,
     ToNode,
 )
-from quire.worker.groups import listen, new_store
+from quire.worker.groups import listen, new_store, shown_address
+from quire.worker.ring import ReadersLate
 
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0
 MAX_HANDSHAKE_BYTES = 1 << 20
 RETRY_S = 0.5
-OWN_OPTIONS = {
-    *("node_rank", "num_threads", "hf_token", "download_dir", "log_level", "disable_log_stats"),
-    *("master_addr", "tokenizer", "chat_template", "generation_config"),
-}
-"""Those that hosts may have different values of."""
+POLL_S = 0.02
+REPORT_S = 0.1
+"""The engine waits for longer than that before it looks for the cause of a failure."""
 
 
 class Listener:
@@ -76,21 +75,30 @@ class Listener:
     def _accept(self) -> None:
         while True:
             try:
-                line, _ = self._socket.accept()
+                line, peer = self._socket.accept()
             except OSError:
                 return
-            threading.Thread(target=self._handshake, args=(line,), daemon=True).start()
+            threading.Thread(target=self._handshake, args=(line, peer), daemon=True).start()
 
-    def _handshake(self, line: socket.socket) -> None:
+    def _handshake(self, line: socket.socket, peer: tuple[Any, ...]) -> None:
         line.settimeout(HANDSHAKE_S)
         notice_cut(line, CUT_S)
         channel = Channel(line, MAX_HANDSHAKE_BYTES)
         decoder: Decoder[Hello | JoinNode] = Decoder(Hello | JoinNode)
         try:
             data = channel.peek()
-            message = decoder.decode(data or b"")
-        except (OSError, msgspec.MsgspecError):
-            channel.close()  # a port scan, say
+            if data is None:
+                channel.close()  # a port scan, say
+                return
+            message = decoder.decode(data)
+        except (OSError, msgspec.MsgspecError) as error:
+            logger.warning(
+                "a connection from %s is closed: it does not greet as a host with this version "
+                "of Quire does (%s)",
+                shown_address(*peer[:2]),
+                error,
+            )
+            channel.close()
             return
         if isinstance(message, Hello) and message.secret != self._secret:
             channel.close()
@@ -131,8 +139,11 @@ class ConnectedRanks:
         return start
 
     def send(self, order: bytes, deadline: float) -> None:
-        for _, channel in sorted(self.channels.items()):
-            channel.send(order)
+        for rank, channel in sorted(self.channels.items()):
+            try:
+                channel.send(order)
+            except TimeoutError:
+                raise ReadersLate([rank]) from None
 
     def close(self) -> None:
         self.listener.close()
@@ -143,12 +154,14 @@ class ConnectedRanks:
 class NodeProcesses(ConnectedRanks):
     """Processes on `nnodes` hosts, this one included: an equal number on each."""
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, given: EngineOptions) -> None:
+        """`given` are the options before they were resolved, to compare with those of others."""
         parallel = options.parallel
-        self._options, self._num_nodes = options, parallel.nnodes
+        self._options, self._given, self._num_nodes = options, given, parallel.nnodes
         self._ranks_per_node = parallel.num_ranks // parallel.nnodes
         self._processes = RankProcesses()
         self._nodes: dict[int, Channel] = {}
+        self._joining = threading.Lock()
         self._names = {0: socket.gethostname()}
         self._ended: dict[int, str] = {}
         super().__init__(options, parallel.master_addr, parallel.master_port)
@@ -164,7 +177,7 @@ class NodeProcesses(ConnectedRanks):
         ranks = range(node * count, (node + 1) * count)
         # A token stays on its host: connections are not encrypted.
         options = self._options.replace(hf_token=None) if node else self._options
-        return [self.connect(one) for one in rank_starts(options, ranks, count)]
+        return [self.connect(one) for one in rank_starts(options, ranks)]
 
     def connected(self, channel: Channel, message: Hello | JoinNode) -> None:
         if isinstance(message, Hello):
@@ -172,19 +185,36 @@ class NodeProcesses(ConnectedRanks):
             return
         channel.read()
         node = message.node_rank
-        if not 0 < node < self._num_nodes or node in self._nodes:
+        with self._joining:
+            is_taken = not 0 < node < self._num_nodes or node in self._nodes
+            if not is_taken:
+                self._nodes[node], self._names[node] = channel, message.host
+        if is_taken:
             reason = f"node_rank={node} is taken, or not below nnodes={self._num_nodes}"
-            channel.send(encode(Refused(f"{reason}; give each host a number of its own.")))
+            with contextlib.suppress(OSError):  # it is gone already
+                channel.send(encode(Refused(f"{reason}; give each host a number of its own.")))
             channel.close()
             return
-        self._nodes[node], self._names[node] = channel, message.host
-        differs = difference(message, self._options)
+        try:
+            self._admit(node, channel, difference(message, self._given))
+        except (OSError, msgspec.MsgspecError) as error:
+            logger.warning("host %s (node_rank=%d) is lost: %s", message.host, node, error)
+        finally:
+            channel.close()
+            del self._nodes[node]  # another one may come
+
+    def _admit(self, node: int, channel: Channel, differs: str | None) -> None:
+        """Until the host is gone. Its ranks are lost with it, if they were started."""
         if differs:
-            channel.send(encode(Refused(differs)))
             self._lose(node, differs)
+            channel.send(encode(Refused(differs)))
             return
         channel.send(encode(StartRanks(self._starts(node))))
-        self._follow(node, channel)
+        try:
+            self._follow(node, channel)
+        finally:
+            name = self._names[node]
+            self._lose(node, f"host {name} (node_rank={node}) cannot be reached any more")
 
     def _follow(self, node: int, channel: Channel) -> None:
         """Listen to a host until it is gone."""
@@ -194,7 +224,6 @@ class NodeProcesses(ConnectedRanks):
             message = decoder.decode(data)
             if isinstance(message, RankEnded):
                 self._ended[message.rank] = f"{message.cause} (host {self._names[node]})"
-        self._lose(node, f"host {self._names[node]} (node_rank={node}) cannot be reached any more")
 
     def _lose(self, node: int, cause: str) -> None:
         for rank in range(node * self._ranks_per_node, (node + 1) * self._ranks_per_node):
@@ -215,27 +244,34 @@ class NodeProcesses(ConnectedRanks):
             "(firewall, interface)."
         )
 
-    def stop(self, comes_back: bool = False) -> None:
+    def stop(self, failure: str = "", was_in_service: bool = False) -> None:
         self.listener.close()  # before hosts that lose their connection try again
         for channel in list(self._nodes.values()):
-            if not comes_back:
-                with contextlib.suppress(OSError):  # it is gone already
-                    channel.send(encode(EngineEnded()))
-            channel.close()
+            with contextlib.suppress(OSError):  # it is gone already
+                channel.send(encode(EngineEnded(failure, was_in_service)))
+                # A close with something left to read might take the message back.
+                channel.line.shutdown(socket.SHUT_WR)
         self.close()
         self._processes.stop()
+        deadline = time.monotonic() + END_S
+        while self._nodes and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        for channel in list(self._nodes.values()):
+            channel.close()
 
 
 def difference(node: JoinNode, options: EngineOptions) -> str | None:
-    """What keeps a host from joining: another version, or an option with another value."""
+    """What keeps a host from joining: another version, or an option with another value. Both sides
+    have the options that they were given: resolved ones may differ between the same commands."""
     if node.version != __version__:
         return (
             f"host {node.host} runs Quire {node.version}, host 0 runs {__version__}; install the "
             "same version on all hosts."
         )
-    ours, defaults = options.flat(), EngineOptions().flat()
+    # As they look after a way through a socket.
+    ours, defaults = (msgspec.to_builtins(one.flat()) for one in (options, EngineOptions()))
     for name, value in node.options.items():
-        given = name not in OWN_OPTIONS and value != defaults.get(name)
+        given = name not in HOST_OPTIONS and value != defaults.get(name)
         if given and value != ours.get(name):
             return (
                 f"host {node.host} (node_rank={node.node_rank}) was started with {name}={value!r}, "
@@ -244,27 +280,52 @@ def difference(node: JoinNode, options: EngineOptions) -> str | None:
     return None
 
 
-def own_options(options: EngineOptions, num_local: int) -> dict[str, Any]:
-    """What the ranks of a host do not take from host 0."""
-    own: dict[str, Any] = {"hf_token": options.model.hf_token}
+def fit_to_node(start: StartRank, options: EngineOptions) -> None:
+    """Replace what a rank of a host does not take from host 0."""
+    host = options.parallel.master_addr  # by which this host reaches it
+    assert isinstance(start.channel, Connected) and start.store is not None
+    start.channel.host, start.store = host, (host, start.store[1])
+    start.options["hf_token"] = options.model.hf_token
     if options.model.download_dir is not None:
-        own["download_dir"] = options.model.download_dir
+        start.options["download_dir"] = options.model.download_dir
     if options.device.num_threads is not None:
-        own["num_threads"] = max(options.device.num_threads // num_local, 1)
-    return own
+        start.options["num_threads"] = options.device.num_threads
+    fit_to_host(start, options.device.num_threads or cpu_device().num_threads)
 
 
 # --- the other hosts ----------------------------------------------------------------------------
 
 
 def run_node(options: EngineOptions) -> int:
-    """Run the ranks of this host for the engine of host 0, until that ends. An engine that was
-    lost may come back: then its ranks are started again."""
+    """Run the ranks of this host for the engine of host 0, until that ends. One that was lost, or
+    has failed after it was in service, may come back: then its ranks are started again. A failure
+    of the first start is told, and ends this host, too."""
+    lost_at: float | None = None
     while True:
-        node = _Node(options, _connect(options))
-        if node.run():
-            return 0
+        channel = _connect(options)
+        try:
+            node = _Node(options, channel)
+        except _NoAnswer:
+            # An engine that ends may take a connection and not answer it.
+            if lost_at is None or time.monotonic() - lost_at > options.parallel.timeout_s:
+                raise
+        else:
+            ended = node.follow()
+            is_final = ended is not None and not (ended.was_in_service or lost_at)
+            reason = "its connection was lost" if ended is None else ended.reason
+            if reason and not is_final:
+                logger.error("%s is lost; waiting for it: %s", _address(options), reason)
+            node.stop()
+            if not reason:
+                return 0
+            if is_final:
+                raise QuireError(f"{_address(options)} did not start: {reason}")
+            lost_at = time.monotonic()
         time.sleep(RETRY_S)
+
+
+class _NoAnswer(QuireError):
+    """Of host 0."""
 
 
 class _Node:
@@ -281,16 +342,15 @@ class _Node:
         if isinstance(reply, Refused):
             raise QuireError(reply.reason)
         if not isinstance(reply, StartRanks):
-            raise QuireError(
+            channel.close()
+            raise _NoAnswer(
                 f"{self._address} has closed the connection, or not answered for "
                 f"{HANDSHAKE_S:g} s; its log may say why. Check that master_port is that of host 0."
             )
         channel.line.settimeout(None)
         logger.info("ranks %s run here for %s", _listed(reply.ranks), self._address)
-        shares = core_shares(len(reply.ranks))
-        for start, share in zip(reply.ranks, shares, strict=True):
-            start.processors = share if start.processors else []  # those here, not of host 0
-            start.options |= own_options(options, len(reply.ranks))
+        for start in reply.ranks:
+            fit_to_node(start, options)
             self._processes.start(start)
 
     def _read(self) -> ToNode | None:
@@ -298,15 +358,15 @@ class _Node:
         data = self._channel.read()
         return None if data is None else decoder.decode(data)
 
-    def run(self) -> bool:
-        """Until the engine is gone; says whether it ended as it should."""
+    def follow(self) -> EngineEnded | None:
+        """Until the engine is gone; what it says of its end."""
         threading.Thread(target=self._report, name="quire-node", daemon=True).start()
-        has_ended = isinstance(self._read(), EngineEnded)
-        if not has_ended:
-            logger.error("%s is lost; waiting for it", self._address)
+        message = self._read()
         self._channel.close()
+        return message if isinstance(message, EngineEnded) else None
+
+    def stop(self) -> None:
         self._processes.stop()
-        return has_ended
 
     def _report(self) -> None:
         told: set[int] = set()
@@ -317,7 +377,7 @@ class _Node:
                         self._channel.send(encode(RankEnded(rank, cause)))
                         told.add(rank)
                 self._channel.send(encode(Alive()))
-                time.sleep(RETRY_S)
+                time.sleep(REPORT_S)
         except OSError:
             return  # the other thread notices it too
 
@@ -344,7 +404,7 @@ def _connect(options: EngineOptions) -> Channel:
 
 def _address(options: EngineOptions) -> str:
     parallel = options.parallel
-    return f"host 0 ({parallel.master_addr}:{parallel.master_port})"
+    return f"host 0 ({shown_address(parallel.master_addr, parallel.master_port)})"
 
 
 def _listed(starts: list[StartRank]) -> str:

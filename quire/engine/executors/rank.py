@@ -4,8 +4,6 @@ do, and so dies with the engine."""
 from __future__ import annotations
 
 import gc
-import hashlib
-import json
 import logging
 import os
 import queue
@@ -18,10 +16,11 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+from quire.config.digests import model_digests
 from quire.config.log import configure_logging
+from quire.config.model import read_model
 from quire.config.options import EngineOptions
 from quire.engine.executors.channel import CUT_S, Channel, notice_cut
-from quire.engine.startup import read_model
 from quire.protocol import __version__
 from quire.protocol.codec import Decoder, encode, read_line
 from quire.protocol.errors import QuireError, RankMissing
@@ -48,7 +47,7 @@ from quire.protocol.ranks import (
 )
 from quire.worker.adapters import HostAdapters
 from quire.worker.device import detect_device
-from quire.worker.groups import join
+from quire.worker.groups import join, shown_address
 from quire.worker.model_runner import PendingStep
 from quire.worker.ring import OrderReader
 from quire.worker.worker import Worker, num_loading_threads, torch_threads
@@ -101,8 +100,8 @@ class RankLoop:
         device = detect_device(self._options.device.device, self._start.device_index)
         if device.type == "cpu":
             device = replace(device, num_sharing=self._start.num_local)
-        self._device, self._config = device, read_model(self._options)
-        digest = hashlib.sha256(json.dumps(self._config.raw, sort_keys=True, default=str).encode())
+        self._device, self._config = device, read_model(self._options.model)
+        path, load_format = self._config.source.path, self._options.model.load_format
         channel = self._start.channel
         self._answer(
             Hello(
@@ -111,7 +110,7 @@ class RankLoop:
                 os.getpid(),
                 __version__,
                 device.name,
-                digest.hexdigest(),
+                model_digests(self._config.raw, path, load_format),
                 "" if isinstance(channel, Inherited) else channel.secret,
             )
         )
@@ -234,8 +233,19 @@ def serve_rank(start: StartRank) -> int:
     try:
         loop = RankLoop(start)
     except OSError as error:
-        raise QuireError(f"rank {start.rank} cannot reach its engine: {error}") from None
+        raise QuireError(_not_reached(start, error)) from None
     return loop.run()
+
+
+def _not_reached(start: StartRank, error: OSError) -> str:
+    cause = f"rank {start.rank} on {socket.gethostname()} cannot reach its engine"
+    if isinstance(start.channel, Inherited):
+        return f"{cause}: {error}"
+    address = shown_address(start.channel.host, start.channel.port)
+    return (
+        f"{cause} at {address}: {error}. Check that no firewall is between the hosts, and that "
+        "master_addr is an address of host 0 that this one reaches."
+    )
 
 
 if __name__ == "__main__":

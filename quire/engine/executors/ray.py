@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from quire.config.device import core_shares
 from quire.config.options import EngineOptions
-from quire.engine.executors.launch import END_S, LOOPBACK, rank_starts
+from quire.engine.executors.launch import END_S, LOOPBACK, fit_to_host, rank_starts
 from quire.engine.executors.nodes import ConnectedRanks
 from quire.protocol.codec import line, read_line
 from quire.protocol.errors import EngineDeadError, OptionError
@@ -66,7 +65,7 @@ class RayActors(ConnectedRanks):
         root = str(Path(__file__).parents[3])
         actor_class = ray.remote(_actor_class())
         for ranks in ranks_of.values():
-            for start in rank_starts(options, ranks, len(ranks)):
+            for start in rank_starts(options, ranks):
                 strategy = PlacementGroupSchedulingStrategy(self._group, nodes[start.rank][0])
                 needed = _needed(options)
                 actor = actor_class.options(
@@ -82,9 +81,8 @@ class RayActors(ConnectedRanks):
         if self._has_stopped:
             return {}
         for run in _done(list(self._runs), 0.0):
-            rank = self._runs.pop(run)
-            cause = _cause(run)
-            if cause is not None:
+            rank = self._runs.pop(run, None)  # another thread may have seen it, too
+            if rank is not None and (cause := _cause(run)) is not None:
                 self._causes[rank] = f"its actor on node {self._nodes[rank]} {cause}"
         # Before Ray knows more: ranks that miss this one must not be taken for the cause.
         cut = {
@@ -108,7 +106,7 @@ class RayActors(ConnectedRanks):
             "firewall between the nodes."
         )
 
-    def stop(self, comes_back: bool = False) -> None:
+    def stop(self, failure: str = "", was_in_service: bool = False) -> None:
         with self._stopping:
             if not self._has_stopped:
                 self._has_stopped = True
@@ -314,8 +312,8 @@ def run_rank(data: bytes) -> int:
     start: StartRank = read_line(data, StartRank)
     part = f"rank {start.rank}: " if start.rank else ""
     configure_logging(start.log_level, for_server=start.logs_as_server, part=part)
-    if start.processors:  # those of the engine's host
-        start.processors = core_shares(start.num_local)[start.device_index]
+    # Its share is of the engine's host so far.
+    fit_to_host(start, (start.options["num_threads"] or 1) * start.num_local)
     return serve_rank(start)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config.device import trim_heap
 from quire.config.structured import GrammarSettings
-from quire.engine.structured_output.build import (
+from quire.engine.structured_output.grammar_source import (
     Vocabulary,
     build,
     make_tokenizer,

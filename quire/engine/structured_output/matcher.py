@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.engine.structured_output.build import DEAD_END, submit
+from quire.engine.structured_output.grammar_source import DEAD_END, submit
 from quire.protocol.plan import BoolArray, Int32Array, StepPlan
 from quire.protocol.sampling import SamplingParams
 from quire.scheduler.sequence import Sequence

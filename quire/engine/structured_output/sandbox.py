@@ -18,7 +18,7 @@ from typing import IO
 import msgspec
 
 from quire.config.structured import GrammarSettings
-from quire.engine.structured_output.build import Vocabulary
+from quire.engine.structured_output.grammar_source import Vocabulary
 from quire.protocol.codec import line, read_line
 from quire.protocol.errors import OverloadedError, RequestError
 from quire.protocol.structured import StructuredOutputs

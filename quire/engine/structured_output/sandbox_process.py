@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NoReturn
 
-from quire.engine.structured_output.build import (
+from quire.engine.structured_output.grammar_source import (
     STACK_BYTES,
     build,
     grammar_text,

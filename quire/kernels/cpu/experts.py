@@ -1,5 +1,5 @@
-"""Mixtures of experts in the native library: the choice of experts, and the experts of a layer that
-are in use, all in one call.
+"""Mixtures of experts in the native library: routing, and the experts of a layer that are in use,
+all in one call.
 
 `quire.kernels.torch.experts` has the references.
 """
@@ -147,10 +147,10 @@ class NativeExperts:
 
 def route(logits: Tensor, config: ExpertsConfig, bias: Tensor | None = None) -> Routing:
     """The experts of each token by its router logits [tokens, experts] in float32; `bias` [experts]
-    is that of the choice by sigmoid. Of equals the first is chosen."""
+    is the score correction of sigmoid routers. Of equals the first is chosen."""
     stride = require_rows("logits", logits, config.count)
     if (bias is None) == (config.scoring == "sigmoid"):
-        raise ValueError(f"only the choice by sigmoid has a bias; scoring is {config.scoring!r}")
+        raise ValueError(f"sigmoid routers alone have a bias; scoring is {config.scoring!r}")
     if bias is not None:
         require_column("bias", bias, torch.float32, config.count)
     shape = (len(logits), config.top_k)

@@ -6,6 +6,7 @@ scale for every 32, and to 8 where the checkpoint says that they are rounded.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from math import lcm
 
@@ -22,6 +23,7 @@ from quire.kernels.cpu.linear import (
     quantize_int8,
 )
 from quire.kernels.cpu.packing import CACHE_LINE, GROUP
+from quire.kernels.torch.quantize import suits_half_scales, to_groups
 from quire.kernels.torch.quantized_weights import GroupedWeights, QuantizedWeights, ScaledWeights
 
 BLOCK = 32
@@ -55,19 +57,35 @@ def round_floats(weights: ScaledWeights) -> BlockMatrix:
     """Floats of 8 bits as integers with a scale for every 32 inputs. Where the floats have an error
     of 2.6 % (root mean square, of normal weights), that adds 0.55 %."""
     num_outputs, num_inputs = weights.shape
-    block_outputs = 1 if weights.block is None else weights.block[0]
-    unit = lcm(GROUP, block_outputs)
-    step = -(-ROWS_AT_ONCE // unit) * unit
-    parts = []
-    for first in range(0, num_outputs, step):
-        rows, scales = (slice(first // size, (first + step) // size) for size in (1, block_outputs))
-        part = replace(weights, values=weights.values[rows], scales=weights.scales[scales])
-        parts.append(quantize_int8(F.pad(part.dequantize(), (0, -num_inputs % BLOCK))).data)
+    data = []
+    for rows in _floats(weights):
+        if not suits_half_scales(rows):
+            return _round_small_floats(weights)
+        data.append(quantize_int8(F.pad(rows, (0, -num_inputs % BLOCK))).data)
     order = None
     if num_inputs % BLOCK:
         inputs = torch.arange(num_inputs, dtype=torch.int32)
         order = F.pad(inputs, (0, -num_inputs % BLOCK), value=-1)
-    return BlockMatrix("Q8_0", num_outputs, num_inputs, torch.cat(parts), order=order)
+    return BlockMatrix("Q8_0", num_outputs, num_inputs, torch.cat(data), order=order)
+
+
+def _round_small_floats(weights: ScaledWeights) -> BlockMatrix:
+    """The same with scales in float32."""
+    parts = [to_groups(rows, 8, BLOCK) for rows in _floats(weights)]
+    codes = torch.cat([one.codes for one in parts])
+    scales = torch.cat([one.scales for one in parts])
+    return pack_grouped(GroupedWeights(codes, 8, scales, BLOCK), input_planes=1)
+
+
+def _floats(weights: ScaledWeights) -> Iterator[Tensor]:
+    """Some rows after the other in float32, which take much memory."""
+    block_outputs = 1 if weights.block is None else weights.block[0]
+    unit = lcm(GROUP, block_outputs)
+    step = -(-ROWS_AT_ONCE // unit) * unit
+    for first in range(0, weights.shape[0], step):
+        rows, scales = (slice(first // size, (first + step) // size) for size in (1, block_outputs))
+        part = replace(weights, values=weights.values[rows], scales=weights.scales[scales])
+        yield part.dequantize()
 
 
 def pack_grouped(weights: GroupedWeights, input_planes: int) -> BlockMatrix:

@@ -49,8 +49,8 @@ def top_k_then_softmax(logits: Tensor, top_k: int) -> Routing:
 def sigmoid_in_groups(
     logits: Tensor, bias: Tensor, top_k: int, num_groups: int, top_groups: int, normalizes: bool
 ) -> Routing:
-    """The choice is by score + bias, within the groups whose two best have the largest sums; the
-    weights are scores without the bias."""
+    """Experts are the top-k by score + bias, within the groups whose two best have the largest
+    sums; the weights are scores without the bias."""
     scores = logits.float().sigmoid()
     ranked = (scores + bias).unflatten(-1, (num_groups, -1))
     best = ranked.topk(min(2, ranked.shape[-1]), -1).values.sum(-1)

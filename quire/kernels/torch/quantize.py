@@ -12,6 +12,7 @@ from quire.protocol.errors import ModelError
 
 # Bounds the memory for intermediate results, of which a few are held in float32.
 ELEMENTS_AT_ONCE = 1 << 22
+SMALLEST_HALF_SCALE = 2.0**-16
 # Clipping ranges that a search tries, in parts of the range of a group's weights.
 SHARES = tuple(0.6 + 0.025 * step for step in range(20))
 
@@ -61,6 +62,14 @@ def to_groups(
         if zeros is not None:
             zeros[part] = zero[..., 0].to(torch.uint8)
     return GroupedWeights(codes, bits, scales, group_size, zeros)
+
+
+def suits_half_scales(weight: Tensor) -> bool:
+    """Whether blocks of 8 bits, with largest weights of 127, may have scales in float16: those of
+    each output, but for the smaller ones, need 9 digits of it or more."""
+    largest = weight.abs().amax(1).float() / 127
+    is_fine = (largest >= SMALLEST_HALF_SCALE) & (largest <= torch.finfo(torch.float16).max)
+    return bool((is_fine | (largest == 0)).all())
 
 
 def to_fp8(weight: Tensor) -> ScaledWeights:

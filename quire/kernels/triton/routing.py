@@ -101,7 +101,7 @@ def _route_kernel(
 
 def route(logits: Tensor, config: ExpertsConfig, bias: Tensor | None = None) -> Routing:
     """The experts of each token by its router logits [tokens, experts], of equals the first;
-    `bias` float32 [experts] is that of the choice by sigmoid."""
+    `bias` float32 [experts] is the score correction of sigmoid routers."""
     num_tokens = len(logits)
     shape = num_tokens, config.top_k
     experts = torch.empty(shape, dtype=torch.int32, device=logits.device)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quire.layers.attention.layer import Attention
 from quire.layers.parallel import HeadShare
-from quire.protocol.errors import ModelError
+from quire.layers.weights import TensorError
 
 KEYS, VALUES = 0, 1
 PARTS: Mapping[str, tuple[int, ...]] = {
@@ -25,33 +25,49 @@ PARTS: Mapping[str, tuple[int, ...]] = {
     "prob_scale": (),
 }
 """What names of tensors end with, behind the path of a model's attention. Queries and weights stay
-as they are, so their scales are of no use."""
+as they are, so their scales are of no use. Zero points have these names too."""
 
 
 def load_kv_scale(model: nn.Module, name: str, tensor: Tensor, num_kv_heads: int) -> bool:
     """Hands a tensor to the attention layer whose scale it is; False where it is none. Those of
     layers that are not in this stage are left out."""
     for ending, parts in PARTS.items():
+        zero_ending = ending.replace("scale", "zero_point")
+        path, found, rest = name.rpartition(f".{zero_ending}")
+        if found and not rest:
+            if parts and tensor.float().any():
+                raise TensorError(
+                    name,
+                    "has zero points, which are supported for keys and values if they are 0",
+                    "quantise the cache symmetrically, or remove the scales to have them computed",
+                )
+            return True
         path, found, rest = name.rpartition(f".{ending}")
         if not found or rest or path.endswith(("q_proj", "k_proj", "v_proj")):
             continue
-        scales = tensor.detach().float().flatten().cpu()
-        if len(scales) not in (1, num_kv_heads):
-            raise ModelError(
-                f"{name} has {len(scales)} scales; it can have one, or one for each of the "
-                f"{num_kv_heads} KV heads."
-            )
-        if not (scales.isfinite() & (scales > 0)).all():
-            raise ModelError(
-                f"{name} is {scales.tolist()}; scales of the KV cache are positive numbers. Check "
-                "that the download is complete."
-            )
+        if parts:
+            scales = _checked(name, tensor, num_kv_heads)
         for attention_path, module in model.named_modules():
             if isinstance(module, Attention) and attention_path.rpartition(".")[0] == path:
                 for part in parts:
                     module.kv_scales[part] = scales
         return True
     return False
+
+
+def _checked(name: str, tensor: Tensor, num_kv_heads: int) -> Tensor:
+    scales = tensor.detach().float().flatten().cpu()
+    if len(scales) not in (1, num_kv_heads):
+        raise TensorError(
+            name,
+            f"has {len(scales)} scales; it can have one, or one for each of the {num_kv_heads} KV "
+            "heads",
+        )
+    if not (scales.isfinite() & (scales > 0)).all():
+        raise TensorError(
+            name, f"is {scales.tolist()}; scales of the KV cache are positive numbers"
+        )
+    return scales
 
 
 def given_kv_scales(

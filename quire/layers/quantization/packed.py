@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from math import prod
 from types import ModuleType
 from typing import Protocol
 
@@ -15,8 +16,15 @@ from torch import Tensor
 from quire.config.quantization import MXFP4, MatrixFormat
 from quire.kernels import cpu, dispatch
 from quire.kernels.cpu.memory import Arena, Empty
+from quire.kernels.cpu.quantized import pack_grouped
 from quire.kernels.torch.gguf_blocks import BLOCK_SIZES, BlockRows
-from quire.kernels.torch.quantize import check_finite, to_fp8, to_groups, to_int8
+from quire.kernels.torch.quantize import (
+    check_finite,
+    suits_half_scales,
+    to_fp8,
+    to_groups,
+    to_int8,
+)
 from quire.kernels.torch.quantized_weights import QuantizedWeights, ReferenceMatrix
 from quire.layers.quantization.matrices import DenseMatrix, make_matrix
 from quire.layers.quantization.readers import Reader, join_alike, make_reader
@@ -27,6 +35,7 @@ from quire.layers.weights import (
     Matrix,
     MatrixLayer,
     NormWeight,
+    ShardError,
     ShardId,
     ShardKey,
     Share,
@@ -100,7 +109,11 @@ class PackInt8:
         tensors = [weight for weight in weights if isinstance(weight, Tensor)]
         for tensor in tensors:
             check_finite(tensor)
-        return [kernels().quantize_int8(tensors[0] if len(tensors) == 1 else torch.cat(tensors))]
+        weight = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        if suits_half_scales(weight):
+            return [kernels().quantize_int8(weight)]
+        groups = to_groups(weight, 8, INT8_BLOCK, scale_dtype=torch.float32)
+        return [pack_grouped(groups, 1) if cpu.available()[0] else ReferenceMatrix(groups)]
 
     def nbytes(self, num_outputs: int, num_inputs: int, stored: Stored) -> int:
         if num_inputs % INT8_BLOCK:
@@ -265,6 +278,22 @@ def _multiply(
     return out
 
 
+def _located(layer: MatrixLayer, shares: Mapping[ShardKey, Share]) -> ShardError | None:
+    """Where a checkpoint has what cannot be rounded."""
+    for key, share in shares.items():
+        if isinstance(share, BlockRows) or share.isfinite().all():
+            continue
+        row, column = (~share.isfinite()).nonzero()[0].tolist()
+        value, output = share[row, column].item(), row
+        for cut in layer.rank_cuts("weight", key):
+            if 0 <= row < cut.shape[0]:
+                output, column = cut.outputs.start + row, cut.inputs.start + column
+            row -= cut.shape[0]
+        found = f"{value} for output {output} and input {column}"
+        return ShardError(key, f"has {found}, which cannot be quantised")
+    return None
+
+
 class Packed:
     """A layer's weight becomes one matrix, or several where its shards differ in format. An `arena`
     is where the packer gets its memory from; `formats` are those of shards that a checkpoint has
@@ -287,11 +316,18 @@ class Packed:
     def reads_blocks(self) -> bool:
         return self._packer.reads_blocks
 
-    def extra_bytes(
-        self, shard_key: ShardKey, num_outputs: int, num_inputs: int, stored: str | None
-    ) -> int:
-        _, found = self._formats.get(shard_key, ("", None))
-        return self._packer.nbytes(num_outputs, num_inputs, stored if found is None else found)
+    def extra_bytes(self, layer: MatrixLayer, shard_key: ShardKey, stored: str | None) -> int:
+        *experts, num_outputs, num_inputs = layer.rank_shape("weight", shard_key)
+        module, found = self._formats.get(shard_key, ("", None))
+        if found is None:
+            return prod(experts) * self._packer.nbytes(num_outputs, num_inputs, stored)
+        shape = layer.checkpoint_shape("weight", shard_key)
+        reader = make_reader(module, found, (shape[-2], shape[-1]), in_stack=bool(experts))
+        one = (layer.kept_experts.start,) if experts else shard_key
+        return prod(experts) * sum(
+            self._packer.nbytes(*cut.shape, reader.kept_format(cut))
+            for cut in layer.rank_cuts("weight", one)
+        )
 
     def create_weights(self, layer: MatrixLayer, outputs: Axis, inputs: Axis, build: Build) -> None:
         stacks = (layer.experts,) if layer.experts else ()
@@ -344,6 +380,7 @@ class Packed:
         keys = [(*owner, part) for part in parts] if is_part else [shard_key]
         waiting.setdefault(shard_key, {})[name] = weight, bring or _stays
         arrived: list[Share | QuantizedWeights] = []
+        shares: dict[ShardKey, Share] = {}
         for key in keys:
             if len(waiting.get(key, ())) < len(layer.stored_tensors("weight", key)):
                 return
@@ -356,11 +393,15 @@ class Packed:
                 arrived += read
                 continue
             stored, bring = tensors["weight"]
-            arrived.append(_brought(layer.rank_share("weight", key, stored), bring))
+            shares[key] = _brought(layer.rank_share("weight", key, stored), bring)
+            arrived.append(shares[key])
         try:
             matrices = self._packer.pack(arrived)
-        except ModelError as error:  # such as numbers that cannot be rounded
-            raise ModelError(f"{layer.path}: {error}") from error
+        except ModelError as error:  # numbers that cannot be rounded
+            located = _located(layer, shares)
+            if located is None:
+                raise
+            raise located from error
         if owner:
             layer.by_expert[int(owner[0])] = matrices
             layer.matrices += matrices

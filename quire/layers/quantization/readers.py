@@ -23,7 +23,7 @@ from quire.kernels.torch.quantized_weights import (
     QuantizedWeights,
     ScaledWeights,
 )
-from quire.layers.weights import Bring, Cut, Share, StoredTensor, Weight
+from quire.layers.weights import Bring, Cut, Share, StoredTensor, TensorError, Weight
 from quire.protocol.errors import ModelError
 
 Tensors = Mapping[str, tuple[Weight, Bring]]
@@ -35,16 +35,9 @@ SMALLEST_GROUP = 8
 """Where ranks cut groups into smaller ones, floats take no more memory."""
 USUAL_WEIGHT = 0.02
 """Spread of random weights."""
+SIZES_OF_OTHERS = "check that the sizes in config.json are those of these weights"
 AWQ_NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]
 """Where the codes of eight outputs lie in a word."""
-
-
-class TensorError(ModelError):
-    """A tensor of a checkpoint that cannot be what its format says."""
-
-    def __init__(self, tensor: str, problem: str) -> None:
-        super().__init__(f"tensor {tensor} {problem}")
-        self.tensor, self.problem = tensor, problem
 
 
 class Reader(Protocol):
@@ -53,6 +46,10 @@ class Reader(Protocol):
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
         """What stands for it."""
+        ...
+
+    def kept_format(self, cut: Cut) -> MatrixFormat | None:
+        """That of a rank's part; None where it is kept as floats."""
         ...
 
     def nbytes(self, is_native: bool) -> int:
@@ -102,13 +99,31 @@ class GroupReader(ABC):
     def num_groups(self) -> int:
         return -(-self.shape[1] // self.group_size)
 
+    def kept_format(self, cut: Cut) -> MatrixFormat | None:
+        if len(range(self.shape[1])[cut.inputs]) == self.shape[1]:
+            return self.format
+        if self.format.is_shuffled:
+            return None  # a rank has parts of most groups, which may have any size
+        groups = torch.arange(self.shape[1]) // self.group_size
+        size = common_size(groups[cut.inputs], self.group_size)
+        if self._is_too_small(size):
+            return None
+        return replace(self.format, group_size=min(size, cut.shape[1]))
+
+    def _is_too_small(self, size: int) -> bool:
+        """Whether groups are kept as floats."""
+        return size < min(SMALLEST_GROUP, self.group_size)
+
     def nbytes(self, is_native: bool) -> int:
         num_outputs, num_inputs = self.shape
         bits = self.format.bits
+        by_group = (4 if is_native else 2) + (0 if self.format.is_symmetric else 1)
         if is_native:
             bits = 4 if bits <= 4 else 8
-        by_group = (4 if is_native else 2) + (0 if self.format.is_symmetric else 1)
-        return num_outputs * (num_inputs * bits // 8 + self.num_groups * by_group)
+            # Groups are filled up to whole blocks.
+            num_inputs += self.num_groups * (-min(self.group_size, num_inputs) % 32)
+        order_bytes = 4 * num_inputs if self.format.is_shuffled else 0
+        return num_outputs * (num_inputs * bits // 8 + self.num_groups * by_group) + order_bytes
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -119,7 +134,10 @@ class GroupReader(ABC):
         return stored
 
     def _number(self, tensor: Tensor, generator: Generator) -> None:
-        tensor.copy_(torch.arange(len(tensor), device=tensor.device) // self.group_size)
+        groups = torch.arange(len(tensor)) // self.group_size
+        if self.format.is_shuffled:  # alike for all matrices with these inputs
+            groups = groups[torch.randperm(len(groups), generator=Generator().manual_seed(0))]
+        tensor.copy_(groups)
 
     @abstractmethod
     def _stored(self) -> dict[str, StoredTensor]:
@@ -167,7 +185,7 @@ class GroupReader(ABC):
             order=None if order is None else order.int(),
             is_e2m1=self.format.layout == "mxfp4",
         )
-        if size < min(SMALLEST_GROUP, self.group_size):
+        if self._is_too_small(size):
             return _padded(weights.dequantize(), cut.shape)
         return padded_groups(replace(weights, group_size=min(size, cut.shape[1])), cut.shape)
 
@@ -187,8 +205,8 @@ class GroupReader(ABC):
     def _check_finite(self, name: str, values: Tensor) -> None:
         _check_finite(f"{self.module}.{name}", values)
 
-    def _error(self, name: str, problem: str) -> TensorError:
-        return TensorError(f"{self.module}.{name}", problem)
+    def _error(self, name: str, problem: str, remedy: str | None = None) -> TensorError:
+        return TensorError(f"{self.module}.{name}", problem, remedy)
 
     def _filled_scales(self, tensor: Tensor, generator: Generator) -> None:
         # Codes are equally likely.
@@ -202,10 +220,15 @@ class AwqReader(GroupReader):
     def _stored(self) -> dict[str, StoredTensor]:
         num_outputs, num_inputs = self.shape
         if num_outputs % 8:
-            raise self._error("qweight", f"has {num_outputs} outputs, no multiple of 8")
+            raise self._error(
+                "qweight",
+                f"would have {num_outputs} outputs, and AWQ packs a multiple of 8, such as "
+                f"{num_outputs + -num_outputs % 8}",
+                SIZES_OF_OTHERS,
+            )
         return {
             "qweight": StoredTensor((num_inputs, num_outputs // 8), WORDS, random_bits),
-            "qzeros": StoredTensor((self.num_groups, num_outputs // 8), WORDS, filled(0x88888888)),
+            "qzeros": StoredTensor((self.num_groups, num_outputs // 8), WORDS, filled_codes(8, 4)),
             "scales": StoredTensor((self.num_groups, num_outputs), FLOATS, self._filled_scales),
         }
 
@@ -235,20 +258,12 @@ class GptqReader(GroupReader):
     def _stored(self) -> dict[str, StoredTensor]:
         num_outputs, num_inputs = self.shape
         bits = self.format.bits
-        usual = sum(
-            (1 << (bits - 1)) - self.format.stores_zero_less_one << at
-            for at in range(0, 32 - bits + 1, bits)
-        )
-        zeros = filled(usual) if 32 % bits == 0 else filled_bytes(self._usual_zeros_of_3_bits())
+        zeros = filled_codes((1 << (bits - 1)) - self.format.stores_zero_less_one, bits)
         return {
             "qweight": StoredTensor((num_words(num_inputs, bits), num_outputs), WORDS, random_bits),
             "qzeros": StoredTensor((self.num_groups, num_words(num_outputs, bits)), WORDS, zeros),
             "scales": StoredTensor((self.num_groups, num_outputs), FLOATS, self._filled_scales),
         }
-
-    def _usual_zeros_of_3_bits(self) -> bytes:
-        zero = 4 - self.format.stores_zero_less_one
-        return sum(zero << 3 * i for i in range(8)).to_bytes(3, "little")
 
     def _codes(self, tensors: Tensors, outputs: slice, inputs: slice) -> Tensor:
         return unpacked_down(tensors["qweight"], inputs, outputs, self.format.bits)
@@ -281,9 +296,9 @@ class PackedReader(GroupReader):
             "weight_shape": StoredTensor((2,), (torch.int64, torch.int32), self._filled_shape),
         }
         if not self.format.is_symmetric:
-            usual = filled(0x88888888 if bits == 4 else 0x80808080)
             shape = (num_words(num_outputs, bits), groups)
-            stored["weight_zero_point"] = StoredTensor(shape, WORDS, usual)
+            zeros = filled_codes(1 << (bits - 1), bits, by_column=True)
+            stored["weight_zero_point"] = StoredTensor(shape, WORDS, zeros)
         return stored
 
     def _filled_shape(self, tensor: Tensor, generator: Generator) -> None:
@@ -353,8 +368,9 @@ class BlocksReader(Mxfp4Reader):
         if self.shape[1] % self.group_size:
             raise self._error(
                 self.codes_name,
-                f"has {self.shape[1]} inputs, no multiple of {self.group_size}; check hidden_size "
-                "and intermediate_size in config.json",
+                f"would have {self.shape[1]} inputs, and MXFP4 packs a multiple of "
+                f"{self.group_size}, such as {self.num_groups * self.group_size}",
+                SIZES_OF_OTHERS,
             )
         stored = super()._stored()
         packed = stored[self.codes_name]
@@ -436,8 +452,10 @@ class ScaledReader:
             numbers = self.shape[0] * self.shape[1]  # integers with scales of 2 bytes, or floats
             return 4 * numbers if self.format.inputs is None else numbers * 34 // 32
         height, width = self._grid
-        num_scales = self.shape[0] if self.format.strategy == "tensor" else height * width
-        return self.shape[0] * self.shape[1] + 4 * num_scales
+        has_rows = is_native or self._as_groups or self.format.strategy == "tensor"
+        num_scales = (self.shape[0] if has_rows else height) * width
+        num_bytes = 5 if self._as_groups and self.format.has_zeros else 4
+        return self.shape[0] * self.shape[1] + num_bytes * num_scales
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -463,7 +481,9 @@ class ScaledReader:
             self.format.scale_name: StoredTensor(self._grid, scale_dtypes, self._filled_scales),
         }
         if self.format.has_zeros:
-            stored["weight_zero_point"] = StoredTensor(self._grid, (torch.int8,), filled(0))
+            # Some writers store zeros beside floats too.
+            kinds = (torch.int8,) if self._dtype == torch.int8 else (torch.int8, self._dtype)
+            stored["weight_zero_point"] = StoredTensor(self._grid, kinds, filled(0))
         if self.format.inputs == "static":
             stored["input_scale"] = StoredTensor(scalar, FLOATS, filled(0.05))
         if self.format.has_input_zero:
@@ -473,10 +493,21 @@ class ScaledReader:
     def _filled_scales(self, tensor: Tensor, generator: Generator) -> None:
         tensor.fill_(USUAL_WEIGHT / RANDOM_SPREAD)
 
+    def kept_format(self, cut: Cut) -> MatrixFormat | None:
+        return self.format
+
     def read(self, tensors: Tensors, cuts: Sequence[Cut]) -> list[Share | QuantizedWeights]:
         scales = self._floats(tensors, self.format.scale_name, self._grid)
         rounding = self._rounding(tensors)
+        if self.format.has_zeros and self._dtype != torch.int8:
+            self._check_no_zeros(tensors)
         return [self._read(tensors, cut, scales, rounding) for cut in cuts]
+
+    def _check_no_zeros(self, tensors: Tensors) -> None:
+        if _whole(tensors["weight_zero_point"][0]).float().any():
+            raise TensorError(
+                f"{self.module}.weight_zero_point", f"has values, but {self.format.dtype} has none"
+            )
 
     def _floats(self, tensors: Tensors, name: str, shape: tuple[int, ...]) -> Tensor:
         stored, bring = tensors[name]
@@ -491,6 +522,9 @@ class ScaledReader:
             block = self.format.block
             return InputRounding(self._dtype, group_size=None if block is None else block[1])
         scale = self._floats(tensors, "input_scale", ())
+        if float(scale) <= 0:
+            name = f"{self.module}.input_scale"
+            raise TensorError(name, f"is {float(scale):g}, but inputs are divided by it")
         zero = None
         if self.format.has_input_zero:
             stored, bring = tensors["input_zero_point"]
@@ -499,8 +533,16 @@ class ScaledReader:
 
     @property
     def _as_groups(self) -> bool:
-        """Whether the weights are more than numbers with a scale."""
-        return self.format.strategy == "group" or self.format.has_zeros
+        """Whether the weights are codes in groups of inputs, which may have zeros."""
+        is_grouped = self.format.strategy == "group" or self.format.has_zeros
+        return is_grouped and self._dtype == torch.int8
+
+    def _by_output(self, outputs: slice) -> Tensor:
+        """The row of `_grid` that each output has its scales in."""
+        if self.format.strategy == "tensor":
+            return torch.zeros(outputs.stop - outputs.start, dtype=torch.long)
+        height = 1 if self.format.block is None else self.format.block[0]
+        return torch.arange(outputs.start, outputs.stop) // height
 
     def _read(
         self, tensors: Tensors, cut: Cut, scales: Tensor, rounding: InputRounding | None
@@ -509,19 +551,16 @@ class ScaledReader:
         values = bring(_part(stored, cut.outputs, cut.inputs))
         if values.dtype == torch.float8_e4m3fn:
             _check_numbers(f"{self.module}.weight", values)
-        block = self.format.block
-        if self.format.strategy == "tensor":
-            scales = scales.expand(len(values), 1)
-        elif block is None or block[0] == 1:
-            scales = scales[cut.outputs]
         if self._as_groups:
             return self._grouped(tensors, cut, values, scales)
+        by_output = self._by_output(cut.outputs)
         values = _padded_bytes(values, cut.shape)
+        block = self.format.block
         if block is None:
+            scales = scales[by_output.to(scales.device), 0]
             return ScaledWeights(
-                values, F.pad(scales[:, 0], (0, cut.shape[0] - len(scales))), rounding=rounding
+                values, F.pad(scales, (0, cut.shape[0] - len(scales))), rounding=rounding
             )
-        by_output = torch.arange(cut.outputs.start, cut.outputs.stop) // block[0]
         by_input = torch.arange(cut.inputs.start, cut.inputs.stop) // block[1]
         height, width = common_size(by_output, block[0]), common_size(by_input, block[1])
         rows, columns = by_output[::height].to(values.device), by_input[::width].to(values.device)
@@ -538,14 +577,14 @@ class ScaledReader:
         size = self.shape[1] if self.format.block is None else self.format.block[1]
         groups = torch.arange(cut.inputs.start, cut.inputs.stop) // size
         common = common_size(groups, size)
-        starts = groups[::common].to(values.device)
+        rows, starts = self._by_output(cut.outputs), groups[::common]
+        places = rows.to(values.device)[:, None], starts.to(values.device)
         zeros = None
         if self.format.has_zeros:
             stored, bring = tensors["weight_zero_point"]
-            by_group = bring(_whole(stored)).reshape(self._grid).expand(self.shape[0], -1)
-            zeros = _unsigned(by_group[cut.outputs][:, starts])
+            zeros = _unsigned(bring(_whole(stored)).reshape(self._grid)[places])
         weights = GroupedWeights(
-            _unsigned(values), 8, scales[:, starts], min(common, cut.shape[1]), zeros
+            _unsigned(values), 8, scales[places], min(common, cut.shape[1]), zeros
         )
         return padded_groups(weights, cut.shape)
 
@@ -638,22 +677,25 @@ def _check_finite(tensor: str, values: Tensor) -> None:
 
 
 def filled(value: float) -> Callable[[Tensor, Generator], None]:
-    """Writes one number; a word of 32 bits may be given without its sign."""
-    signed = value - (1 << 32) if value >= 1 << 31 else value
+    """Writes one number."""
 
     def fill(tensor: Tensor, generator: Generator) -> None:
-        tensor.fill_(signed)
+        tensor.fill_(value)
 
     return fill
 
 
-def filled_bytes(pattern: bytes) -> Callable[[Tensor, Generator], None]:
-    """Writes some bytes again and again."""
+def filled_codes(
+    code: int, bits: int, by_column: bool = False
+) -> Callable[[Tensor, Generator], None]:
+    """Writes one code again and again into the words of each row, or column."""
+    pattern = torch.tensor(list(sum(code << bits * i for i in range(8)).to_bytes(bits, "little")))
 
     def fill(tensor: Tensor, generator: Generator) -> None:
-        stored = tensor.view(-1).view(torch.uint8)
-        repeated = torch.tensor(list(pattern), dtype=torch.uint8, device=tensor.device)
-        stored.copy_(repeated.repeat(-(-len(stored) // len(pattern)))[: len(stored)])
+        target = tensor.t() if by_column else tensor
+        count = target.shape[1] * target.element_size()
+        row = pattern.repeat(-(-count // bits))[:count].to(torch.uint8).view(tensor.dtype)
+        target.copy_(row.expand(target.shape))
 
     return fill
 

@@ -15,9 +15,7 @@ class Unquantized:
     adapters = None
     tokens = None
 
-    def extra_bytes(
-        self, shard_key: ShardKey, num_outputs: int, num_inputs: int, stored: str | None
-    ) -> int:
+    def extra_bytes(self, layer: MatrixLayer, shard_key: ShardKey, stored: str | None) -> int:
         return 0
 
     def create_weights(self, layer: MatrixLayer, outputs: Axis, inputs: Axis, build: Build) -> None:

@@ -12,8 +12,8 @@ from fastapi import APIRouter, Request
 from numpy.typing import NDArray
 from starlette.responses import Response
 
-from quire import __version__
 from quire.metrics.instruments import Metric, Readings
+from quire.protocol import __version__
 from quire.protocol.expert_counts import ExpertCounts
 from quire.protocol.messages import ID_SEPARATOR
 from quire.protocol.output import BlockState, EngineSnapshot, SequenceSnapshot

@@ -16,11 +16,11 @@ import msgspec
 import uvicorn
 
 from quire.config.log import configure_logging
-from quire.config.model import load_model_config
+from quire.config.model import read_model
 from quire.config.options import EngineOptions
 from quire.config.server import ServerOptions
-from quire.event_loop import run_on_event_loop
 from quire.frontend.async_llm import AsyncLLM
+from quire.frontend.event_loop import run_on_event_loop
 from quire.frontend.session import Session, session_tokenizer
 from quire.frontend.socket_client import SocketEngineClient
 from quire.protocol.codec import line, read_line
@@ -124,14 +124,7 @@ class ApiProcess:
 
     def _connect(self, ready: EngineReady) -> ServerState:
         options = EngineOptions().replace(**ready.options)
-        model = load_model_config(
-            options.model.model,
-            revision=options.model.revision,
-            token=options.model.hf_token,
-            hf_overrides=options.model.hf_overrides,
-            load_format=options.model.load_format,
-            download_dir=options.model.download_dir,
-        )
+        model = read_model(options.model)
         tokenizer = session_tokenizer(model, options)
         session = Session(model, options, tokenizer, self._start.client_index)
         self._llm = AsyncLLM.connected(session, self._client)

@@ -140,7 +140,8 @@ def prepare_channels(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
     """Messages and tools as gpt-oss's template takes them: instructions are one message, a call is
     a message with its result behind it, what was thought and said before a call is one text, and
-    each tool has a description. It would leave out, or refuse, what is written otherwise."""
+    each tool and argument has a description. It would leave out, or refuse, what is written
+    otherwise."""
     single = _single_calls(_with_one_instruction(messages))
     return [_with_one_thought(message) for message in single], _with_descriptions(tools)
 
@@ -198,7 +199,20 @@ def _with_descriptions(tools: list[dict[str, Any]] | None) -> list[dict[str, Any
     described = []
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) else None
-        if isinstance(function, dict) and function.get("description") is None:
-            tool = {**tool, "function": {**function, "description": ""}}
+        if isinstance(function, dict):
+            function = _with_description(function)
+            parameters = function.get("parameters")
+            properties = parameters.get("properties") if isinstance(parameters, dict) else None
+            if isinstance(parameters, dict) and isinstance(properties, dict):
+                properties = {name: _with_description(one) for name, one in properties.items()}
+                function = {**function, "parameters": {**parameters, "properties": properties}}
+            tool = {**tool, "function": function}
         described.append(tool)
     return described
+
+
+def _with_description(described: Any) -> Any:
+    """A function, or a property of its arguments; those that are no objects as they are."""
+    if not isinstance(described, dict) or described.get("description") is not None:
+        return described
+    return {**described, "description": ""}

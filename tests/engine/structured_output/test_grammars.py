@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from quire.config.device import trim_heap
 from quire.config.structured import GrammarSettings
 from quire.engine.structured_output import compiler as compiler_module
-from quire.engine.structured_output.build import Vocabulary
 from quire.engine.structured_output.compiler import GrammarCompiler
+from quire.engine.structured_output.grammar_source import Vocabulary
 from quire.engine.structured_output.matcher import Batch, Grammar, Growth, MaskSettings, Matcher
 from quire.protocol.errors import RequestError
 from quire.protocol.plan import StepPlan

@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from quire.config.structured import GrammarSettings
-from quire.engine.structured_output.build import grammar_text
+from quire.engine.structured_output.grammar_source import grammar_text
 from quire.protocol.errors import OptionError, RequestError
 from quire.protocol.structured import StructuredOutputs
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from quire.config.structured import GrammarSettings
-from quire.engine.structured_output.build import Vocabulary
 from quire.engine.structured_output.compiler import NUM_AT_ONCE, GrammarCompiler
+from quire.engine.structured_output.grammar_source import Vocabulary
 from quire.engine.structured_output.sandbox import MODULE, PROGRAM, Case, Sandbox, StartSandbox
 from quire.protocol.codec import line
 from quire.protocol.errors import EngineDeadError, OverloadedError, RequestError
@@ -67,7 +67,7 @@ LIMITED = """
 import sys
 from quire.config.structured import GrammarSettings
 from quire.engine.structured_output import sandbox_process
-from quire.engine.structured_output.build import Vocabulary
+from quire.engine.structured_output.grammar_source import Vocabulary
 from quire.engine.structured_output.sandbox import Case, StartSandbox
 from quire.protocol.structured import StructuredOutputs
 vocabulary = Vocabulary(sys.stdin.read(), {size}, ({end},))

@@ -117,6 +117,7 @@ def passes_of(ours: Decoding, longest: int, captured: bool) -> DraftPasses:
         ours.sampler,
         Parallel(),
         [NUM_DRAFTS],
+        VOCAB,
         longest,
         SPARE_BLOCK,
     )
@@ -207,6 +208,9 @@ def test_nothing_is_written_that_belongs_to_others() -> None:
             block = int(ours.table.block_tables[0, row, position // SIZE])
             expected.add((block, position % SIZE))
     assert places == expected
+    # Padding attends to as little as it can, whatever lies in the first row.
+    padded = passes._lens[len(ROWS) : next(size for size in passes._sizes if size >= len(ROWS))]
+    assert len(padded) and (padded == 2 + NUM_DRAFTS).all()
 
 
 def test_tokens_are_computed_a_second_time_from_lengths_of_their_own() -> None:

@@ -29,6 +29,7 @@ from quire.kernels.torch.quantized_weights import (  # noqa: E402
 )
 from quire.kernels.triton import expert_tiles, experts, routing  # noqa: E402
 from quire.kernels.triton.experts import DenseExperts  # noqa: E402
+from quire.kernels.triton.gemv import gemv  # noqa: E402
 from quire.kernels.triton.grouped_matrix import pack_grouped  # noqa: E402
 from quire.kernels.triton.scaled_linear import ScaledMatrix  # noqa: E402
 from quire.layers.experts import Experts  # noqa: E402
@@ -158,6 +159,17 @@ def test_whatever_the_logits_are_experts_are_distinct() -> None:
         found = routing.route(logits, config, torch.zeros(24, device=DEVICE))
         for line in found.experts.tolist():
             assert len(set(line)) == 6 and all(0 <= one < 24 for one in line)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_logits_are_float32_of_activations_of_16_bits(num_tokens: int) -> None:
+    x, weight = random(num_tokens, 96, dtype=HALF), random(24, 96, dtype=HALF)
+    found = torch.full((num_tokens, 24), torch.nan, device=DEVICE)
+    if num_tokens == 1 and not ON_GPU:
+        gemv(x, weight, out=found)
+    else:
+        dispatch.linear(x, weight, out=found)
+    check(found, (x.double() @ weight.double().t()).float())
 
 
 # --- tiles ----------------------------------------------------------------------------------------

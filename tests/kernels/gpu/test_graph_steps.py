@@ -90,8 +90,6 @@ class LayerPerGroup:
 class AdaptedLayer(LayerPerGroup):
     """A layer to whose outputs, and lines of logits, slots of adapters add what is their own."""
 
-    waits_for_device = False
-
     def __init__(self) -> None:
         super().__init__((None,))
         generator = torch.Generator().manual_seed(4)
@@ -178,7 +176,7 @@ class Side:
     def run_stage(self, plan: StepPlan, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Hidden states, and which of them are sampled from."""
         staged = self.table.update(plan)
-        batch = gather_batch(self.table, plan, staged, None, self.table.uses_adapters(plan))
+        batch = gather_batch(self.table, plan, staged, None, bool(self.table.used_adapters(plan)))
         attention = self.attention.plan(batch.attention)
         if isinstance(self.model, AdaptedLayer):
             slots = batch.adapter_slots
@@ -223,7 +221,7 @@ class Graphs:
 
     def run(self, plan: StepPlan, prefixes: HostPrefixTiles | None = None) -> tuple[Any, Tensor]:
         staged = self.side.table.update(plan)
-        uses_adapters = self.side.table.uses_adapters(plan)
+        uses_adapters = bool(self.side.table.used_adapters(plan))
         key = self.graphs.find(plan, prefixes, uses_adapters)
         assert key is not None
         if key not in self.graphs._graphs:

@@ -104,3 +104,13 @@ HARMONY = """
 {%- elif m.role == 'user' %}{{ message('user', m.content) }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
+HARMONY_ARGUMENTS = HARMONY.replace(
+    "{%- endfor %}\n{%- if told or tools %}",
+    """
+{%- for name, one in (tool.function.parameters.properties or {}).items() %}
+{%- set listed.text = listed.text + '\\n// ' + one.description + '\\n' + name + ': ' + one.type %}
+{%- endfor %}
+{%- endfor %}
+{%- if told or tools %}""",
+)
+"""The same with a comment for each argument, which must have one."""

@@ -192,6 +192,17 @@ def test_what_the_template_would_refuse_or_leave_out() -> None:
         in_channels([USER, {"role": "assistant", "content": "<|channel|>final<|message|>3"}, USER])
 
 
+def test_arguments_without_a_description() -> None:
+    properties = {"a": {"type": "integer"}, "b": {"type": "string", "description": None}}
+    properties["c"] = {"type": "number", "description": "How much."}
+    schema = {"type": "object", "properties": properties}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": schema}}, TOOL]
+    written = json.dumps(tools)
+    text = render_chat(templates.HARMONY_ARGUMENTS, [USER], tools=tools, tool_call_parser="harmony")
+    assert "\n// \na: integer\n// \nb: string\n// How much.\nc: number\n// \ntype add" in text
+    assert json.dumps(tools) == written, "the request's tools are left alone"
+
+
 def test_variables_of_the_template() -> None:
     variables = {"reasoning_effort": "high", "model_identity": "You are Q.", "builtin_tools": ["x"]}
     text = render_chat(templates.HARMONY, [USER], variables=variables)
