@@ -33,8 +33,13 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile \
 		--no-loadscope-reorder $(PYTEST_ARGS)
 
+# Tests that only compute run two at a time; the others start processes, end them, and have deadlines.
+SIDE_BY_SIDE := tests/fuzz tests/kernels tests/loading tests/models tests/quantize \
+	tests/test_embedded_model.py
+
 test-slow: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n 2 --dist load $(PYTEST_ARGS) $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS) $(addprefix --ignore=,$(SIDE_BY_SIDE))
 
 sanitize: $(BIN)/python
 	$(BIN)/python tests/kernels/native/run.py address undefined

@@ -5,6 +5,10 @@
 
 Weights and prompts are random, outputs greedy and of forced length. All requests of a workload are
 there from the start. Each workload runs twice, with an empty prefix cache; the second round counts.
+
+Of mixtures of experts decode steps are timed too, beside their floor: the bytes of the distinct
+experts that a layer was counted to use, of other weights and of cached tokens, at the bandwidth
+measured in the same run.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness import (
+    QUANTIZED_SHAPES,
     SHAPES,
     SPARSE_SHAPES,
     markdown_table,
@@ -28,6 +33,7 @@ from harness import (
     start_engine,
     write_json,
 )
+from profile_step import decode_figures
 from quire import SamplingParams
 from quire.metrics.instruments import HistogramReading
 
@@ -35,6 +41,7 @@ if TYPE_CHECKING:
     from quire import LLM
 
 ROUNDS = 2
+DECODE_BATCHES = (1, 256)
 HOST_METRICS = {
     "schedule and apply": "quire:step_host_seconds",
     "launch": "quire:step_launch_seconds",
@@ -108,6 +115,14 @@ GOALS = {
     ("llama-8b", "w3"): Goal(4.5, (5.06,), "ms/token"),
     ("llama-8b", "w4"): Goal(1.1, (1.98,)),
     ("llama-8b", "w5"): Goal(12.0, (15.2, 15.9)),
+    ("llama-8b-fp8", "w1"): Goal(9.6, (11.3,)),
+    ("llama-8b-fp8", "w3"): Goal(2.4, (3.51,), "ms/token"),
+    ("llama-8b-fp8block", "w1"): Goal(10.2, ()),
+    ("llama-8b-fp8block", "w3"): Goal(2.5, (), "ms/token"),
+    ("llama-8b-gptq", "w1"): Goal(12.0, (14.0,)),
+    ("llama-8b-gptq", "w3"): Goal(1.6, (5.0,), "ms/token"),
+    ("llama-8b-awq", "w1"): Goal(12.0, (14.0,)),
+    ("llama-8b-awq", "w3"): Goal(1.6, (5.0,), "ms/token"),
     ("qwen3-0.6b", "w1"): Goal(5.2, (6.7,)),
     ("qwen3-0.6b", "w3"): Goal(1.0, (2.08,), "ms/token"),
     ("qwen3-0.6b", "w5"): Goal(4.0, (11.1, 12.6)),
@@ -212,7 +227,9 @@ def row(model: str, figures: dict[str, Any]) -> list[str]:
     name = figures["workload"]
     goal = GOALS.get((model, name))
     target = f"{goal.target:g} {goal.unit}" if goal else ""
-    vllm = f"{'-'.join(f'{value:g}' for value in goal.vllm)} {goal.unit}" if goal else ""
+    vllm = ""
+    if goal and goal.vllm:
+        vllm = f"{'-'.join(f'{value:g}' for value in goal.vllm)} {goal.unit}"
     return [
         f"{name}: {WORKLOADS[name].title}",
         f"{figures['seconds']:.2f} s",
@@ -240,6 +257,22 @@ HEADER = [
 ]
 
 
+def decode_table(steps: Sequence[dict[str, Any]]) -> str:
+    """Decode steps of a mixture of experts and what they cannot go below."""
+    header = ["decode step of", "time, ms", "experts per layer", "floor, ms", "ratio"]
+    rows = [
+        [
+            f"{step['batch']} x {step['context']:.0f} tokens",
+            f"{step['step_us'] / 1000:.3f}",
+            f"{step['experts_used']:.1f}",
+            f"{sum(step['floor'].values()) / 1000:.3f}",
+            f"{step['ratio']:.2f}",
+        ]
+        for step in steps
+    ]
+    return markdown_table(header, rows)
+
+
 def measure_without_prefix_cache(model: str, with_cache: dict[str, Any]) -> dict[str, Any]:
     """w4 in a second engine, which shares nothing between requests."""
     with start_engine(model, enable_prefix_caching=False) as llm:
@@ -252,7 +285,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=[*SHAPES, *SPARSE_SHAPES], default="llama-8b")
+    parser.add_argument(
+        "--model", choices=[*SHAPES, *QUANTIZED_SHAPES, *SPARSE_SHAPES], default="llama-8b"
+    )
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument(
         "--empty-triton-cache", action="store_true", help="start without any compiled kernels"
@@ -273,16 +308,26 @@ def main(words: Sequence[str] | None = None) -> None:
         for name in arguments.workloads:
             results.append(run_workload(llm, name))
             say(f"{name}: {', '.join(f'{seconds:.3f} s' for seconds in results[-1]['rounds_s'])}")
+        late = sorted(set(compiled.names))
+        steps = []
+        if model in SPARSE_SHAPES:
+            from ceilings import measure_ceilings  # needs triton
+
+            ceilings = measure_ceilings()
+            shape = SPARSE_SHAPES[model]
+            steps = [decode_figures(llm, shape, size, ceilings) for size in DECODE_BATCHES]
     figures = {
         "model": model,
         "ready_s": ready_s,
         "first_token_s": first_token_s,
-        "compiled_after_ready": sorted(set(compiled.names)),
+        "compiled_after_ready": late,
         "workloads": results,
+        "decode_steps": steps,
     }
-    late = ", ".join(figures["compiled_after_ready"]) or "none"
-    say(f"kernels compiled or loaded after that: {late}\n")
+    say(f"kernels compiled or loaded after that: {', '.join(late) or 'none'}\n")
     say(markdown_table(HEADER, [row(model, one) for one in results]))
+    if steps:
+        say(f"\nCeilings: {ceilings.describe()}\n\n{decode_table(steps)}")
     for one in results:
         if one["workload"] == "w4":
             figures["w4_without_prefix_cache"] = off = measure_without_prefix_cache(model, one)

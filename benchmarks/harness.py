@@ -7,7 +7,7 @@ import platform
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from quire import LLM
 
 BYTES_PER_ELEMENT = 2
-"""Weights and cache are in bfloat16."""
+"""Weights and cache are in bfloat16, if nothing else is said."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,19 @@ class Sparse:
     top_k: int
     width: int
     others: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """How the linear layers of a model are stored, but for its head."""
+
+    config: dict[str, Any]
+    """`quantization_config`."""
+    dtype: str
+    """Of the rest."""
+    bytes_per_weight: float
+    speed: int = 1
+    """Of products of large batches, next to those in 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +62,14 @@ class Shape:
     tied: bool
     eos: int
     sparse: Sparse | None = None
+    quantized: Quantized | None = None
 
     def config(self) -> dict[str, Any]:
         """As config.json has it."""
         return {
             "model_type": self.model_type,
             "architectures": [self.architecture],
-            "torch_dtype": "bfloat16",
+            "torch_dtype": "bfloat16" if self.quantized is None else self.quantized.dtype,
             "hidden_act": "silu",
             "attention_bias": False,
             "hidden_size": self.hidden,
@@ -71,28 +85,97 @@ class Shape:
             "tie_word_embeddings": self.tied,
             "eos_token_id": self.eos,
             **({} if self.sparse is None else self.sparse.others),
+            **({} if self.quantized is None else {"quantization_config": self.quantized.config}),
         }
 
+    @property
+    def num_sparse(self) -> int:
+        """Layers with experts."""
+        return self.layers - self._num_dense
+
+    @property
+    def _num_dense(self) -> int:
+        if self.sparse is None:
+            return self.layers
+        return int(self.sparse.others.get("first_k_dense_replace", 0))
+
+    @property
+    def _latent(self) -> dict[str, int] | None:
+        others = {} if self.sparse is None else self.sparse.others
+        if "kv_lora_rank" not in others:
+            return None
+        names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        return {name: others[name] for name in names}
+
     def linears(self) -> dict[str, tuple[int, int, int]]:
-        """The linear layers as (outputs, inputs, how many of them)."""
-        assert self.sparse is None, "experts are not linear layers"
+        """The linear layers as (outputs, inputs, how many of them), less those of experts that
+        tokens choose."""
+        return {
+            **(self._attention_linears() if self._latent is None else self._latent_linears()),
+            "gate and up": (2 * self.inner, self.hidden, self._num_dense),
+            "down": (self.hidden, self.inner, self._num_dense),
+            **self._sparse_linears(),
+            "head": (self.vocab, self.hidden, 1),
+        }
+
+    def _attention_linears(self) -> dict[str, tuple[int, int, int]]:
         width = self.heads * self.head_dim
         return {
             "qkv": (width + 2 * self.kv_heads * self.head_dim, self.hidden, self.layers),
             "output": (self.hidden, width, self.layers),
-            "gate and up": (2 * self.inner, self.hidden, self.layers),
-            "down": (self.hidden, self.inner, self.layers),
-            "head": (self.vocab, self.hidden, 1),
         }
 
+    def _latent_linears(self) -> dict[str, tuple[int, int, int]]:
+        """Of latents that are attended to as they are: their expansion goes into queries and
+        results."""
+        assert self._latent is not None
+        rank, nope, rope, value = self._latent.values()
+        return {
+            "q": (self.heads * (nope + rope), self.hidden, self.layers),
+            "latents": (rank + rope, self.hidden, self.layers),
+            "expansion": (self.heads * (nope + value), rank, self.layers),
+            "output": (self.hidden, self.heads * value, self.layers),
+        }
+
+    def _sparse_linears(self) -> dict[str, tuple[int, int, int]]:
+        if self.sparse is None:
+            return {}
+        shared = self.sparse.width * self.sparse.others.get("n_shared_experts", 0)
+        return {
+            "router": (self.sparse.count, self.hidden, self.num_sparse),
+            "shared gate and up": (2 * shared, self.hidden, self.num_sparse),
+            "shared down": (self.hidden, shared, self.num_sparse),
+        }
+
+    def bytes_per_weight(self, layer: str) -> float:
+        """Of one of `linears`."""
+        if self.quantized is None or layer == "head":
+            return BYTES_PER_ELEMENT
+        return self.quantized.bytes_per_weight
+
+    def speed(self, layer: str) -> int:
+        """Of its products of large batches, next to those in 16 bits."""
+        return 1 if self.quantized is None or layer == "head" else self.quantized.speed
+
     @property
-    def linear_bytes(self) -> int:
-        """All weights that a step multiplies with."""
-        return BYTES_PER_ELEMENT * sum(o * i * count for o, i, count in self.linears().values())
+    def linear_bytes(self) -> float:
+        """All weights that a step multiplies with, less those of experts that tokens choose."""
+        return sum(
+            self.bytes_per_weight(layer) * outputs * inputs * count
+            for layer, (outputs, inputs, count) in self.linears().items()
+        )
+
+    @property
+    def expert_weights(self) -> int:
+        """Of one expert."""
+        return 0 if self.sparse is None else 3 * self.hidden * self.sparse.width
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return BYTES_PER_ELEMENT * self.layers * 2 * self.kv_heads * self.head_dim
+        numbers = 2 * self.kv_heads * self.head_dim
+        if self._latent is not None:
+            numbers = self._latent["kv_lora_rank"] + self._latent["qk_rope_head_dim"]
+        return BYTES_PER_ELEMENT * self.layers * numbers
 
 
 SHAPES = {
@@ -130,6 +213,27 @@ SHAPES = {
     ),
 }
 """Dense models."""
+
+_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+_INT4 = {"bits": 4, "group_size": 128}
+QUANTIZED_SHAPES = {
+    f"llama-8b-{name}": replace(SHAPES["llama-8b"], quantized=quantized)
+    for name, quantized in {
+        "fp8": Quantized(_FP8, "bfloat16", 1.0, 2),
+        "fp8block": Quantized({**_FP8, "weight_block_size": [128, 128]}, "bfloat16", 1.0, 2),
+        "gptq": Quantized(
+            {**_INT4, "quant_method": "gptq", "desc_act": False, "sym": True},
+            "float16",
+            0.5 + 2 / 128,
+        ),
+        "awq": Quantized(
+            {**_INT4, "quant_method": "awq", "zero_point": True, "version": "gemm"},
+            "float16",
+            0.5 + 3 / 128,
+        ),
+    }.items()
+}
+"""Dense models from quantised checkpoints."""
 
 SPARSE_SHAPES = {
     "qwen3-30b-a3b": Shape(
@@ -224,7 +328,7 @@ ENGINE_OPTIONS: dict[str, Any] = {
 def start_engine(model: str, **options: Any) -> LLM:
     """An engine with random weights of the named shape."""
     with tempfile.TemporaryDirectory() as folder:
-        config = json.dumps((SHAPES | SPARSE_SHAPES)[model].config())
+        config = json.dumps((SHAPES | QUANTIZED_SHAPES | SPARSE_SHAPES)[model].config())
         (Path(folder) / "config.json").write_text(config, encoding="utf-8")
         return quire.LLM(model=folder, **{**ENGINE_OPTIONS, **options})
 

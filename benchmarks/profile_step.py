@@ -18,7 +18,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from harness import SHAPES, Shape, require_gpu, say, start_engine, write_json
+from harness import (
+    QUANTIZED_SHAPES,
+    SHAPES,
+    SPARSE_SHAPES,
+    Shape,
+    require_gpu,
+    say,
+    start_engine,
+    write_json,
+)
 from quire import SamplingParams
 from step_report import Floor, functions_table, gpu_by_kind, gpu_table, host_table, other_kernels
 
@@ -80,6 +89,13 @@ class Batch:
         steps, held = metrics.steps.value, metrics.held_tokens.value
         self.run(1)
         return (metrics.held_tokens.value - held) / (metrics.steps.value - steps)
+
+    def timed(self, steps: int) -> tuple[float, float | None]:
+        """Seconds per step, and the distinct experts that a layer used in one; None: it has
+        none."""
+        before = self.llm._core.expert_counts()
+        seconds = self.run(steps)
+        return seconds, self.llm._core.expert_counts().since(before).mean_used
 
     def finish(self) -> None:
         self.llm._core.on_plan = None
@@ -173,13 +189,15 @@ def _readable(file: str, line: int, function: str) -> str:
 def profile_batch(llm: LLM, shape: Shape, size: int, ceilings: Ceilings) -> dict[str, Any]:
     batch = Batch(llm, size)
     tokens = batch.cached_tokens()
-    step_us = 1e6 * batch.run(TIMED_STEPS)
+    seconds, experts = batch.timed(TIMED_STEPS)
+    step_us = 1e6 * seconds
     kernels = gpu_time(batch)
     figures = {
         "batch": size,
         "context": tokens / size,
         "step_us": step_us,
-        "floor": vars(Floor.of(shape, size, tokens, ceilings)),
+        "experts_used": experts,
+        "floor": vars(Floor.of(shape, size, tokens, ceilings, experts)),
         "launches": sum(one["launches"] for one in kernels.values()),
         "gpu_us": gpu_by_kind(kernels, step_us),
         "kernels": kernels,
@@ -190,18 +208,36 @@ def profile_batch(llm: LLM, shape: Shape, size: int, ceilings: Ceilings) -> dict
     return figures
 
 
+def decode_figures(llm: LLM, shape: Shape, size: int, ceilings: Ceilings) -> dict[str, Any]:
+    """The time of a decode step, what it reads, and its floor."""
+    batch = Batch(llm, size)
+    tokens = batch.cached_tokens()
+    seconds, experts = batch.timed(TIMED_STEPS)
+    batch.finish()
+    floor = Floor.of(shape, size, tokens, ceilings, experts)
+    return {
+        "batch": size,
+        "context": tokens / size,
+        "step_us": 1e6 * seconds,
+        "experts_used": experts,
+        "floor": vars(floor),
+        "ratio": 1e6 * seconds / floor.total_us,
+    }
+
+
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=SHAPES, default="llama-8b")
+    shapes = SHAPES | QUANTIZED_SHAPES | SPARSE_SHAPES
+    parser.add_argument("--model", choices=shapes, default="llama-8b")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 256, 1024])
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     arguments = parser.parse_args(words)
     require_gpu()
     from ceilings import measure_ceilings  # needs triton
 
-    shape, ceilings = SHAPES[arguments.model], measure_ceilings()
+    shape, ceilings = shapes[arguments.model], measure_ceilings()
     say(f"Ceilings: {ceilings.describe()}")
     with start_engine(arguments.model) as llm:
         steps = [profile_batch(llm, shape, size, ceilings) for size in arguments.batches]

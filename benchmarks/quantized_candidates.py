@@ -6,8 +6,10 @@ what the engine takes: which of them is worth taking instead.
 
 Each is compared with the dequantised weights before it is timed; one that fails or differs is named
 and has no time. Calls run inside CUDA graphs, on weights that change until the L2 cache cannot hold
-them. The floor is the bytes of the weights at the bandwidth of reading, or the arithmetic at the
-speed of a large bf16 product (twice that with inputs of 8 bits), whichever is longer.
+them. Gate and up are also measured as the engine computes them for a few tokens, silu(gate) * up in
+the same kernel. The floor is the bytes of the weights at the bandwidth of reading, or the
+arithmetic at the speed of a large bf16 product (twice that with inputs of 8 bits), whichever is
+longer.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from quire.kernels.triton.scaled_linear import ScaledMatrix
     from quire.layers.quantization.matrices import DenseMatrix
 
-FORMATS = ("int4", "fp8", "fp8-block", "bf16")
+FORMATS = ("int4", "int4-zeros", "fp8", "fp8-block", "bf16")
 TOKENS = (1, 8, 64, 256, 2048)
 ENGINE = "engine"
 STREAMS = (
@@ -58,10 +60,23 @@ VECTOR_STREAMS = ((8, 4, 3), (8, 3, 4), (8, 6, 2), (8, 2, 99), (4, 6, 4), (16, 3
 Multiply = Callable[[Any, "Tensor"], "Tensor"]
 
 
+def gated_candidates(name: str, num_tokens: int) -> Mapping[str, Multiply]:
+    """The same with gates in the kernel; none where the engine applies them by one of its own."""
+    found: dict[str, Multiply] = {}
+    if name.startswith("int4") and num_tokens <= 8:
+        found[ENGINE] = _gated_few
+        found |= {_named("stream", one): partial(_stream, one, gated=True) for one in STREAMS}
+        found |= {_named("vectors", one): partial(_vectors, one, gated=True) for one in VECTORS}
+    elif name != "bf16" and num_tokens == 1:
+        found[ENGINE] = partial(_gemv, None, gated=True)
+        found |= {_named("gemv", one): partial(_gemv, one, gated=True) for one in GEMVS}
+    return found
+
+
 def candidates(name: str, num_tokens: int) -> Mapping[str, Multiply]:
     """By name, the ways to multiply a matrix of the format with as many tokens."""
     found: dict[str, Multiply] = {ENGINE: lambda matrix, x: matrix.multiply(x, None, None)}
-    if name == "int4":
+    if name.startswith("int4"):
         if num_tokens <= 8:
             found |= {_named("stream", one): partial(_stream, one) for one in STREAMS}
             found |= {_named("vectors", one): partial(_vectors, one) for one in VECTORS}
@@ -86,23 +101,31 @@ def _named(name: str, numbers: Sequence[object]) -> str:
     return f"{name} {' '.join('-' if one is None else str(one) for one in numbers)}"
 
 
-def _out(matrix: Any, x: Tensor) -> Tensor:
-    return x.new_empty((len(x), matrix.num_outputs))
+def _out(matrix: Any, x: Tensor, gated: bool = False) -> Tensor:
+    return x.new_empty((len(x), matrix.num_outputs // 2 if gated else matrix.num_outputs))
 
 
-def _stream(sizes: Sequence[Any], matrix: GroupedMatrix, x: Tensor) -> Tensor:
-    from quire.kernels.triton.grouped_matrix import StreamTile
+def _gated_few(matrix: GroupedMatrix, x: Tensor) -> Tensor:
+    from quire.kernels.triton.grouped_matrix import FEWEST_TOKENS
 
-    out = _out(matrix, x)
-    matrix.multiply_streamed(x, None, out, StreamTile(*sizes))
+    out = _out(matrix, x, True)
+    matrix.multiply_few(x, None, out, FEWEST_TOKENS, True)
     return out
 
 
-def _vectors(sizes: Sequence[int], matrix: GroupedMatrix, x: Tensor) -> Tensor:
+def _stream(sizes: Sequence[Any], matrix: GroupedMatrix, x: Tensor, gated: bool = False) -> Tensor:
+    from quire.kernels.triton.grouped_matrix import StreamTile
+
+    out = _out(matrix, x, gated)
+    matrix.multiply_streamed(x, None, out, StreamTile(*sizes), gated)
+    return out
+
+
+def _vectors(sizes: Sequence[int], matrix: GroupedMatrix, x: Tensor, gated: bool = False) -> Tensor:
     from quire.kernels.triton.grouped_matrix import VectorTile
 
-    out = _out(matrix, x)
-    matrix.multiply_vectors(x, None, out, VectorTile(*sizes))
+    out = _out(matrix, x, gated)
+    matrix.multiply_vectors(x, None, out, VectorTile(*sizes), gated)
     return out
 
 
@@ -122,11 +145,14 @@ def _dequantise(matrix: GroupedMatrix, x: Tensor) -> Tensor:
     return out
 
 
-def _gemv(sizes: Sequence[int], matrix: ScaledMatrix, x: Tensor) -> Tensor:
+def _gemv(
+    sizes: Sequence[int] | None, matrix: ScaledMatrix, x: Tensor, gated: bool = False
+) -> Tensor:
     from quire.kernels.triton.gemv import Tile, gemv
 
     weight, scales, block = matrix.values, matrix.scales, matrix.block
-    return gemv(x, weight, None, None, False, None, scales, block, Tile(*sizes))[0]
+    tile = None if sizes is None else Tile(*sizes)
+    return gemv(x, weight, None, None, gated, None, scales, block, tile)[0]
 
 
 def _vector(sizes: Sequence[int], matrix: ScaledMatrix | DenseMatrix, x: Tensor) -> Tensor:
@@ -200,31 +226,51 @@ def _slices(parts: int, matrix: ScaledMatrix, x: Tensor) -> Tensor:
     return out
 
 
+def make_matrices(
+    name: str, outputs: int, inputs: int, count: int
+) -> tuple[list[Any], torch.Tensor]:
+    """Random matrices of the format, and the numbers of the first."""
+    import torch
+
+    from quire.layers.quantization.matrices import DenseMatrix, make_matrix
+
+    if name == "bf16":
+        floats = [
+            torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) for _ in range(count)
+        ]
+        return [DenseMatrix(one) for one in floats], floats[0]
+    make = makers()[name]
+    weights = make(outputs, inputs)
+    dtype = torch.float16 if name.startswith("int4") else torch.bfloat16
+    dense = weights.dequantize(dtype)
+    others = [make_matrix(make(outputs, inputs)) for _ in range(count - 1)]
+    return [make_matrix(weights), *others], dense
+
+
 def measure(
-    name: str, layer: str, outputs: int, inputs: int, batches: Sequence[int]
+    name: str, layer: str, outputs: int, inputs: int, batches: Sequence[int], gated: bool = False
 ) -> list[dict[str, Any]]:
     """A layer at each size of batch, by each candidate."""
     import torch
     import torch.nn.functional as F
 
     from ceilings import seconds_of
-    from quire.layers.quantization.matrices import make_matrix
 
-    make = makers()[name]
     copies = min(MAX_COPIES, -(-ROTATED_BYTES // (outputs * inputs)))
-    weights = make(outputs, inputs)
-    dtype = torch.float16 if name == "int4" else torch.bfloat16
-    dense = weights.dequantize(dtype)
-    matrices = [make_matrix(weights)] + [
-        make_matrix(make(outputs, inputs)) for _ in range(copies - 1)
-    ]
+    matrices, dense = make_matrices(name, outputs, inputs, copies)
     found = []
     for tokens in batches:
-        x = torch.randn(tokens, inputs, device="cuda", dtype=dtype)
+        known = (gated_candidates if gated else candidates)(name, tokens)
+        if not known:
+            continue
+        x = torch.randn(tokens, inputs, device="cuda", dtype=dense.dtype)
         expected = F.linear(x, dense).float()
+        if gated:
+            gate, up = expected.chunk(2, 1)
+            expected = F.silu(gate) * up
         times: dict[str, float] = {}
         failed: dict[str, str] = {}
-        for label, multiply in candidates(name, tokens).items():
+        for label, multiply in known.items():
             try:
                 for _ in range(3):
                     result = multiply(matrices[0], x).float()
@@ -236,7 +282,8 @@ def measure(
                 failed[label] = str(problem).splitlines()[0]
         found.append(
             {
-                "layer": layer,
+                "layer": f"{layer}, gated" if gated else layer,
+                "gated": gated,
                 "tokens": tokens,
                 "bytes": matrices[0].nbytes,
                 "flops": 2 * tokens * outputs * inputs,
@@ -279,8 +326,11 @@ def main(words: Sequence[str] | None = None) -> None:
         sums: dict[int, list[float]] = {}
         results[name] = []
         speed = ceilings.matmul_flops_per_s * (2 if name in ("fp8", "fp8-block") else 1)
-        for layer, (outputs, inputs, count) in layers.items():
-            for one in measure(name, layer, outputs, inputs, arguments.tokens):
+        ways = [(*item, is_gated) for item in layers.items() for is_gated in (False, True)]
+        for layer, (outputs, inputs, count), is_gated in ways:
+            if is_gated and layer != "gate and up":
+                continue
+            for one in measure(name, layer, outputs, inputs, arguments.tokens, is_gated):
                 read = one["bytes"] / ceilings.read_bytes_per_s
                 floor = 1e6 * max(read, one["flops"] / speed)
                 results[name].append({**one, "floor_us": floor})
@@ -288,8 +338,11 @@ def main(words: Sequence[str] | None = None) -> None:
                 now = one["us"].get(ENGINE, float("nan"))
                 best = min(one["us"].values(), default=float("nan"))
                 known = sums.setdefault(one["tokens"], [0.0, 0.0, 0.0])
-                for place, value in enumerate((floor, now, best)):
-                    known[place] += value * count / 1000
+                # A step takes one of both.
+                is_other = layer == "gate and up" and not is_gated
+                if not (is_other and gated_candidates(name, one["tokens"])):
+                    for place, value in enumerate((floor, now, best)):
+                        known[place] += value * count / 1000
                 for label, problem in one["failed"].items():
                     say(f"{name}, {layer}, {one['tokens']} tokens: {label}: {problem}")
         header = ["layer", "tokens", "floor, us", ENGINE, "best of others", "second", "third"]

@@ -15,13 +15,16 @@ if TYPE_CHECKING:
 Kernels = dict[str, dict[str, float]]
 """Microseconds and launches per step by kernel name."""
 
-LINEAR, ATTENTION = "linear layers", "attention"
+LINEAR, ATTENTION, EXPERTS = "linear layers", "attention", "experts"
 KERNEL_KINDS = {
-    LINEAR: r"gemv|gemm|nvjet|cutlass|cublas|splitk",
-    ATTENTION: r"^_(decode|prefill|prefix|shared)|attention",
+    EXPERTS: r"^_(gate_vectors|sum_vectors|grouped_tile|tile|sum)_kernel",
+    "routing": r"^_(route|sort)_kernel",
+    LINEAR: r"gemv|gemm|nvjet|cutlass|cublas|splitk|product"
+    r"|^_?(scaled_tile|dequantize|vectors?|stream|round)_kernel",
+    ATTENTION: r"^_(decode|prefill|prefix|shared|latent|expanded)_kernel|attention",
     "merge of splits": r"merge",
     "norm": r"_norm_",
-    "rotation and cache write": r"rotary|rotate",
+    "rotation and cache write": r"rotary|rotate|latent_cache",
     "activation": r"silu",
     "sampling": r"argmax|softmax|sort|top_?[kp]"
     r"|^_(choose|start|weigh|collect|finish|penalize|count)_kernel",
@@ -44,17 +47,38 @@ class Floor:
 
     linear_us: float
     attention_us: float
+    expert_us: float = 0.0
+
+    @property
+    def total_us(self) -> float:
+        return self.linear_us + self.attention_us + self.expert_us
 
     @classmethod
-    def of(cls, shape: Shape, batch: int, cached_tokens: float, ceilings: Ceilings) -> Floor:
-        """`cached_tokens` are those of all requests together."""
+    def of(
+        cls,
+        shape: Shape,
+        batch: int,
+        cached_tokens: float,
+        ceilings: Ceilings,
+        experts_used: float | None = None,
+    ) -> Floor:
+        """`cached_tokens` are those of all requests together, `experts_used` the distinct experts
+        that a layer with experts reads, as they were counted."""
         linear_s = 0.0
-        for outputs, inputs, count in shape.linears().values():
-            read_s = BYTES_PER_ELEMENT * outputs * inputs / ceilings.read_bytes_per_s
-            compute_s = 2 * batch * outputs * inputs / ceilings.matmul_flops_per_s
+        for layer, (outputs, inputs, count) in shape.linears().items():
+            read_s = shape.bytes_per_weight(layer) * outputs * inputs / ceilings.read_bytes_per_s
+            speed = ceilings.matmul_flops_per_s * shape.speed(layer)
+            compute_s = 2 * batch * outputs * inputs / speed
             linear_s += count * max(read_s, compute_s)
         kv_bytes = cached_tokens * shape.kv_bytes_per_token
-        return cls(1e6 * linear_s, 1e6 * kv_bytes / ceilings.read_bytes_per_s)
+        expert_s = 0.0
+        if shape.sparse is not None:
+            assert experts_used is not None, "experts must be counted"
+            weights = shape.expert_weights
+            read_s = BYTES_PER_ELEMENT * experts_used * weights / ceilings.read_bytes_per_s
+            compute_s = 2 * batch * shape.sparse.top_k * weights / ceilings.matmul_flops_per_s
+            expert_s = shape.num_sparse * max(read_s, compute_s)
+        return cls(1e6 * linear_s, 1e6 * kv_bytes / ceilings.read_bytes_per_s, 1e6 * expert_s)
 
 
 def gpu_by_kind(kernels: Kernels, step_us: float) -> dict[str, float]:
@@ -71,14 +95,12 @@ def other_kernels(steps: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, 
 
 
 def gpu_table(steps: Sequence[dict[str, Any]]) -> str:
-    floors = {LINEAR: "linear_us", ATTENTION: "attention_us"}
+    floors = {LINEAR: "linear_us", ATTENTION: "attention_us", EXPERTS: "expert_us"}
     rows = [
         [kind, *(_cell(s["gpu_us"][kind], s["floor"].get(floors.get(kind, ""))) for s in steps)]
         for kind in steps[0]["gpu_us"]
     ]
-    total = [
-        _cell(s["step_us"], s["floor"]["linear_us"] + s["floor"]["attention_us"]) for s in steps
-    ]
+    total = [_cell(s["step_us"], sum(s["floor"].values())) for s in steps]
     launches = [f"{step['launches']:.0f}" for step in steps]
     return markdown_table(
         _header("GPU time", steps), [*rows, ["step", *total], ["kernels launched", *launches]]

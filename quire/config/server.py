@@ -9,10 +9,19 @@ from typing import Any
 
 from quire.config.adapters import AdapterModule, as_texts, read_modules
 from quire.config.fields import option
-from quire.config.options import CheckedOptions, OptionGroups, as_bytes, as_text, group_class
+from quire.config.options import (
+    CheckedOptions,
+    OptionGroups,
+    ParallelOptions,
+    as_bytes,
+    as_text,
+    group_class,
+)
 from quire.config.reply_formats import REASONING_PARSERS, TOOL_PARSERS
 from quire.protocol.errors import OptionError
 
+AFTER_RANKS_S = 30.0
+"""For an engine to tell which of its ranks is late, and to end them."""
 _HOST_NAME = re.compile(r"\*|(\*\.)?[\w.-]+|[0-9A-Fa-f:.]+")
 
 
@@ -156,7 +165,8 @@ class ServingOptions(CheckedOptions):
     engine_timeout_s: float = option(
         300.0,
         "Longest time the engine may answer nothing, such as in a step that never ends, before it "
-        "is ended and started again; 0: any.",
+        "is ended and started again; with ranks at least 30 s more than "
+        "distributed_timeout_seconds; 0: any.",
         minimum=0,
     )
     api_timeout_s: float = option(
@@ -174,6 +184,13 @@ class ServingOptions(CheckedOptions):
         accepts=lambda value: re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", value) is not None,
         rule="a name of letters, digits and underscores",
     )
+
+    def silence_s(self, parallel: ParallelOptions) -> float:
+        """How long an engine may answer nothing. Where ranks have a deadline, it says what is late
+        when that is over, and ends them."""
+        if self.engine_timeout_s == 0 or not parallel.has_rank_processes:
+            return self.engine_timeout_s
+        return max(self.engine_timeout_s, parallel.timeout_s + AFTER_RANKS_S)
 
 
 @dataclass(frozen=True)

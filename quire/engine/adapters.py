@@ -33,8 +33,9 @@ from quire.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
+GIB = 1 << 30
 LOOK_S = 0.1
-"""Between two looks for what may make way in full hosts, while nothing changes."""
+"""Between two looks for what may make way in full hosts."""
 
 
 class AdapterReader(Protocol):
@@ -121,7 +122,7 @@ class Adapters:
         self._due: str | None = None
         """That for which others make way."""
         self._next_look = -math.inf
-        """When to look again for what may make way, if nothing changes before."""
+        """When to look again for what may make way, which takes a look at all that waits."""
         self._used: dict[int, str] = {}
         """What sequences use, by their keys."""
         self._pinned: set[str] = set()
@@ -165,7 +166,6 @@ class Adapters:
             return
         for sequence in finished:
             if (digest := self._used.pop(sequence.key, None)) is not None:
-                self._next_look = -math.inf
                 hosted = self._hosted[digest]
                 hosted.num_users -= 1
                 hosted.accepted.pop(sequence.key, None)
@@ -207,6 +207,7 @@ class Adapters:
         try:
             file = done.result()
             self._check_rank(file, call.reference)
+            self._check_saved(file, call.reference)
         except Exception as error:
             self._refuse(call, error)
             return
@@ -230,7 +231,6 @@ class Adapters:
     # --- who comes to the hosts, and who goes -----------------------------------------------------
 
     def _enqueue(self, digest: str, file: AdapterFile, calls: list[_Call], now: float) -> None:
-        self._next_look = -math.inf
         queued = self._queue.setdefault(digest, _Queued(file, now, []))
         queued.calls += calls
 
@@ -288,14 +288,22 @@ class Adapters:
     def _choose_due(self, now: float) -> None:
         """Of what waits in the queue, what others make way for: what has waited too long, or has a
         better priority than all that waits for one of them."""
+        for digest, queued in list(self._queue.items()):
+            queued.calls = [call for call in queued.calls if self._is_wanted(call)]
+            if not queued.calls:
+                del self._queue[digest]
+        if self._due not in self._queue:
+            self._stop_leaving()
+        if not self._queue:
+            return
         turns = {digest: self._turn_of(digest) for digest in self._queue}
         first = min(turns, key=turns.__getitem__)
-        if self._due is not None:
-            if turns[first][0] >= turns[self._due][0]:
-                return
+        if self._due is not None and turns[first][0] < turns[self._due][0]:
             self._stop_leaving()
             if first not in self._queue:
                 return
+        if self._due is not None and any(one.is_leaving for one in self._hosted.values()):
+            return
         late = [
             digest
             for digest, queued in self._queue.items()
@@ -304,6 +312,8 @@ class Adapters:
         chosen = min(late, key=turns.__getitem__, default=first)
         if turns[first][0] < turns[chosen][0]:
             chosen = first
+        if self._due is not None:  # for which one alone was not enough
+            chosen = self._due
         found = self._to_make_way(turns[chosen][0], chosen in late)
         if found is not None:
             self._due = chosen
@@ -360,6 +370,16 @@ class Adapters:
         used = sum(one.file.nbytes for one in hosted.values())
         return not hosted or used + nbytes <= limits.max_host_bytes
 
+    def _check_saved(self, file: AdapterFile, reference: LoRARequest) -> None:
+        most = self._limits.max_saved_bytes
+        if most is not None and file.saved_nbytes > most:
+            raise AdapterError(
+                f"adapter {reference.lora_name!r} has {file.saved_nbytes / GIB:.2f} GiB of whole "
+                f"weights (modules_to_save), and {most / GIB:.2f} GiB of the devices are free "
+                "beside the KV cache. Lower gpu_memory_utilization or kv_cache_memory_bytes by as "
+                "much, or merge the adapter (`quire lora merge`)."
+            )
+
     def _make_room(self, file: AdapterFile) -> bool:
         """For one more adapter in the memory of the hosts."""
         while not self._has_room(file.nbytes):
@@ -377,6 +397,7 @@ class Adapters:
         if not self._is_idle(digest):
             return False
         del self._hosted[digest]
+        self._unpin(digest)
         self._slots.forget(digest)
         self._executor.drop_adapter(digest)
         self._metrics.host_evictions.add(1)
@@ -397,7 +418,6 @@ class Adapters:
 
     def _take_loaded(self, digest: str, done: Future[None], seconds: float) -> None:
         """All ranks hold an adapter, or one of them cannot."""
-        self._next_look = -math.inf
         hosted = self._hosted[digest]
         error = done.exception()
         if error is None:
@@ -419,7 +439,9 @@ class Adapters:
                 self._read_folder(call)
 
     def _accept(self, hosted: _Hosted) -> None:
-        content = AdapterContent(hosted.file.digest, chunks_for(hosted.file.rank))
+        file = hosted.file
+        saved_bytes = 0 if self._limits.max_saved_bytes is None else file.saved_nbytes
+        content = AdapterContent(file.digest, chunks_for(file.rank), saved_bytes)
         calls, hosted.calls = hosted.calls, []
         for call in calls:
             if not self._is_wanted(call):
@@ -477,9 +499,13 @@ class Adapters:
         hosted = self._hosted[digest]
         del hosted.names[name]
         if not hosted.names:
-            self._pinned.discard(digest)
-            self._slots.unpin(digest)
+            self._unpin(digest)
             self._drop(digest)
+
+    def _unpin(self, digest: str) -> None:
+        if digest in self._pinned:
+            self._pinned.remove(digest)
+            self._slots.unpin(digest)
 
     def numbers(self) -> list[int]:
         """Callers' numbers of what is in the memory of the hosts."""

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 ADAPTERS_SHARE = 1 / 8
 """Of the host's memory, for adapters where max_cpu_loras is left out."""
+FREE_BYTES = 256 << 20
+"""Of a GPU, that whole weights of adapters leave free."""
 
 
 @dataclass(frozen=True)
@@ -157,14 +159,21 @@ def _scheduler_limits(
         speculation=options.decoding.speculation,
         num_stages=options.parallel.pipeline_parallel_size,
         graph_tokens=executor.graph_tokens,
-        adapters=_adapter_limits(options),
+        adapters=_adapter_limits(options, executor),
         seed=options.model.seed,
         cache_identity=identity,
     )
 
 
-def _adapter_limits(options: EngineOptions) -> AdapterLimits | None:
+def _adapter_limits(options: EngineOptions, executor: Executor) -> AdapterLimits | None:
     limits = options.adapters.limits
-    if limits is None or limits.max_host_adapters is not None:
+    if limits is None:
+        return None
+    if limits.max_host_adapters is None:
+        limits = replace(limits, max_host_bytes=int(ADAPTERS_SHARE * cpu_memory()[0]))
+    memory = executor.memory()
+    if memory.is_host:
         return limits
-    return replace(limits, max_host_bytes=int(ADAPTERS_SHARE * cpu_memory()[0]))
+    # Ranks of tensor parallelism share embeddings and output heads out among each other.
+    free = max(memory.total - memory.used - FREE_BYTES, 0)
+    return replace(limits, max_saved_bytes=free * options.parallel.tensor_parallel_size)

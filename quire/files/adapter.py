@@ -179,6 +179,8 @@ class AdapterFile:
     and folder nor the names of tensors count."""
     nbytes: int
     """Of the tensors in use."""
+    saved_nbytes: int
+    """Of those that take the place of whole weights."""
     base: str | None
     """`base_model_name_or_path`, of which nothing else is known."""
     hashes: dict[str, str] = field(default_factory=dict)
@@ -241,6 +243,12 @@ def read_adapter(folder: str | Path, name: str) -> AdapterFile:
         rank=max(module.rank for module in modules.values()),
         digest=_content_digest(modules, places, hashes),
         nbytes=sum(place.nbytes for place in places.values()),
+        saved_nbytes=sum(
+            places[name].nbytes
+            for module in modules.values()
+            for part, name in module.tensors.items()
+            if part == "saved_weight"
+        ),
         base=settings.values.get("base_model_name_or_path") or None,
         hashes=hashes,
     )
@@ -251,8 +259,9 @@ def _content_digest(
     places: Mapping[str, TensorPlace],
     hashes: Mapping[str, str],
 ) -> str:
-    """Of what modules compute with."""
-    lines = []
+    """Of what modules compute with. Line by line: other threads wait while one piece of JSON is
+    written."""
+    hasher = hashlib.sha256()
     known: dict[int, list[tuple[object, ...]]] = {}
     """Of tensors that many experts share."""
     for path in sorted(modules):
@@ -265,8 +274,9 @@ def _content_digest(
                 for part, tensor in sorted(module.tensors.items())
             ]
         part_of = expert and (expert.index, expert.count, expert.half, expert.is_swapped)
-        lines.append((path, module.kind, module.scaling, parts, part_of))
-    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()
+        line = path, module.kind, module.scaling, parts, part_of
+        hasher.update(json.dumps(line).encode() + b"\n")
+    return hasher.hexdigest()
 
 
 def _hash_tensors(file: Path, places: Mapping[str, TensorPlace]) -> dict[str, str]:

@@ -338,7 +338,8 @@ class LLM:
         return True
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Forget an adapter; requests that use it go on. Whether there was one."""
+        """Forget what was loaded under a number, by whatever names; requests that use it go on.
+        Whether there was something."""
         with self._loop.engine() as core:
             return core.unload_adapter(lora_id)
 

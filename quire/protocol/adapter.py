@@ -91,6 +91,9 @@ class AdapterLimits:
     """How long others may go ahead of a request that waits for an adapter's place."""
     max_host_bytes: int = 1 << 30
     """Of their files."""
+    max_saved_bytes: int | None = None
+    """Of whole weights in them (modules_to_save) that the devices have room for, beside the pool;
+    None: they take none, as on a CPU."""
 
     @property
     def num_chunks(self) -> int:
@@ -104,6 +107,8 @@ class AdapterContent:
 
     digest: str
     num_chunks: int
+    saved_bytes: int = 0
+    """Of whole weights, which lie beside the chunks."""
 
 
 @dataclass(slots=True)

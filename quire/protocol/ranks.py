@@ -49,6 +49,9 @@ class StartRank(msgspec.Struct, tag=True):
     channel: Inherited | Connected
     store: tuple[str, int] | None = None
     """Host and port of a store of torch.distributed's, where ranks meet that share no memory."""
+    group_fd: int | None = None
+    """What the ranks of its stage share for collectives on CPUs, where its host has all of them but
+    not those of other stages."""
     device_index: int = 0
     processors: list[int] = []
     """Those that it keeps to; none: all."""

@@ -44,6 +44,7 @@ class Resident:
 class AdapterSlots:
     def __init__(self, limits: AdapterLimits) -> None:
         self.num_chunks = limits.num_chunks
+        self._max_saved_bytes = limits.max_saved_bytes or 0
         self._max_wait_s = limits.max_wait_s
         self._free_slots = list(range(self.num_chunks))[::-1]
         self._free_chunks = list(range(self.num_chunks))[::-1]
@@ -84,7 +85,23 @@ class AdapterSlots:
         need = adapter.num_chunks
         if gives_way and self._due is not None and self._due != adapter:
             need += self._due.num_chunks  # what gets free is kept for that one
-        return need <= self._num_available(adapter)
+            if adapter.saved_bytes and self._due.saved_bytes:
+                return False
+        return need <= self._num_available(adapter) and self._has_room_beside(adapter)
+
+    def _has_room_beside(self, adapter: AdapterContent) -> bool:
+        """Whether an adapter's whole weights would fit, were all idle ones gone."""
+        if not adapter.saved_bytes:
+            return True
+        used = sum(one.content.saved_bytes for one in self.residents.values() if one.num_users)
+        return used + adapter.saved_bytes <= self._max_saved_bytes
+
+    def _fits(self, adapter: AdapterContent) -> bool:
+        """Whether an adapter fits beside all that lie there."""
+        if len(self._free_chunks) < adapter.num_chunks:
+            return False
+        used = sum(one.content.saved_bytes for one in self.residents.values())
+        return not adapter.saved_bytes or used + adapter.saved_bytes <= self._max_saved_bytes
 
     def acquire(self, adapter: AdapterContent) -> tuple[int, bool]:
         """The slot of an adapter for which there is room, and whether it lay there already."""
@@ -117,7 +134,7 @@ class AdapterSlots:
 
     def _place(self, adapter: AdapterContent) -> Resident:
         """Give an adapter a slot, and those that are in its way up."""
-        while len(self._free_chunks) < adapter.num_chunks:
+        while not self._fits(adapter):
             unpinned = (digest for digest in self._idle if digest not in self._pinned)
             self.evict(next(unpinned, None) or next(iter(self._idle)))
         chunks = [self._free_chunks.pop() for _ in range(adapter.num_chunks)]
@@ -202,11 +219,18 @@ class AdapterSlots:
         available = len(self._free_chunks)
         available += sum(len(self.residents[one].chunks) for one in self._leaving)
         by_users = sorted(self.residents.values(), key=lambda one: one.num_users)
-        for resident in sorted(by_users, key=lambda one: one.content.digest in self._pinned):
-            if available >= adapter.num_chunks:
+        in_turn = sorted(by_users, key=lambda one: one.content.digest in self._pinned)
+        staying = [one for one in in_turn if one.content.digest not in self._leaving]
+        saved = sum(one.content.saved_bytes for one in staying)
+        for resident in staying:
+            lacks_saved = (
+                adapter.saved_bytes and saved + adapter.saved_bytes > self._max_saved_bytes
+            )
+            if available >= adapter.num_chunks and not lacks_saved:
                 break
-            if resident.content.digest not in self._leaving:
+            if available < adapter.num_chunks or resident.content.saved_bytes:
                 available += len(resident.chunks)
+                saved -= resident.content.saved_bytes
                 self._leaving.add(resident.content.digest)
         self._has_changed = True
 

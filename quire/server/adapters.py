@@ -64,6 +64,11 @@ async def unload_lora_adapter(body: UnloadBody, request: Request) -> PlainTextRe
         raise UnknownModelError(f"The lora adapter '{body.lora_name}' cannot be found.")
     adapters.remove(body.lora_name)
     await state.llm.remove_lora(reference_to(module).lora_int_id)
+    if adapters.find(body.lora_name) is not None:
+        return PlainTextResponse(
+            f"Success: LoRA adapter '{body.lora_name}' removed from memory. It is in the folder of "
+            "--lora-folder, and is loaded again when a request names it: move it away to end that."
+        )
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 

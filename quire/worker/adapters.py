@@ -30,7 +30,6 @@ class HostAdapters:
         return self._thread.submit(self._load, name, folder, digest)
 
     def _load(self, name: str, folder: str, digest: str) -> None:
-        torch.set_num_threads(1)  # of this thread: steps go on meanwhile
         try:
             file = read_adapter(folder, name)
             if file.digest != digest:

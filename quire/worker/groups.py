@@ -80,9 +80,14 @@ def share_memory(device: str) -> bool:
 def shared_files(size: int, num_stages: int) -> tuple[list[int], list[list[int]]]:
     """For ranks of one host that compute on its CPUs: memory for the collectives of each stage,
     and of each stage but the last, for what its ranks send to the next one."""
-    group_fds = [_new_file(region_bytes(size)) for _ in range(num_stages)]
+    group_fds = stage_files(size, num_stages)
     link_fds = [[_new_file(ring_bytes()) for _ in range(size)] for _ in range(num_stages - 1)]
     return group_fds, link_fds
+
+
+def stage_files(size: int, num_stages: int) -> list[int]:
+    """The memory for collectives alone."""
+    return [_new_file(region_bytes(size)) for _ in range(num_stages)]
 
 
 def _new_file(num_bytes: int) -> int:
@@ -155,7 +160,7 @@ def join(start: StartRank, options: ParallelOptions, device: DeviceInfo) -> Para
     elif place.size == 1 and start.store is None:
         return Parallel()
     else:
-        parallel = _TorchRanks(place, start.store, device).join_in_time()
+        parallel = _TorchRanks(place, start.store, device, start.group_fd).join_in_time()
     return replace(parallel, expert_parallel=options.enable_expert_parallel)
 
 
@@ -247,8 +252,15 @@ def _share_memory(place: _Place, files: Inherited) -> Parallel:
 class _TorchRanks:
     """One rank on its way to groups of torch.distributed."""
 
-    def __init__(self, place: _Place, address: tuple[str, int] | None, device: DeviceInfo) -> None:
-        self._place, self._address = place, address
+    def __init__(
+        self,
+        place: _Place,
+        address: tuple[str, int] | None,
+        device: DeviceInfo,
+        group_fd: int | None = None,
+    ) -> None:
+        """`group_fd` is memory that the ranks of its stage share."""
+        self._place, self._address, self._group_fd = place, address, group_fd
         self._device = torch.device("cpu")
         if device.type == "cuda":
             self._device = torch.device("cuda", device.index)
@@ -453,10 +465,15 @@ class _TorchRanks:
         if place.tp == 1:
             return None
         own: ProcessGroup | None = None
+        if self._group_fd is not None:
+            first_rank = place.stage * place.tp
+            own = SharedMemoryGroup(
+                self._group_fd, place.tp_rank, place.tp, place.timeout_s, first_rank=first_rank
+            )
         for stage in range(place.pp):
             ranks = list(range(stage * place.tp, (stage + 1) * place.tp))
             group = dist.new_group(ranks, timeout=self._timeout)
-            if stage == place.stage:
+            if stage == place.stage and own is None:
                 assert isinstance(group, dist.ProcessGroup)
                 own = TorchGroup(group, [names[rank] for rank in ranks], place.timeout_s)
         return own
@@ -527,8 +544,10 @@ class TorchGroup:
         timeout_s: float = 0.0,
     ) -> None:
         """None stands for all processes; the others are for errors."""
-        self._group, self._names, self._timeout_s = group, names, timeout_s
-        self._size = dist.get_world_size(group)
+        self._group, self._timeout_s = group, timeout_s
+        self._size, own = dist.get_world_size(group), dist.get_rank(group)
+        others = [name for rank, name in enumerate(names) if rank != own]
+        self._others = f"{'one of ' * (len(others) > 1)}{', '.join(others)}"
         self._is_gloo = dist.get_backend(group) == "gloo"
 
     @property
@@ -569,9 +588,8 @@ class TorchGroup:
             return collective()
         except RuntimeError as error:
             raise RankMissing(
-                f"one of {', '.join(self._names)} did not take part in {what} within "
-                f"{self._timeout_s:g} s (distributed_timeout_seconds), or ended: "
-                f"{_first_line(error)}"
+                f"{self._others} did not take part in {what} within {self._timeout_s:g} s "
+                f"(distributed_timeout_seconds), or ended: {_first_line(error)}"
             ) from error
 
 

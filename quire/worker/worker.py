@@ -29,6 +29,7 @@ from quire.layers.experts import Experts
 from quire.layers.lora import AdapterLayers
 from quire.layers.parallel import Parallel
 from quire.models.loader import ONE_RANK, held_weight_bytes, load_model
+from quire.protocol.adapter import CHUNK_ROWS
 from quire.protocol.errors import ModelError, OptionError
 from quire.protocol.expert_counts import ExpertCounts
 from quire.protocol.kv_spec import KVGroup, KVLayout
@@ -196,10 +197,11 @@ class Worker:
             alternates = experts is not None and experts.alternates
             self.adapters = HostAdapters(layers, alternates)
             logger.info(
-                "adapters: %.1f MiB for %d of rank %d, or more of lower rank",
+                "adapters: %.1f MiB for %d of rank %d, or more of lower rank (%.2f MiB for each)",
                 layers.nbytes / MIB,
                 limits.max_adapters,
                 limits.max_rank,
+                layers.pool.chunks[0].nbytes / CHUNK_ROWS / MIB,
             )
         return_free_memory()
         self._weight_bytes = held_weight_bytes(self._model)

@@ -15,12 +15,22 @@ from typing import Any
 import pytest
 import torch
 
+from quire.config.quantization import read_quantization
+from quire.files.json_file import CheckedValues
 from quire.metrics.instruments import Histogram
 from tests.bench.conftest import CONFIG
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks"
-SCRIPTS = ("gpu.py", "gpu_speculation.py", "kernels.py", "profile_step.py", "sampling.py")
+SCRIPTS = (
+    "gpu.py",
+    "gpu_adapters.py",
+    "gpu_speculation.py",
+    "kernels.py",
+    "profile_step.py",
+    "quantized_candidates.py",
+    "sampling.py",
+)
 
 
 @pytest.fixture
@@ -28,6 +38,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The scripts as modules, named as they name each other."""
     monkeypatch.syspath_prepend(str(FOLDER))
     import gpu
+    import gpu_adapters
     import gpu_speculation
     import harness
     import profile_step
@@ -35,6 +46,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     return SimpleNamespace(
         gpu=gpu,
+        gpu_adapters=gpu_adapters,
         gpu_speculation=gpu_speculation,
         harness=harness,
         profile_step=profile_step,
@@ -123,8 +135,22 @@ def test_shapes_weigh_what_they_should(scripts: SimpleNamespace) -> None:
         ("_gemv_kernel", "linear layers"),
         ("nvjet_sm90_tst_128x64_64x8_1x2_h_bz_TNT", "linear layers"),
         ("void cublasLt::splitKreduce_kernel<32, 16, int>()", "linear layers"),
+        ("product_kernel", "linear layers"),
+        ("_finish_product_kernel", "linear layers"),
+        ("stream_kernel", "linear layers"),
+        ("_round_kernel", "linear layers"),
+        ("_scaled_tile_kernel", "linear layers"),
         ("_decode_kernel", "attention"),
         ("_prefix_kernel", "attention"),
+        ("_latent_kernel", "attention"),
+        ("_expanded_kernel", "attention"),
+        ("_latent_cache_kernel", "rotation and cache write"),
+        ("_gate_vectors_kernel", "experts"),
+        ("_sum_vectors_kernel", "experts"),
+        ("_tile_kernel", "experts"),
+        ("_grouped_tile_kernel", "experts"),
+        ("_sum_kernel", "experts"),
+        ("_route_kernel", "routing"),
         ("_merge_kernel", "merge of splits"),
         ("_rms_norm_kernel", "norm"),
         ("_rotary_cache_kernel", "rotation and cache write"),
@@ -154,6 +180,71 @@ def test_floor_of_a_step(scripts: SimpleNamespace) -> None:
     slow_units = SimpleNamespace(read_bytes_per_s=1e18, matmul_flops_per_s=1e12)
     floor = scripts.step_report.Floor.of(shape, 4, 0.0, slow_units)
     assert floor.linear_us == pytest.approx(4 * shape.linear_bytes / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes"), [("fp8", 8.03), ("fp8block", 8.03), ("gptq", 4.65), ("awq", 4.71)]
+)
+def test_quantized_shapes(scripts: SimpleNamespace, name: str, gigabytes: float) -> None:
+    """Their configurations are those of checkpoints, and their head has 16 bits."""
+    shape = scripts.harness.QUANTIZED_SHAPES[f"llama-8b-{name}"]
+    assert shape.linear_bytes == pytest.approx(1e9 * gigabytes, rel=0.01)
+    config = CheckedValues(Path("config.json"), shape.config())
+    quantized = read_quantization(config, None)
+    assert quantized is not None and quantized.format_of("model.layers.0.mlp.up_proj", None)
+    slow_units = SimpleNamespace(read_bytes_per_s=1e18, matmul_flops_per_s=1e12)
+    llama = scripts.harness.SHAPES["llama-8b"]
+    times = [scripts.step_report.Floor.of(o, 4, 0.0, slow_units).linear_us for o in (llama, shape)]
+    head = 2 * 4 * llama.vocab * llama.hidden / 1e6
+    share = 0.5 if name.startswith("fp8") else 1.0
+    assert times[1] - head == pytest.approx(share * (times[0] - head))
+
+
+def test_floor_of_mixtures(scripts: SimpleNamespace) -> None:
+    """All weights less the embedding and norms, where each expert is used; 576 numbers of a latent;
+    of the experts, those that were counted."""
+    shapes = scripts.harness.SPARSE_SHAPES
+    qwen, lite = shapes["qwen3-30b-a3b"], shapes["deepseek-v2-lite"]
+    norms = 48 * (2 * 2048 + 2 * 128) + 2048
+    experts = 48 * 128 * qwen.expert_weights
+    assert qwen.linear_bytes == 2 * (30_532_122_624 - 151_936 * 2048 - norms - experts)
+    norms = 27 * (2 * 2048 + 512) + 2048
+    experts = 26 * 64 * lite.expert_weights
+    assert lite.linear_bytes == 2 * (15_706_484_224 - 102_400 * 2048 - norms - experts)
+    assert lite.kv_bytes_per_token == 27 * 2 * 576
+    slow_memory = SimpleNamespace(read_bytes_per_s=1e12, matmul_flops_per_s=1e18)
+    floor = scripts.step_report.Floor.of(lite, 4, 1000.0, slow_memory, 21.5)
+    assert floor.expert_us == pytest.approx(26 * 21.5 * 2 * 3 * 2048 * 1408 / 1e6)
+    assert floor.attention_us == pytest.approx(27 * 2 * 576 * 1000 / 1e6)
+    assert floor.total_us == pytest.approx(sum(vars(floor).values()))
+    slow_units = SimpleNamespace(read_bytes_per_s=1e18, matmul_flops_per_s=1e12)
+    floor = scripts.step_report.Floor.of(qwen, 5, 0.0, slow_units, 40.0)
+    assert floor.expert_us == pytest.approx(48 * 2 * 5 * 8 * 3 * 2048 * 768 / 1e6)
+
+
+def test_decode_steps_of_a_mixture(
+    scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a CPU: a single token uses its own experts, several use more, and both count."""
+    from quire import LLM
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(scripts.profile_step, "PROMPT_TOKENS", 20)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    names = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    config = {**sizes, **experts, **names, "num_key_value_heads": 2, "intermediate_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 50_000}))
+    shape = scripts.harness.SPARSE_SHAPES["qwen3-30b-a3b"]
+    ceilings = SimpleNamespace(read_bytes_per_s=1e12, matmul_flops_per_s=1e15)
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 256}
+    with LLM(str(tmp_path), **options) as llm:
+        steps = [scripts.profile_step.decode_figures(llm, shape, size, ceilings) for size in (1, 4)]
+        assert not llm._core.has_work and llm._core.on_plan is None
+    assert steps[0]["experts_used"] == 2 and 2 < steps[1]["experts_used"] <= 8
+    for step in steps:
+        assert step["ratio"] == pytest.approx(step["step_us"] / sum(step["floor"].values()))
+    assert "| 1 x " in scripts.gpu.decode_table(steps)
 
 
 def test_profile_of_a_batch(
@@ -218,3 +309,24 @@ def test_drafts_are_right_as_often_as_the_drafter_is_told(
         assert "ngram, 3 drafts, 0% right" in script.verification(modes, 1, 4, 1)
         assert "auto, 4 drafts, 80% right" in script.stream(modes, 4, 1)
         assert not llm._core.has_work and llm._core.on_plan is None
+
+
+def test_adapters_are_used_and_swapped(scripts: SimpleNamespace, tmp_path: Path) -> None:
+    """On a CPU: all are there, in turns, and each that is swapped in was in host memory alone."""
+    from quire import LLM
+
+    script: ModuleType = scripts.gpu_adapters
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    made = script.write_adapters(tmp_path, CONFIG, 5, 8)
+    requests = [script.Request([5 + i] * 9, 3) for i in range(6)]
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 160}
+    with LLM(str(tmp_path), enable_lora=True, max_loras=3, max_lora_rank=8, **options) as llm:
+        metrics = llm._core.metrics.adapters
+        assert script.seconds(llm, requests) > 0 and not metrics.device_queries.value
+        assert script.seconds(llm, requests, made[:3]) > 0
+        assert metrics.device_queries.value == 6 * script.ROUNDS
+        hits = metrics.device_hits.value
+        found = script.swap(llm, made[3:], 60)
+        assert found["longest_step_s"] > 0 and metrics.device_hits.value == hits
+        assert script.placing(llm, 0) > 0
+        assert not llm._core.has_work

@@ -635,3 +635,14 @@ def test_this_machine() -> None:
     device = cpu_device()
     assert device.type == "cpu" and device.num_threads >= 1
     assert device.total_memory_bytes > 0
+
+
+def test_ranks_are_late_before_their_engine_is() -> None:
+    """The engine says which rank is late; one that is killed before could not."""
+    served, alone = ServingOptions(), options().parallel
+    ranks = options(tensor_parallel_size=2, distributed_timeout_seconds=900).parallel
+    assert served.silence_s(alone) == 300
+    assert served.silence_s(ranks) > 900
+    assert served.silence_s(options(tensor_parallel_size=2).parallel) > 600
+    assert ServingOptions(engine_timeout_s=5000).silence_s(ranks) == 5000
+    assert ServingOptions(engine_timeout_s=0).silence_s(ranks) == 0

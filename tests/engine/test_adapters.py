@@ -239,6 +239,18 @@ def test_a_pinned_adapter_does_not_keep_others_from_running() -> None:
     assert one.ended[key].finish_reason == "length"
 
 
+def test_what_is_evicted_is_pinned_no_more() -> None:
+    one = engine(1, max_host=1)
+    one.add(numbers(5), adapter="a-8")
+    one.finish()
+    one.core.pin_adapter(1)
+    for name in ("b-8", "a-8", "b-8"):
+        one.add(numbers(5), adapter=name)
+        one.finish()
+    assert one.core.adapters is not None
+    assert not one.core.adapters._pinned and not slots_of(one)._pinned
+
+
 def test_others_run_while_an_adapter_loads() -> None:
     one = engine(load_polls=8)
     loads = one.add(numbers(5), max_tokens=1, adapter="a-8")
@@ -439,6 +451,70 @@ def test_the_host_is_bounded_by_bytes_too() -> None:
         tiny.add(numbers(5), adapter=name)
         tiny.finish()
     assert len(tiny.ended) == 2
+
+
+def test_several_make_way_for_a_large_one() -> None:
+    one = Engine(adapters=AdapterLimits(4, 32, None, 2.0, max_host_bytes=32))
+    for name in ("a-16", "b-16"):
+        one.add(numbers(5), max_tokens=4, adapter=name)
+    one.step(2)
+    large = one.add(numbers(6), max_tokens=2, adapter="large-32")
+    gone = one.add(numbers(6), max_tokens=2, adapter="gone-32")
+    for step in range(100):
+        one.now += 0.5
+        if step == 3:
+            one.core.abort(f"r{gone}")
+        for name in ("a-16", "b-16"):
+            if step < 60:
+                one.add(numbers(5, step), max_tokens=4, adapter=name)
+        one.step()
+    one.finish()
+    assert one.ended[gone].finish_reason == "abort" and one.order.index(large) < 60
+    assert one.core.adapters is not None and not one.core.adapters.is_loading
+
+
+def test_whole_weights_have_a_bound_of_their_own() -> None:
+    """They lie beside the chunks: of two adapters that have both room there, one waits."""
+    one = Engine(adapters=AdapterLimits(4, 8, 8, 5.0, max_saved_bytes=100))
+    one.folders.saved = {"a-8": 60, "b-8": 60, "c-8": 40, "large-8": 101}
+    large = one.add(numbers(5), adapter="large-8")
+    a = one.add(numbers(5, 1), max_tokens=30, adapter="a-8")
+    b = one.add(numbers(5, 2), max_tokens=3, adapter="b-8")
+    c = one.add(numbers(5, 3), max_tokens=3, adapter="c-8")
+    plain = one.add(numbers(5, 4), max_tokens=3, adapter="d-8")
+    for step in range(200):
+        one.now += 0.5
+        one.step()
+        if step % 4 == 0 and step < 100:  # so that a is never idle by itself
+            one.add(numbers(5, step), max_tokens=9, adapter="a-8")
+        residents = slots_of(one).residents
+        assert sum(resident.content.saved_bytes for resident in residents.values()) <= 100
+    one.finish()
+    assert one.order[0] == large and set(one.order[1:3]) == {c, plain}
+    assert one.order.index(b) < len(one.order) - 5, "others make way for it"
+    assert a in one.ended
+    assert "0.00 GiB of the devices are free" in (one.ended[large].error or "")
+
+
+def test_metrics_name_the_adapters_of_requests() -> None:
+    one = engine(2)
+    for name in ("b-8", "a-8", "b-8"):
+        one.add(numbers(9), max_tokens=20, adapter=name)
+    one.step(2)
+    one.add(numbers(9), adapter="c-8")
+    one.add(numbers(9), max_tokens=20)
+    one.step()
+
+    def names() -> tuple[str, str, str]:
+        one.core.read_metrics()
+        (info,) = one.core.metrics.adapters.info
+        labels = info.labels
+        kinds = ("running_lora_adapters", "waiting_lora_adapters", "max_lora")
+        return labels[kinds[0]], labels[kinds[1]], labels[kinds[2]]
+
+    assert names() == ("a-8,b-8", "c-8", "2")
+    one.finish()
+    assert names() == ("", "", "2")
 
 
 def test_an_adapter_and_a_preempted_row() -> None:

@@ -25,8 +25,10 @@ from quire import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from quire.config.device import core_shares
 from quire.engine.executors import distributed, launch, rank
 from quire.engine.executors.distributed import DistributedExecutor
-from quire.protocol.errors import EngineDeadError, OptionError
+from quire.protocol.errors import EngineDeadError, OptionError, RankMissing
+from quire.protocol.messages import ErrorRecord
 from quire.protocol.plan import TokenMasks
+from quire.protocol.ranks import RankFailed
 from tests.models.reference import FAMILIES, random_tokens
 from tests.tiny import save_tiny
 
@@ -230,13 +232,18 @@ def test_grammars_and_embeddings(tp: int, pp: int, tmp_path: Path) -> None:
     np.testing.assert_allclose(vectors, expected[1], atol=1e-4)
 
 
-async def test_streams_of_an_event_loop(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tp", "pp", "way"), [(2, 1, "memory"), (2, 2, "gloo")])
+async def test_streams_of_an_event_loop(
+    tp: int, pp: int, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`AsyncLLM` with ranks: a request is aborted, others go on; then a rank dies, and each open
     stream ends with an error that names it."""
+    if way == "gloo":
+        monkeypatch.setattr(launch, "share_memory", lambda device: False)
     save_tiny(tmp_path, "llama", max_position_embeddings=100_000)
     options: Any = {"model": str(tmp_path), **SMALL, "max_model_len": 50_000}
     options["num_gpu_blocks_override"] = 13_000
-    llm = AsyncLLM(**options, tensor_parallel_size=2)
+    llm = AsyncLLM(**options, tensor_parallel_size=tp, pipeline_parallel_size=pp)
     try:
         long = SamplingParams(temperature=0, max_tokens=45_000, ignore_eos=True)
         short = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -264,6 +271,26 @@ async def test_streams_of_an_event_loop(tmp_path: Path) -> None:
     finally:
         llm.shutdown()
     assert rank_pids() == []
+
+
+def test_start_up_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What each rank has: the first stage has two of three layers, and so room for half as many
+    blocks as the second."""
+    save_tiny(tmp_path, "llama", num_hidden_layers=3, tie_word_embeddings=False)
+    caplog.set_level("INFO", "quire")
+    cache: Any = {"kv_cache_memory_bytes": "3MiB"}
+    with LLM(model=str(tmp_path), **SMALL, **cache, pipeline_parallel_size=2) as llm:
+        config, num_blocks = llm.model_config, llm._core.scheduler.limits.num_blocks
+    (line,) = re.findall(r"ranks: (.*)", caplog.text)
+    places, weights, caches, blocks, phases = line.split("; ")
+    layer = 2 * 4 * SMALL["block_size"] * config.num_kv_heads * config.head_dim
+    rooms = [int(room) for room in re.findall(r"\d+", blocks)]
+    assert places == "2 on this host" and phases.startswith("start ")
+    assert rooms == [num_blocks, rooms[1], num_blocks] and rooms[1] // rooms[0] == 2
+    in_mib = [f"{num_blocks * count * layer / 2**20:.1f}" for count in (2, 1)]
+    assert caches == f"KV cache {', '.join(in_mib)} MiB"
+    size = (tmp_path / "model.safetensors").stat().st_size / 2**20
+    assert sum(map(float, re.findall(r"[\d.]+", weights))) == pytest.approx(size, abs=0.15)
 
 
 # --- failures -----------------------------------------------------------------------------------
@@ -338,6 +365,47 @@ def test_silence_is_noticed_within_5_s(two: LLM) -> None:
         endless(two)
 
 
+def test_rank_that_is_missed_by_others(two: LLM) -> None:
+    """By its silence it is the cause, whichever of the others says first that one is missing."""
+    executor: Any = two._core.executor
+    with executor._receiving:
+        executor._heard[1] -= 2 * distributed.SILENCE_S
+        missing = RankMissing("one of rank 1, rank 2 did not take part in all_reduce")
+        executor._take(0, RankFailed(ErrorRecord.of(missing)))
+        assert re.match(r"rank 1 \(host .* has not been heard of for", executor.failure)
+
+
+HANGING = """
+import dataclasses, time
+from quire.engine.executors import rank as program
+join, obey = program.join, program.RankLoop._obey
+
+def join_shortly(start, options, device):
+    return join(start, dataclasses.replace(options, distributed_timeout_seconds=3), device)
+
+def obey_or_hang(loop, order):
+    if type(order).__name__ == "Execute" and order.plan.step == 10 and loop._start.rank == 1:
+        time.sleep(60)
+    return obey(loop, order)
+
+program.join, program.RankLoop._obey = join_shortly, obey_or_hang
+"""
+
+
+def test_rank_that_hangs_in_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its heart beats: those that wait for it know which it is, and say so before the engine
+    gives up."""
+    save_tiny(tmp_path, "llama")
+    program = launch.PROGRAM.replace("from quire.engine", f"exec({HANGING!r}); from quire.engine")
+    monkeypatch.setattr(launch, "PROGRAM", program)
+    with LLM(model=str(tmp_path), **SMALL, tensor_parallel_size=2) as llm:
+        executor: Any = llm._core.executor
+        executor._timeout_s = 1.0
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        with pytest.raises(EngineDeadError, match=r"failed: rank 0 \(.*: rank 1 did not take part"):
+            llm.generate(prompts(1), params, use_tqdm=False)
+
+
 def test_rank_that_dies_between_requests(two: LLM) -> None:
     pids, executor = rank_pids(), two._core.executor
     os.kill(pids[0], signal.SIGKILL)
@@ -347,7 +415,7 @@ def test_rank_that_dies_between_requests(two: LLM) -> None:
     wait_for(lambda: gone(pids), "the end of all ranks")
 
 
-def test_step_that_does_not_end(tmp_path: Path) -> None:
+def test_step_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt whose step takes longer than a step may."""
     save_tiny(tmp_path, "llama", max_position_embeddings=100_000)
     options = {**SMALL, "max_model_len": 60_000, "num_gpu_blocks_override": 15_000}
@@ -355,8 +423,11 @@ def test_step_that_does_not_end(tmp_path: Path) -> None:
     with LLM(model=str(tmp_path), **options, tensor_parallel_size=2) as llm:
         executor: Any = llm._core.executor
         executor._timeout_s = 0.5  # a start-up takes longer
+        monkeypatch.setattr(distributed, "LATER_S", 0.0)
         prompt = {"prompt_token_ids": random_tokens(50_000, seed=1)}
-        with pytest.raises(EngineDeadError, match=r"0\.5 s \(distributed_timeout_seconds\)"):
+        ranks = ", ".join(rf"rank {rank} \(host \S+, process \d+\)" for rank in (0, 1))
+        says = rf"failed: {ranks} did not end a step within 0\.5 s \(distributed_timeout_seconds\)"
+        with pytest.raises(EngineDeadError, match=says):
             llm.generate([prompt], SamplingParams(max_tokens=1), use_tqdm=False)
 
 
@@ -373,11 +444,13 @@ def test_phase_that_does_not_end(
         if name == phase:
             pids.extend(rank_pids())
             os.kill(pids[1], signal.SIGSTOP)
-            executor._timeout_s = 2.0
+            executor._timeout_s = 1.5
         return do(executor, name, **arguments)
 
     monkeypatch.setattr(DistributedExecutor, "_phase", stop_first)
-    says = rf"rank 1 \(host \S+, process \d+\) did not finish '{phase}' within 2 s"
+    monkeypatch.setattr(distributed, "LATER_S", 0.0)
+    monkeypatch.setattr(distributed, "SILENCE_S", 1.0)
+    says = rf"^rank 1 \(host \S+, process \d+\) did not finish '{phase}' within 1\.5 s"
     with pytest.raises(EngineDeadError, match=says):
         LLM(model=str(tmp_path), **SMALL, tensor_parallel_size=2)
     assert len(pids) == 2 and gone(pids)

@@ -320,9 +320,13 @@ def test_other_files(
     second.wait(60)
 
 
-def test_small_shared_memory(hosts: Hosts, model: Path) -> None:
+@pytest.mark.parametrize("way", ["memory", "gloo"])
+def test_small_shared_memory(way: str, hosts: Hosts, model: Path) -> None:
     """Nothing of ours lies in /dev/shm."""
     script = head(model, 4, nnodes=1)
+    if way == "gloo":
+        ours = "from quire.engine.executors import launch\n"
+        script = f"{ours}launch.share_memory = lambda device: False\n{script}"
     mounting = 'mount -t tmpfs -o size=64k none /dev/shm && exec "$@"'
     words = ("unshare", "-m", "sh", "-c", mounting, "sh", sys.executable, "-c", script)
     said = output_of(hosts.start(0, *words))
@@ -387,6 +391,25 @@ def test_what_a_host_keeps_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     start = settled()
     assert (start.options["num_threads"], start.options["download_dir"]) == (3, "/other")
     assert not settled(num_threads=16).stays_awake
+
+
+def test_stages_on_hosts_of_their_own(model: Path, start: Start) -> None:
+    """Ranks of one stage share memory where their host has them all, and give the same tokens."""
+    port = free_port()
+    words = ("--master-port", str(port), "--pipeline-parallel-size", "2")
+    second = start(*follower(model, *words))
+    options = {"master_port": port, "pipeline_parallel_size": 2}
+    script = head(model, 40, **options).replace(
+        "    llm.shutdown()", "    time.sleep(100)\n    llm.shutdown()"
+    )
+    first = start(sys.executable, "-c", script)
+    said = read_up_to("tokens [", first)
+    assert f"tokens {tokens_of_one_host(model)}" in said, said
+    for host in (first, second):
+        ranks = ranks_of(host)
+        assert len(ranks) == 2
+        for pid in ranks:
+            assert "memfd:quire-ranks" in Path(f"/proc/{pid}/maps").read_text()
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[int]:

@@ -50,7 +50,45 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("gpt_oss", {}),
 }
 
-HYBRIDS = ("gemma2", "gemma3", "gpt-oss")
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek-v2-yarn": (
+        "deepseek_v2",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 24,
+                "mscale": 0.8,
+                "mscale_all_dim": 1.2,
+            }
+        },
+    ),
+    "deepseek-v3-dense": ("deepseek_v3", {"first_k_dense_replace": 3}),
+    "phi3-window": ("phi3", {"sliding_window": 24}),
+    "phi3-longrope": (
+        "phi3",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0],
+                "long_factor": [1.5, 2.0, 4.0, 7.0, 11.0, 13.0],
+                "original_max_position_embeddings": 2,
+                "attention_factor": 1.3,
+            },
+            # transformers chooses factors by the length so far: here the long ones for any.
+            "original_max_position_embeddings": 2,
+            "sliding_window": None,
+        },
+    ),
+    "smollm3-hybrid": ("smollm3", {"use_sliding_window": True, "sliding_window": 24}),
+}
+"""What families have in some models, in the setting that does most at once."""
+CASES |= VARIANTS
+
+HYBRIDS = ("gemma2", "gemma3", "gpt-oss", "smollm3-hybrid")
 """Families with a group of full layers and two of layers with a window."""
 
 EXPERTS = (
@@ -114,11 +152,14 @@ PAIRS = [("llama-gqa", name) for name in _NAMES] + [
     (case, _NAMES[(3 * i + j) % len(_NAMES)])
     for i, case in enumerate(list(CASES)[1:])
     for j in range(3)
-    if case not in (*HYBRIDS, *EXPERTS)
+    if case not in (*HYBRIDS, *EXPERTS, *VARIANTS)
 ]
+PAIRS += [(case, "pool8-chunks-overlap") for case in VARIANTS]
+PAIRS.append(("deepseek-v3-dense", "pool8-torch-kernel-8-bits"))  # latents in 8 bits
 PAIRS += [
     (case, name)
     for case in (*HYBRIDS, *EXPERTS)
+    if case not in VARIANTS
     for name in ("chunks", "pool4", "pool8-chunks-overlap", "torch-kernel")
 ]
 

@@ -128,6 +128,8 @@ class ToyFolders:
     def __init__(self) -> None:
         self.holds: dict[str, str] = {}
         self.broken: set[str] = set()
+        self.saved: dict[str, int] = {}
+        """Bytes of whole weights, by digest."""
 
     def read(self, reference: LoRARequest) -> Future[AdapterFile]:
         reading: Future[AdapterFile] = Future()
@@ -137,7 +139,10 @@ class ToyFolders:
             return reading
         digest = self.holds.get(folder, folder)
         rank = rank_of(digest)
-        file = AdapterFile(reference.lora_name, folder, folder, {}, {}, rank, digest, rank, None)
+        saved = self.saved.get(digest, 0)
+        file = AdapterFile(
+            reference.lora_name, folder, folder, {}, {}, rank, digest, rank, saved, None
+        )
         reading.set_result(file)
         return reading
 

@@ -23,6 +23,7 @@ from quire.engine.executors import launch
 from quire.lora.request import LoRARequest
 from quire.protocol.errors import RequestError
 from quire.sampling_params import StructuredOutputsParams
+from quire.server.preparation.adapter_names import AdapterNames, AdapterSettings, reference_to
 from tests.frontend.conftest import Tiny
 from tests.models.reference import random_tokens, save_safetensors
 from tests.tiny import assert_at_rest, greedy, save_tokenizer, tiny_llm
@@ -284,6 +285,22 @@ def test_what_cannot_be_used(tiny: Tiny, llm: LLM, adapted: Adapted, tmp_path: P
     assert made(llm, adapted, PROMPTS[:1], ["a"]) == adapted.greedy("a", PROMPTS[:1], 12)
 
 
+def test_only_what_was_read_anew_counts_as_such(
+    tiny: Tiny, adapted: Adapted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many adapters in one call only some are loaded before it begins, and one name may stand
+    for two folders."""
+    with adapters_llm(tiny, max_loras=1, max_lora_rank=24, max_cpu_loras=2) as llm:
+        loaded = []
+        add = llm.add_lora
+        monkeypatch.setattr(llm, "add_lora", lambda one: loaded.append(one) or add(one))
+        folders = [str(adapted.folder / name) for name in ("a", "c", "d", "a")]
+        wanted = [LoRARequest("x", 7, path, load_inplace=True) for path in folders]
+        found = llm._loaded_adapters(wanted, 4)
+        assert [one.lora_path for one in loaded] == folders[:2]
+        assert [one.load_inplace for one in found] == [False, False, True, False]
+
+
 def test_an_adapter_that_is_loaded_outlives_its_folder(
     llm: LLM, adapted: Adapted, tmp_path: Path
 ) -> None:
@@ -347,7 +364,10 @@ def test_a_thousand_adapters(tiny: Tiny, tmp_path: Path) -> None:
         save_file(changed, tmp_path / str(i) / "adapter_model.safetensors")
     random = Random(0)
     drawn = random.choices(range(1000), [1 / (i + 1) for i in range(1000)], k=400)
-    requests = [LoRARequest(str(i), i + 1, str(tmp_path / str(i))) for i in drawn]
+    names = AdapterNames(AdapterSettings(folder=str(tmp_path)))  # of --lora-folder
+    assert len(names.all()) == 1000
+    modules = [names.find(str(i)) for i in drawn]
+    requests = [reference_to(module) for module in modules if module is not None]
     prompts = [random_tokens(6, seed=i) for i in range(len(drawn))]
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     with adapters_llm(tiny, max_loras=4, max_lora_rank=8, max_cpu_loras=64) as llm:

@@ -110,7 +110,7 @@ class Driver:
 driver.set_active(Driver())
 hopper._multiprocessors = lambda device: 4
 ints = [torch.zeros(shape, dtype=torch.int32) for shape in (2, 1, (1, 8), 1, 1)]
-kv, q = torch.zeros(2, 4, 2, 16, 64).half(), torch.zeros(12, 8, 64).half()
+kv, q = torch.zeros(2, 4, 2, 16, 64).bfloat16(), torch.zeros(12, 8, 64).bfloat16()
 with CompilingTogether(2) as together:
     for softcap, sinks in ((None, None), (50.0, torch.zeros(8))):
         out = torch.empty_like(q)
@@ -127,6 +127,7 @@ import sys, numpy as np, torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from quire.config.latent import LatentConfig
+from quire.kernels.triton import decode_attention, latent_attention, latent_cache
 from quire.kernels.triton.compile import CompilingTogether
 from quire.layers.attention import mla
 from quire.layers.attention.backend import AttentionInputs, KVScales
@@ -142,6 +143,9 @@ HEADS, KIND = int(sys.argv[2]), getattr(torch, sys.argv[3])
 mla.has_little_memory = lambda: sys.argv[1] == "amd"
 mla.is_hopper = lambda device: sys.argv[1] == "hopper"
 mla.MAX_CHUNK = 64
+if sys.argv[1] == "hopper":
+    for module in (decode_attention, latent_attention, latent_cache):
+        module.launch_options = lambda tensor: {"OVERLAPS": True, "launch_pdl": True}
 
 class Driver:
     get_current_target = staticmethod(lambda: TARGET)
@@ -195,12 +199,17 @@ import sys, torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from quire.kernels.torch.quantized_weights import GroupedWeights
-from quire.kernels.triton import grouped_matrix
+from quire.kernels.triton import finish_product, grouped_matrix
 from quire.kernels.triton.compile import CompilingTogether
 
 CAPABILITY, SHARED_BYTES = int(sys.argv[1]), int(sys.argv[2])
 grouped_matrix.shared_bytes = lambda device: SHARED_BYTES
 grouped_matrix.multiplies_ahead = lambda device: CAPABILITY == 90
+KIND = torch.bfloat16 if CAPABILITY == 90 else torch.half
+if CAPABILITY == 90:
+    for module in (grouped_matrix, finish_product):
+        module.launch_options = lambda tensor: {"OVERLAPS": True, "launch_pdl": True}
+grouped_matrix.GroupedMatrix.unpacks_natively = lambda self, dtype: self.low_bits == 4
 
 class Driver:
     get_current_target = staticmethod(lambda: GPUTarget("cuda", CAPABILITY, 32))
@@ -208,12 +217,12 @@ class Driver:
     get_current_stream = staticmethod(lambda device: 0)
 
 driver.set_active(Driver())
-codes, scales = torch.zeros(256, 1024, dtype=torch.uint8), torch.ones(256, 8).half()
+codes, scales = torch.zeros(256, 1024, dtype=torch.uint8), torch.ones(256, 8).to(KIND)
 with CompilingTogether(2) as together:
     for bits in (4, 8):
         matrix = grouped_matrix.pack_grouped(GroupedWeights(codes, bits, scales, 128), scales.dtype)
         for tokens in (1, 16, 64):
-            matrix.multiply(torch.zeros(tokens, 1024).half())
+            matrix.multiply(torch.zeros(tokens, 1024).to(KIND), torch.zeros(256).to(KIND))
 made = [job.result() for job in together._jobs.values()]
 assert len(made) == 6, made
 assert max(kernel.metadata.shared for kernel in made) <= SHARED_BYTES, made
@@ -224,16 +233,28 @@ EXPERTS = """
 import sys, torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from quire.config.experts import ExpertsConfig
+from quire.config.experts import ClampedGate, ExpertsConfig
 from quire.kernels.torch.experts import Routing
 from quire.kernels.torch.quantized_weights import GroupedWeights
-from quire.kernels.triton import expert_tiles, experts, grouped_experts, grouped_matrix, routing
+from quire.kernels.triton import expert_tiles, experts, gemv, grouped_experts, grouped_matrix
+from quire.kernels.triton import routing
 from quire.kernels.triton.compile import CompilingTogether
 
 CAPABILITY, SHARED_BYTES = int(sys.argv[1]), int(sys.argv[2])
 for module in (experts, grouped_experts):
     module.shared_bytes = lambda device: SHARED_BYTES
 grouped_matrix.multiplies_ahead = lambda device: CAPABILITY == 90
+KIND = torch.bfloat16 if CAPABILITY == 90 else torch.half
+NATIVE = []
+
+def unpacks_natively(matrix, dtype):
+    NATIVE.append(matrix.low_bits == 4 and matrix.high is None and not matrix.is_e2m1)
+    return NATIVE[-1]
+
+grouped_matrix.GroupedMatrix.unpacks_natively = unpacks_natively
+if CAPABILITY == 90:
+    for module in (expert_tiles, experts, gemv, grouped_experts, grouped_matrix, routing):
+        module.launch_options = lambda tensor: {"OVERLAPS": True, "launch_pdl": True}
 
 class Driver:
     get_current_target = staticmethod(lambda: GPUTarget("cuda", CAPABILITY, 32))
@@ -246,32 +267,45 @@ KINDS = sys.argv[7:]
 float8 = torch.float8_e4m3fn if CAPABILITY >= 89 else torch.uint8
 
 def dense(outputs, inputs):
-    return experts.DenseExperts(torch.empty(E, outputs, inputs, dtype=torch.half))
+    return experts.DenseExperts(torch.empty(E, outputs, inputs, dtype=KIND))
 
 def blocks(outputs, inputs):
     values = torch.empty(E, outputs, inputs, dtype=float8)
     scales = torch.zeros(E, -(-outputs // 128), -(-inputs // 128))
     return experts.DenseExperts(values, scales, (128, 128))
 
-def grouped(outputs, inputs):
+def four_bits(outputs, inputs, is_e2m1):
     codes = torch.zeros(outputs, inputs, dtype=torch.uint8)
-    weights = GroupedWeights(codes, 4, torch.ones(outputs, inputs // 32).half(), 32, is_e2m1=True)
-    return grouped_experts.stack_grouped([grouped_matrix.pack_grouped(weights, torch.half)] * 2)
+    scales = torch.ones(outputs, inputs // 32).to(KIND)
+    weights = GroupedWeights(codes, 4, scales, 32, is_e2m1=is_e2m1)
+    return grouped_experts.stack_grouped([grouped_matrix.pack_grouped(weights, KIND)] * 2)
+
+def int4(outputs, inputs):
+    return four_bits(outputs, inputs, False)
+
+def mxfp4(outputs, inputs):
+    return four_bits(outputs, inputs, True)
 
 with CompilingTogether(2) as together:
     for scoring in ("softmax", "softmax_of_chosen", "sigmoid"):
         grouped_choice = ExpertsConfig(160, 6, I, (True,), scoring, num_groups=8, top_groups=3)
         for config in (grouped_choice, ExpertsConfig(E, TOP_K, I, (True,), scoring)):
-            logits = torch.zeros(2, config.count).half()
-            routing.route(logits, config, torch.zeros(config.count))
+            for logits in (torch.zeros(2, config.count), torch.zeros(2, config.count).to(KIND)):
+                routing.route(logits, config, torch.zeros(config.count))
+    weight = torch.zeros(E, H).to(KIND)
+    gemv.gemv(torch.zeros(1, H).to(KIND), weight, out=torch.zeros(1, E))
     for kind in KINDS:
-        make = {"dense": dense, "blocks": blocks, "grouped": grouped}[kind]
-        layers = make(2 * I, H), make(H, I)
+        make = {"dense": dense, "blocks": blocks, "int4": int4, "mxfp4": mxfp4}[kind]
+        layers, options = (make(2 * I, H), make(H, I)), ()
+        if kind == "mxfp4":  # as gpt-oss has them
+            biases = (torch.zeros(layers[0].num_experts, size).to(KIND) for size in (2 * I, H))
+            options = (0, *biases, ClampedGate(7.0, 1.702))
         for tokens in [1, *experts.kernel_changes(layers[0].num_experts, TOP_K)]:
             chosen = Routing(torch.zeros(tokens, TOP_K).int(), torch.zeros(tokens, TOP_K))
-            experts.expert_mlp(torch.zeros(tokens, H).half(), chosen, *layers)
+            experts.expert_mlp(torch.zeros(tokens, H).to(KIND), chosen, *layers, *options)
 failed = [job.exception() for job in together._jobs.values() if job.exception()]
 assert not failed, failed
+assert ("int4" in KINDS) == any(NATIVE)
 made = [job.result() for job in together._jobs.values()]
 over = [(one.name, one.metadata.shared) for one in made if one.metadata.shared > SHARED_BYTES]
 assert not over, over
@@ -374,7 +408,7 @@ def test_products_of_few_bits_fit_into_shared_memory(
 def test_experts_fit_into_shared_memory(capability: str, kib: int, tmp_path: Path) -> None:
     """Of Turing, which has the least, and Hopper, which holds inputs for longer."""
     sizes = ("2", "2", "512", "256")
-    run(EXPERTS, tmp_path, capability, str(kib << 10), *sizes, "dense", "blocks", "grouped")
+    run(EXPERTS, tmp_path, capability, str(kib << 10), *sizes, "dense", "blocks", "int4", "mxfp4")
 
 
 RELEASED_EXPERTS = {
@@ -382,7 +416,7 @@ RELEASED_EXPERTS = {
     "qwen3-30b-a3b": ("128", "8", "2048", "768", "dense"),
     "deepseek-v2-lite": ("64", "6", "2048", "1408", "dense"),
     "deepseek-v3": ("256", "8", "7168", "2048", "blocks"),
-    "gpt-oss-20b": ("32", "4", "2880", "2880", "grouped"),
+    "gpt-oss-20b": ("32", "4", "2880", "2880", "mxfp4"),
 }
 """Experts, how many of them a token has, hidden size, width, and as what their weights are kept."""
 

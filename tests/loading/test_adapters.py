@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.files import adapter
 from quire.files.adapter import read_adapter
 from quire.loading.adapters import LoraWeights, load_adapter
 from quire.protocol.errors import AdapterError
-from tests.adapters import LAYOUTS, make_adapter, unfuse_experts
+from tests.adapters import ATTENTION, LAYOUTS, MLP, make_adapter, unfuse_experts
 from tests.models.reference import random_model
 
 
@@ -217,6 +218,29 @@ def test_modules_count_for_the_digest(tmp_path: Path) -> None:
     save_file(tensors, file)
     digests = {read_adapter(tmp_path / name, "n").digest for name in "ab"}
     assert len(digests) == 2
+
+
+def test_the_digest_is_made_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other thread runs while one piece is written: all of a mixture's would take long."""
+    make_adapter(random_model("llama"), tmp_path, target_modules=[*ATTENTION, *MLP])
+    lengths, dumps = [], json.dumps
+
+    def measured(value: object) -> str:
+        lengths.append(len(dumps(value)))
+        return dumps(value)
+
+    monkeypatch.setattr(adapter.json, "dumps", measured)
+    num_modules = len(read_adapter(tmp_path, "a").modules)
+    assert len(lengths) == num_modules > 7 and max(lengths) < 1000
+
+
+def test_whole_weights_are_counted(tmp_path: Path) -> None:
+    base = random_model("llama")
+    family, config = LAYOUTS["saved"]
+    assert family == "llama"
+    make_adapter(base, tmp_path, **config)
+    numbers = sum(base.get_submodule(n).weight.numel() for n in ("model.embed_tokens", "lm_head"))
+    assert read_adapter(tmp_path, "a").saved_nbytes == 4 * numbers
 
 
 def test_a_file_that_changes_between_is_found(tmp_path: Path) -> None:

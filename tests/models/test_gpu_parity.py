@@ -2,13 +2,15 @@
 
 Rounding alone separates the two, so the bounds are those of rounding: 2 % of the logits' norm, and
 the same best token wherever the best two lie further apart than rounding moves them, which the
-difference between transformers in bfloat16 and in float32 shows.
+difference between transformers in bfloat16 and in float32 shows. Where tokens choose experts,
+rounding sends a few of them to others; there the median of all positions counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from quire.config.model import load_model_config
 from quire.layers.attention.backend import select_backend
 from quire.models.loader import load_model
 from tests.models.reference import (
+    EAGER,
     PagedRun,
     random_model,
     random_tokens,
@@ -50,13 +53,75 @@ _LATENT = {
     "v_head_dim": 128,
     "first_k_dense_replace": LAYERS,
 }
+_SHORT = {**_LLAMA_LIKE, "num_hidden_layers": 2}
+_GRANITE = {
+    **_SHORT,
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.03,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 0.5,
+}
+_GEMMA = {**_SHORT, "head_dim": 128, "query_pre_attn_scalar": 128, "sliding_window": 64}
+_LATENT_EXPERTS = {
+    **_SHORT,
+    **_LATENT,
+    "kv_lora_rank": 512,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 256,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _LLAMA_LIKE),
     "llama-heads-of-128": ("llama", {**_LLAMA_LIKE, "head_dim": 128}),
     "mistral-window": ("mistral", {**_LLAMA_LIKE, "sliding_window": 64}),
     "qwen2": ("qwen2", _LLAMA_LIKE),
     "qwen3": ("qwen3", {**_LLAMA_LIKE, "head_dim": 128, "tie_word_embeddings": True}),
+    "gemma2": (
+        "gemma2",
+        {**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "gemma3": (
+        "gemma3",
+        {
+            **_GEMMA,
+            "query_pre_attn_scalar": 1024,  # norms double queries and keys
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            },
+        },
+    ),
+    "glm4-half-of-a-head": ("glm4", {**_SHORT, "head_dim": 128}),
+    "granite": ("granite", _GRANITE),
+    "olmo2": ("olmo2", {**_SHORT, "num_key_value_heads": 16}),
+    "phi3-window": ("phi3", {**_SHORT, "sliding_window": 64}),
+    "smollm3": ("smollm3", {**_SHORT, "no_rope_layers": [1, 0]}),
     # Every expert is chosen: rounding would choose others here and there.
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            **_SHORT,
+            "head_dim": 64,
+            "intermediate_size": 512,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 4,
+            "sliding_window": 64,
+            "swiglu_limit": 7.0,
+        },
+    ),
+    "granitemoe": (
+        "granitemoe",
+        {**_GRANITE, "intermediate_size": 512, "num_local_experts": 4, "num_experts_per_tok": 4},
+    ),
+    "qwen2-moe": (
+        "qwen2_moe",
+        {
+            **_SHORT,
+            "num_experts": 4,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 704,
+        },
+    ),
     "qwen3-moe": (
         "qwen3_moe",
         {
@@ -75,6 +140,39 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3-without-experts": (
         "deepseek_v3",
         {**_LLAMA_LIKE, **_LATENT, "kv_lora_rank": 384, "q_lora_rank": 256, "attention_bias": True},
+    ),
+    "deepseek-v2-chosen-experts": (
+        "deepseek_v2",
+        {**_LATENT_EXPERTS, "n_routed_experts": 16, "num_experts_per_tok": 4},
+    ),
+    "deepseek-v3-chosen-experts": (
+        "deepseek_v3",
+        {**_LATENT_EXPERTS, "n_routed_experts": 16, "num_experts_per_tok": 4, "q_lora_rank": 256},
+    ),
+    "glm4-moe-chosen-experts": (
+        "glm4_moe",
+        {
+            **_SHORT,
+            "head_dim": 128,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 256,
+        },
+    ),
+    "mixtral-chosen-experts": (
+        "mixtral",
+        {**_SHORT, "intermediate_size": 512, "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+    "qwen3-moe-chosen-experts": (
+        "qwen3_moe",
+        {
+            **_SHORT,
+            "head_dim": 128,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 256,
+            "norm_topk_prob": True,
+        },
     ),
     "opt": (
         "opt",
@@ -105,6 +203,8 @@ class Compared:
     """transformers in float32, with the weights as they are in bfloat16."""
     decoded: Tensor
     """Which positions were computed alone in their request, as generated tokens are."""
+    chooses: bool
+    """Whether tokens choose among experts."""
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -119,16 +219,19 @@ def compared(
     model = load_model(config, dtype=torch.bfloat16, device="cuda")
     sequences = [random_tokens(n, seed=n, vocab=VOCAB) for n in LENGTHS]
     ours = torch.cat(run_paged(model, config, sequences))
+    how = {"attn_implementation": "eager"} if family in EAGER else {}
     # Loaded, not cast: casting a model would round its rotary frequencies too.
     theirs, exact = (
         torch.cat([reference_logits(reference, tokens) for tokens in sequences])
         for reference in (
-            AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda().eval()
+            AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **how).cuda().eval()
             for dtype in (torch.bfloat16, torch.float32)
         )
     )
     decoded = torch.cat([torch.arange(n) >= n - NUM_DECODED for n in LENGTHS])
-    yield Compared(ours.float(), theirs.float(), exact, decoded.cuda())
+    experts = config.experts
+    chooses = experts is not None and any(experts.is_sparse) and experts.top_k < experts.count
+    yield Compared(ours.float(), theirs.float(), exact, decoded.cuda(), chooses)
     torch.cuda.empty_cache()
 
 
@@ -155,7 +258,10 @@ def run_paged(model: Any, config: Any, sequences: list[list[int]]) -> list[Tenso
     return run.all_logits()
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def relative_error(found: Tensor, expected: Tensor, of_most: bool) -> float:
+    """Of all positions together, or their median."""
+    if of_most:
+        return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).median())
     return float((found - expected).norm() / expected.norm())
 
 
@@ -164,9 +270,10 @@ def test_logits_are_those_of_transformers(compared: Compared, decoded: bool) -> 
     chosen = compared.decoded == decoded
     ours, theirs, exact = (x[chosen] for x in (compared.ours, compared.theirs, compared.exact))
     assert exact.std() > 0.5, "logits that are all alike would prove nothing"
-    assert relative_error(ours, theirs) < 2e-2
+    error = partial(relative_error, of_most=compared.chooses)
+    assert error(ours, theirs) < 2e-2
     # No worse than transformers itself rounds.
-    assert relative_error(ours, exact) < 1.25 * relative_error(theirs, exact)
+    assert error(ours, exact) < 1.25 * error(theirs, exact)
 
 
 @pytest.mark.parametrize("decoded", [False, True], ids=["prefill", "decode"])
@@ -178,4 +285,4 @@ def test_best_tokens_agree(compared: Compared, decoded: bool) -> None:
     clear = best[:, 0] - best[:, 1] > 2 * rounding
     assert clear.sum() > 0.3 * len(clear)
     agree = (ours.argmax(-1) == theirs.argmax(-1))[clear].float().mean()
-    assert agree > 0.99
+    assert agree > (0.9 if compared.chooses else 0.99)

@@ -186,6 +186,13 @@ def test_load_and_unload(served: Served) -> None:
     assert "cannot be found" in reply.error["message"]
 
 
+def test_what_the_folder_has_is_served_on(served: Served) -> None:
+    served.assert_is("lazy", served.models["lazy"])
+    reply = served.admin("/v1/unload_lora_adapter", lora_name="lazy")
+    assert reply.status == 200 and b"is loaded again when a request names it" in reply.body
+    served.assert_is("lazy", served.models["lazy"])
+
+
 def test_new_weights_under_an_old_name(served: Served) -> None:
     """Nothing of the old weights is used again: no block of the prefix cache, and no process has
     them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.kernels import cpu
+from quire.protocol.errors import AdapterError
 from tests.tiny import save_tiny, tiny_llm
 
 OF_THE_PROGRAM = 3
@@ -72,3 +74,13 @@ def test_engines_of_one_process_each_have_theirs(folder: Path, native: None) -> 
     assert torch.get_num_threads() == OF_THE_PROGRAM
     for engine in engines.values():
         engine.llm.shutdown()
+
+
+def test_loading_an_adapter_changes_no_threads(folder: Path, tmp_path: Path) -> None:
+    with tiny_llm(folder, enable_lora=True) as llm:
+        adapters = llm._core.executor.runner.adapters
+        assert adapters is not None
+        with pytest.raises(AdapterError, match="is not a folder"):
+            adapters.load("none", str(tmp_path / "none"), "").result(60)
+    with ThreadPoolExecutor(1) as new:  # which begins with what was set last
+        assert new.submit(torch.get_num_threads).result(60) == OF_THE_PROGRAM

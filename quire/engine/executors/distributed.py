@@ -50,10 +50,16 @@ logger = logging.getLogger(__name__)
 MIB = 1 << 20
 SILENCE_S = 4.0
 """A rank in service says twice a second that its process runs."""
+SILENT = (
+    f" has not been heard of for {SILENCE_S:g} s: it is stopped, or its host cannot be reached."
+)
+SAYS_NOTHING = "Nothing has been heard of that process for a while: it is stopped or cut off. "
 LOOK_S = 0.25
 GRACE_S = 0.5
 """Between the first sign of a failure and the search for its cause: a rank that misses another one
 may say so before that one's end is seen."""
+LATER_S = 8.0
+"""The engine waits so much longer than ranks do, who know which of them is missing."""
 AWAKE_S = 0.002
 """For a result that is announced: longer than most take, and no loss where one does not."""
 NETWORK = (
@@ -114,11 +120,13 @@ class DistributedExecutor:
         sizes = self._phase("profile", fits_max_model_len=fits_max_model_len)
         self.max_model_len = min(max_model_len for max_model_len, _ in sizes)
         self.num_blocks = min(num_blocks for _, num_blocks in sizes)
-        self._phase("allocate", num_blocks=self.num_blocks, max_model_len=self.max_model_len)
+        caches = self._phase(
+            "allocate", num_blocks=self.num_blocks, max_model_len=self.max_model_len
+        )
         windows, self.groups_prefixes, self.graph_tokens = self._phase("capture")[0]
         self.kv_windows: tuple[int | None, ...] = tuple(windows)
         self._in_service = True
-        self._report(weights, sizes)
+        self._report(weights, caches, [num_blocks for _, num_blocks in sizes])
 
     def _await_hellos(self) -> None:
         """Every rank's process runs."""
@@ -126,6 +134,7 @@ class DistributedExecutor:
         self._wait_for(
             lambda: len(self._hellos) == self._num_ranks,
             lambda: self._lateness("start", set(self._hellos)),
+            later_s=0.0,
         )
         self._seconds["start"] = time.monotonic() - started
         for hello in self._hellos.values():
@@ -153,26 +162,27 @@ class DistributedExecutor:
                     f"{first.host} to host {hello.host}, or name a revision of the hub."
                 )
 
-    def _report(self, weights: list[int], sizes: list[tuple[int, int]]) -> None:
-        """What each rank does, and where time went."""
+    def _report(self, weights: list[int], caches: list[int], rooms: list[int]) -> None:
+        """What each rank has, and where time went."""
         for rank, hello in sorted(self._hellos.items()):
             logger.debug(
-                "%s: %s, %.1f MiB of weights, room for %d blocks",
+                "%s: %s, %.1f MiB of weights, %.1f MiB of KV cache, room for %d blocks",
                 self._name(rank),
                 hello.device,
                 weights[rank] / MIB,
-                sizes[rank][1],
+                caches[rank] / MIB,
+                rooms[rank],
             )
         hosts = len({hello.host for hello in self._hellos.values()})
-        where = "this host" if hosts == 1 else f"{hosts} hosts"
-        seconds = ", ".join(f"{name} {value:.1f} s" for name, value in self._seconds.items())
         logger.info(
-            "ranks: %d on %s, %.1f MiB of weights at most, %d blocks each; %s",
+            "ranks: %d on %s; weights %s MiB; KV cache %s MiB; room for %s blocks, %d used; %s",
             self._num_ranks,
-            where,
-            max(weights) / MIB,
+            "this host" if hosts == 1 else f"{hosts} hosts",
+            ", ".join(f"{num_bytes / MIB:.1f}" for num_bytes in weights),
+            ", ".join(f"{num_bytes / MIB:.1f}" for num_bytes in caches),
+            ", ".join(map(str, rooms)),
             self.num_blocks,
-            seconds,
+            ", ".join(f"{name} {value:.1f} s" for name, value in self._seconds.items()),
         )
 
     # --- steps ------------------------------------------------------------------------------------
@@ -193,10 +203,7 @@ class DistributedExecutor:
         forgets the steps in flight."""
         self._wait_for(
             lambda: self._has_result(step),
-            lambda: (
-                f"a step did not end within {self._timeout_s:g} s (distributed_timeout_seconds). "
-                + NETWORK
-            ),
+            self._step_lateness,
         )
         return self._results.popleft()
 
@@ -252,7 +259,7 @@ class DistributedExecutor:
         if self.failure is not None:
             self._raise_failure()
         try:
-            self._launcher.send(encode(order), time.monotonic() + self._timeout_s)
+            self._launcher.send(encode(order), time.monotonic() + self._timeout_s + LATER_S)
         except ReadersLate as error:
             self._fail(
                 f"{self._names(error.readers)} took in no orders for {self._timeout_s:g} s "
@@ -267,11 +274,25 @@ class DistributedExecutor:
 
     def _lateness(self, phase: str, done: set[int]) -> str:
         late = [rank for rank in range(self._num_ranks) if rank not in done]
+        silent = [rank for rank in self._silent() if rank in late]
         remedy = REMEDIES.get(phase) or self._launcher.missing()
         return (
-            f"{self._names(late)} did not finish {phase!r} within {self._timeout_s:g} s "
-            f"(distributed_timeout_seconds). {remedy}"
+            f"{self._names(silent or late)} did not finish {phase!r} within {self._timeout_s:g} s "
+            f"(distributed_timeout_seconds). {SAYS_NOTHING * bool(silent)}{remedy}"
         )
+
+    def _step_lateness(self) -> str:
+        silent = self._silent()
+        return (
+            f"{self._names(silent or range(self._num_ranks))} did not end a step within "
+            f"{self._timeout_s:g} s (distributed_timeout_seconds). "
+            f"{SAYS_NOTHING * bool(silent)}{NETWORK}"
+        )
+
+    def _silent(self) -> list[int]:
+        """Ranks whose process ran once, and has said nothing for a while."""
+        latest = time.monotonic() - SILENCE_S
+        return [rank for rank in sorted(self._hellos) if self._heard[rank] < latest]
 
     def _name(self, rank: int) -> str:
         hello = self._hellos.get(rank)
@@ -297,10 +318,15 @@ class DistributedExecutor:
 
     # --- answers ----------------------------------------------------------------------------------
 
-    def _wait_for(self, arrived: Callable[[], bool], lateness: Callable[[], str]) -> None:
+    def _wait_for(
+        self,
+        arrived: Callable[[], bool],
+        lateness: Callable[[], str],
+        later_s: float | None = None,
+    ) -> None:
         """Until something has arrived. The thread that waits takes answers in itself: no other has
         to wake up for it."""
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self._timeout_s + (LATER_S if later_s is None else later_s)
         while not arrived():
             if self.failure is not None:
                 self._raise_failure()
@@ -392,10 +418,7 @@ class DistributedExecutor:
             return
         for rank, heard in self._heard.items():
             if now - heard > SILENCE_S:
-                self._note_failure(
-                    f"{self._name(rank)} has not been heard of for {SILENCE_S:g} s: it is stopped, "
-                    "or its host cannot be reached."
-                )
+                self._note_failure(self._name(rank) + SILENT)
 
     def _search_cause(self, sign: str) -> None:
         """A process that ended says more than those that miss it."""
@@ -403,6 +426,8 @@ class DistributedExecutor:
         for rank, cause in sorted(self._launcher.ended().items()):
             if self._refusal is None:
                 self._note_failure(f"{self._name(rank)}: {cause}")
+        if self._refusal is None and (silent := self._silent()):
+            self._note_failure(self._name(silent[0]) + SILENT)
         self._note_failure(sign)
 
 

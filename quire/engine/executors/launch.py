@@ -18,7 +18,7 @@ from quire.engine.executors.channel import Channel
 from quire.protocol.codec import line
 from quire.protocol.processes import exit_cause
 from quire.protocol.ranks import MISSES_OTHERS, Connected, Inherited, StartRank
-from quire.worker.groups import new_store, share_memory, shared_files
+from quire.worker.groups import new_store, share_memory, shared_files, stage_files
 from quire.worker.ring import OrderWriter, new_ring
 
 PROGRAM = "import sys; sys.path[:] = {path!r}; from quire.engine.executors.rank import main; main()"
@@ -117,6 +117,19 @@ class RankProcesses:
         process.stdin.write(line(start))
         process.stdin.flush()
         self._by_rank[start.rank] = process
+
+    def start_all(self, starts: Sequence[StartRank], size: int) -> None:
+        """Those of one of several hosts; `size` of them are a stage if it has all of its ranks."""
+        is_whole = len(starts) >= size > 1 and len(starts) % size == 0
+        shares = is_whole and share_memory(starts[0].options["device"])
+        fds = stage_files(size, len(starts) // size) if shares else []
+        try:
+            for i, start in enumerate(starts):
+                start.group_fd = fds[i // size] if shares else None
+                self.start(start, fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     def ended(self) -> dict[int, str]:
         return {

@@ -166,8 +166,7 @@ class NodeProcesses(ConnectedRanks):
         self._ended: dict[int, str] = {}
         super().__init__(options, parallel.master_addr, parallel.master_port)
         try:
-            for start in self._starts(0):
-                self._processes.start(start)
+            self._processes.start_all(self._starts(0), parallel.tensor_parallel_size)
         except BaseException:
             self.stop()
             raise
@@ -351,7 +350,7 @@ class _Node:
         logger.info("ranks %s run here for %s", _listed(reply.ranks), self._address)
         for start in reply.ranks:
             fit_to_node(start, options)
-            self._processes.start(start)
+        self._processes.start_all(reply.ranks, parallel.tensor_parallel_size)
 
     def _read(self) -> ToNode | None:
         decoder: Decoder[ToNode] = Decoder(ToNode)

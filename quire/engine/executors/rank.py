@@ -174,7 +174,7 @@ class RankLoop:
             return worker.size_cache(worker.profile(), **order.arguments)
         if order.name == "allocate":
             worker.allocate(**order.arguments)
-            return None
+            return order.arguments["num_blocks"] * worker.layout.bytes_per_block
         if order.name == "capture":
             worker.capture()
             # Whatever exists now lives as long as the worker: the collector need not look at it.

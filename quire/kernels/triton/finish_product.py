@@ -10,7 +10,7 @@ from quire.kernels.hopper.overlap import launch_options, wait_for_inputs
 
 
 @triton.jit
-def _finish_kernel(
+def _finish_product_kernel(
     parts_ptr,
     token_scales_ptr,
     output_scales_ptr,
@@ -55,7 +55,7 @@ def finish_product(
     They may lie in the same place if there is one part."""
     num_parts, num_tokens, num_outputs = parts.shape
     width = min(1024, triton.next_power_of_2(num_outputs))
-    _finish_kernel[(num_tokens * triton.cdiv(num_outputs, width),)](
+    _finish_product_kernel[(num_tokens * triton.cdiv(num_outputs, width),)](
         parts,
         token_scales,
         output_scales,

@@ -24,7 +24,7 @@ of these are found in the L2 cache."""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _tile_kernel(
+def _scaled_tile_kernel(
     x_ptr,
     x_scales_ptr,
     weight_ptr,
@@ -148,7 +148,7 @@ def scaled_product(
         is_int = x.dtype == torch.int8 and block is None and group == 0
         shape, dtype = (num_parts, *out.shape), torch.int32 if is_int else torch.float32
         parts = torch.empty(shape, dtype=dtype, device=x.device)
-    _tile_kernel[(programs, num_parts)](
+    _scaled_tile_kernel[(programs, num_parts)](
         x,
         x_scales,
         weight,

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from quire.config.log import configure_logging
+from quire.config.options import EngineOptions
 from quire.config.server import ServerOptions
 from quire.frontend.socket_client import SocketEngineClient
 from quire.protocol.errors import EngineDeadError
@@ -151,11 +152,13 @@ class Supervisor:
     async def _await_silence(self, ready: asyncio.Event) -> str:
         """A start may take any time; from then on the engine must answer."""
         await ready.wait()
-        timeout_s = self._options.serving.engine_timeout_s
+        serving = self._options.serving
+        timeout_s = serving.silence_s(EngineOptions().replace(**self._engine_options).parallel)
         await until_silent(lambda: self._client.command("answer", type(None)), timeout_s)
         return (
-            f"the engine process hung: it answered nothing for engine_timeout_s={timeout_s:g}. If "
-            "a step may take that long here, raise --engine-timeout-s."
+            f"the engine process hung: it answered nothing for {timeout_s:g} s "
+            f"(engine_timeout_s={serving.engine_timeout_s:g}). If a step may take that "
+            "long here, raise --engine-timeout-s."
         )
 
     # --- API processes ----------------------------------------------------------------------------
