@@ -2,6 +2,7 @@
 the draft model, on the questions of Spec-Bench by category.
 
     QUIRE_TEST_DATA=... python benchmarks/draft_pair.py [--per-category 2] [--drafts 3]
+    QUIRE_TEST_DATA=... python benchmarks/draft_pair.py --method auto
 
 Each question is answered with and without drafts, one after the other, greedily and on one thread.
 Tokens must be equal. Seconds are those of the processor, which other programs stretch less.
@@ -36,9 +37,11 @@ def main() -> None:
     parser.add_argument("--per-category", type=int, default=2)
     parser.add_argument("--drafts", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--method", choices=("draft_model", "auto"), default="draft_model")
     args = parser.parse_args()
     data = Path(os.environ["QUIRE_TEST_DATA"]) / "prompts" / "spec_bench_question.jsonl"
     config = {"model": str(embedded_model_path()), "num_speculative_tokens": args.drafts}
+    config["method"] = args.method
     options: dict[str, Any] = {"dtype": "float32", "max_model_len": 2048, "num_threads": 1}
     options["log_level"] = "ERROR"
     plain, drafting = LLM(**options), LLM(speculative_config=config, **options)
@@ -62,8 +65,9 @@ def main() -> None:
             counter.value - start for counter, start in zip(counters, before, strict=True)
         )
         print(
-            f"{category} | {len(texts)} | {accepted} of {drafted}, {accepted / drafted:.0%} | "
-            f"{1 + accepted / verified:.2f} | {seconds[0] / seconds[1]:.2f} x",
+            f"{category} | {len(texts)} | {accepted} of {drafted}, "
+            f"{accepted / max(drafted, 1):.0%} | {1 + accepted / max(verified, 1):.2f} | "
+            f"{seconds[0] / seconds[1]:.2f} x",
             flush=True,
         )
 

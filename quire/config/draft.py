@@ -19,13 +19,14 @@ def settle_speculation(options: EngineOptions, target: ModelConfig) -> EngineOpt
     these follow from checkpoints; refuses a model that cannot draft in the way that is asked for.
     """
     wanted = options.decoding.speculation
-    if wanted is None or wanted.method not in (FROM_MODEL, "draft_model", "eagle3", "mtp"):
+    if wanted is None or not (wanted.uses_model or wanted.method in (FROM_MODEL, *HEADS)):
         return options
     method = _method(options, wanted, target)
-    config = target
-    if method == "draft_model":
+    config, longest = target, wanted.max_model_len
+    if method in ("draft_model", "auto"):
         config, num_tokens = draft_config(options, wanted), wanted.num_tokens
         _check_vocabulary(config, wanted, target)
+        longest = min(longest or config.max_position_tokens, config.max_position_tokens)
     elif method == "mtp":
         num_tokens = wanted.num_tokens or mtp_config(target).num_layers - target.num_layers
     else:
@@ -40,6 +41,8 @@ def settle_speculation(options: EngineOptions, target: ModelConfig) -> EngineOpt
     settled = {**(options.decoding.speculative_config or {}), "method": method}
     if num_tokens:
         settled["num_speculative_tokens"] = num_tokens
+    if longest is not None:
+        settled["max_model_len"] = longest
     return options.replace(speculative_config=settled)
 
 
@@ -150,13 +153,17 @@ def _method(options: EngineOptions, wanted: SpeculativeConfig, target: ModelConf
     if wanted.method == "eagle3":
         return "eagle3"
     if _is_target(options, wanted, target):
+        if wanted.is_measured:
+            return "auto"
         has_layers = target.num_draft_layers and target.architecture in MTP_ARCHITECTURES
         return "mtp" if wanted.method == FROM_MODEL and has_layers else "draft_model"
     is_head = draft_config(options, wanted).architecture == EAGLE3
-    if is_head and wanted.method == "draft_model":
+    if is_head and wanted.uses_model:
         raise OptionError(
             f"speculative_config['model']={wanted.model!r} is an EAGLE-3 head; use method 'eagle3'."
         )
+    if wanted.is_measured:
+        return "auto"
     return "eagle3" if is_head else "draft_model"
 
 

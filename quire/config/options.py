@@ -366,7 +366,8 @@ class DecodingOptions(CheckedOptions):
     speculative_config: dict[str, Any] | None = option(
         None,
         "Draft tokens and verify several in one step (JSON): method (ngram; auto, which drafts "
-        "only where that pays; draft_model; eagle3; mtp), num_speculative_tokens, "
+        "from the text, and by a model if one is named, only where that pays; draft_model; "
+        "eagle3; mtp), num_speculative_tokens, "
         "prompt_lookup_min, prompt_lookup_max, model, quantization, "
         "num_speculative_tokens_per_batch_size. The text stays the same.",
         default_text="none are drafted",

@@ -79,7 +79,17 @@ class SpeculativeConfig:
     @property
     def num_ahead(self) -> int:
         """Places behind a row's tokens whose KV a draft model computes."""
-        return self.num_tokens if self.method == "draft_model" else 0
+        return self.num_tokens if self.uses_model else 0
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether drafts come from the text, which may have none."""
+        return self.method in ("ngram", "auto")
+
+    @property
+    def uses_model(self) -> bool:
+        """Whether a model of its own drafts."""
+        return self.method == "draft_model" or (self.is_measured and self.model is not None)
 
     @property
     def uses_head(self) -> bool:
@@ -98,34 +108,39 @@ class SpeculativeConfig:
             return None
         given = {key: value for key, value in config.items() if value is not None}
         method = _method(given)
-        has_model = method in ("draft_model", FROM_MODEL, *HEADS)
+        auto, model = method == "auto", _text(given, "model")
+        names_model = model not in (None, "ngram", "[ngram]")
+        has_model = method in ("draft_model", FROM_MODEL, *HEADS) or (auto and names_model)
         for key, value in given.items():
             if key not in (*KEYS, *OF_DRAFT_MODELS):
                 names = ", ".join((*KEYS, *OF_DRAFT_MODELS))
                 raise OptionError(f"speculative_config[{key!r}] is unknown; use {names}.")
-            is_ngram = key == "model" and value in ("ngram", "[ngram]")
+            is_ngram = key == "model" and not names_model
             if key in OF_DRAFT_MODELS and not has_model and not is_ngram:
                 raise _error(key, f"left out: method {method!r} has no model", value)
-            if key in LOOKUP and has_model:
+            if key in LOOKUP and has_model and not auto:
                 raise _error(key, "left out: a model that drafts looks nothing up", value)
-        auto = method == "auto"
         follows = method in (FROM_MODEL, *HEADS) and "num_speculative_tokens" not in given
         usual = AUTO_TOKENS if auto else None
         num_tokens = 0 if follows else _count(given, "num_speculative_tokens", usual)
         if num_tokens > MAX_TOKENS:
             raise _error("num_speculative_tokens", f"from 1 to {MAX_TOKENS}", num_tokens)
-        least, most = _ngrams(given, AUTO_NGRAMS if auto else (DEFAULT_NGRAM, DEFAULT_NGRAM))
+        least, most = 0, 0
+        if auto or not has_model:
+            least, most = _ngrams(given, AUTO_NGRAMS if auto else (DEFAULT_NGRAM, DEFAULT_NGRAM))
         schedule = _schedule(given, num_tokens or MAX_TOKENS)
         if not has_model:
             return cls(method, num_tokens, least, most, schedule)
-        model, quantization = _text(given, "model"), _text(given, "quantization")
+        quantization = _text(given, "quantization")
         if model is None and method != "mtp":
             raise _error("model", "the folder, file or name of a model that drafts", None)
         longest, num_ranks = (
             _count(given, key, None) if key in given else None
             for key in ("max_model_len", "draft_tensor_parallel_size")
         )
-        return cls(method, num_tokens, 0, 0, schedule, model, quantization, longest, num_ranks)
+        return cls(
+            method, num_tokens, least, most, schedule, model, quantization, longest, num_ranks
+        )
 
 
 def _method(given: dict[str, Any]) -> str:

@@ -191,10 +191,10 @@ class EngineMetrics:
         self.queries.add(num_prompt)
         self.hits.add(num_cached)
 
-    def verified(self, plan: StepPlan, result: StepResult, live: BoolArray) -> None:
-        """A step has verified drafts; `live` are the rows whose sequences still hold them."""
-        num_drafts = plan.num_samples[plan.samples] - 1
-        drafted = live[plan.samples] & (num_drafts > 0)
+    def verified(self, num_drafts: Int32Array, result: StepResult, live: BoolArray) -> None:
+        """A step has verified so many drafts of each row that samples; `live` are the rows whose
+        sequences still hold them."""
+        drafted = live & (num_drafts > 0)
         accepted = result.counts[drafted] - 1
         self.drafts.add(int(drafted.sum()))
         self.draft_tokens.add(int(num_drafts[drafted].sum()))

@@ -75,6 +75,9 @@ class StepPlan:
     """Adapter slots that hold nothing from now on."""
     placed_adapters: list[PlacedAdapter] = field(default_factory=list)
     freed_rows: Int32Array = field(default_factory=empty_ints)
+    drained_rows: Int32Array = field(default_factory=empty_ints)
+    """Rows whose blocks others find or get from this step on; they are freed once their tokens in
+    flight have arrived."""
     added_rows: list[AddedRow] = field(default_factory=list)
     append_rows: Int32Array = field(default_factory=empty_ints)
     append_tokens: Int32Array = field(default_factory=empty_ints)
@@ -99,8 +102,8 @@ class StepPlan:
     """Lines of logits of each of `rows`: 0 before its last known token is reached, else 1 and one
     more for each of its drafts that is verified."""
     num_blocks: Int32Array = field(default_factory=empty_ints)
-    """Blocks that each of `rows` has in each group, which drafts may be computed in; empty where no
-    draft model asks."""
+    """Blocks that each of `rows` has in each group, which drafts may be computed in: 0 where a
+    draft model has nothing to compute; empty where none asks."""
     prefix_groups: Int32Array = field(default_factory=empty_ints)
     """For each of `rows` the group of rows it shares leading blocks with, -1 for none; empty where
     nothing worth it is shared."""
@@ -228,6 +231,9 @@ class StepResult:
     """Drafts that now wait in each row that samples; None: there is no drafter."""
     drafts: WaitingDrafts | None = None
     """Which ones in rows with a grammar; None: there are no such rows, or no drafter."""
+    num_repeated: Int32Array | None = None
+    """Drafts that the text of each row that samples gives, also where a model drafts instead; None:
+    it is one or the other for all."""
 
 
 class PlanBuilder:

@@ -98,7 +98,9 @@ class Scheduler:
         if limits.groups_prefixes:
             full = limits.windows.index(None)
             self.prefix_groups = PrefixGroups(self.columns, limits.block_size, full)
-        self.speculation = Speculation(self.columns, limits.speculation)
+        self.speculation = Speculation(
+            self.columns, limits.speculation, limits.max_num_batched_tokens
+        )
         self.prefill_budget = PrefillBudget(
             limits.target_itl_s, limits.graph_tokens, limits.num_stages
         )
@@ -122,6 +124,7 @@ class Scheduler:
         self.ended: list[FinishedSequence] = []
         # Changes since the last plan that the next one will carry:
         self._freed_rows: list[int] = []
+        self._drained_rows: list[int] = []
         self._pooled: dict[int, Float32Array] = {}
         self._appends: list[tuple[int, int]] = []
         self._cuts: dict[int, int] = {}
@@ -362,14 +365,15 @@ class Scheduler:
         if self.adapters is not None:
             builder.cleared_slots, builder.placed_adapters = self.adapters.take_changes()
         plan = builder.build(self._freed_rows, self._cuts, self._appends)
+        plan.drained_rows = np.array(self._drained_rows, np.int32)
         plan.epochs = self.columns.epoch[plan.rows]
         if self.limits.num_ahead:
-            plan.num_blocks = self.columns.num_blocks[plan.rows]
+            plan.num_blocks = self.speculation.blocks_for_drafts(plan)
         if self.prefix_groups is not None:
             self.prefix_groups.mark(plan, self.ranked_rows())
         if self.columns.has_stages:
             plan.append_rows, plan.append_tokens = self.columns.take_unsent(plan.rows)
-        self._freed_rows, self._cuts, self._appends = [], {}, []
+        self._freed_rows, self._drained_rows, self._cuts, self._appends = [], [], {}, []
         self.kv.pool.free(builder.held_blocks)
         self._release_followers(plan.rows)
         self._next_step += 1
@@ -496,7 +500,6 @@ class Scheduler:
             c.num_certain[rows] += counts - np.maximum(ahead, 0)
         if self.speculation.num_drafts:
             c.has_sampled[rows] |= ahead >= 0
-            c.num_waiting_drafts[rows[ahead >= 0]] = -1
         c.in_flight[rows] += 1
         if len(self.tenants) > 1:
             self.tenants.charge(c.tenant[rows], counts)
@@ -636,7 +639,8 @@ class Scheduler:
         c.in_flight[plan.rows[live]] -= 1
         if plan.has_drafts:
             self._give_back(plan, result, live)
-            self.metrics.verified(plan, result, live)
+            num_verified = self.speculation.num_verified(plan)
+            self.metrics.verified(num_verified, result, live[plan.samples])
         if self.speculation.num_drafts:
             self.speculation.applied(plan, result, live, now)
         accepted = c.accept(plan, result, live, complete)
@@ -775,7 +779,7 @@ class Scheduler:
     def _append_known(self, sequence: Sequence, tokens: list[int]) -> None:
         """Append tokens that the host knows, to a sequence with nothing in flight."""
         c, row, at = self.columns, sequence.row, sequence.num_known
-        c.num_waiting_drafts[row] = 0
+        c.has_sampled[row] = False
         c.token_ids[row, at : at + len(tokens)] = tokens
         c.num_known[row] += len(tokens)
         c.num_tokens[row] += len(tokens)
@@ -843,6 +847,7 @@ class Scheduler:
         self._ranked = None
         sequence.status = Status.DRAINING
         self._draining.add(sequence)
+        self._drained_rows.append(sequence.row)
 
     def requeue(self, sequence: Sequence) -> None:
         self._release_row(sequence)

@@ -190,8 +190,8 @@ class Columns:
         self.num_published = ints()
         self.has_sampled = flags()
         """A step is planned in which the row samples, after which drafts wait in it."""
-        self.num_waiting_drafts = np.full(max_rows, -1, np.int32)
-        """Drafts that wait in the row; -1 while a step is in flight after which others wait."""
+        self.num_waiting_drafts = ints()
+        """Drafts that wait in the row after the last step that has reported."""
         self.speculates = flags()
         """The request lets tokens be drafted."""
         self.in_flight = ints()
@@ -236,7 +236,6 @@ class Columns:
         self.min_total[row] = sequence.num_prompt + sequence.params.min_tokens
         self.num_held_blocks[row] = num_known // self.block_size
         self.has_sampled[row] = samples
-        self.num_waiting_drafts[row] = -1
         self.speculates[row] = sequence.params.speculation
         self.in_flight[row] = 1
         self.constrained[row] = sequence.params.structured_outputs is not None

@@ -15,6 +15,7 @@ from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.speculative import Schedule, SpeculativeConfig, scheduled_drafts
 from quire.decoding.sampler import Sampler
+from quire.decoding.speculative.ngram import NgramDrafter
 from quire.layers.attention.backend import (
     AttentionBackend,
     GroupedAttention,
@@ -27,7 +28,7 @@ from quire.models.loader import ONE_RANK, count_weight_bytes, held_weight_bytes,
 from quire.models.registry import CausalLM
 from quire.protocol.errors import OptionError
 from quire.protocol.kv_spec import FLOAT8, KVLayout, KVSpec
-from quire.protocol.plan import AddedRow, Int32Array, StepPlan, empty_ints
+from quire.protocol.plan import AddedRow, BoolArray, Int32Array, StepPlan, empty_ints
 from quire.worker.batch import StepTokens
 from quire.worker.draft_passes import DraftPasses
 from quire.worker.graphs import StepGraphs
@@ -77,7 +78,7 @@ class DraftSource:
         if None not in layout.windows:
             raise OptionError(
                 f"speculative_config: all layers of {target.source.name} have windows, whose "
-                "blocks are let go of; use method 'ngram' or 'auto'."
+                "blocks are let go of; use method 'ngram', or 'auto' without a model."
             )
         quantization = wanted.quantization
         is_gguf = config.source.kind == "gguf"
@@ -198,8 +199,10 @@ class DraftModel:
     target has computed: so they are there whenever the target's are, in blocks that are shared,
     forked, copied and found again. Where a row drafts in one step after the other, `DraftPasses`
     compute what it was given in between. Other tokens are computed behind the step in which the
-    target has computed them, but for those that are generated without drafts: some are computed
-    together, at the latest before others can find them. Nothing here waits for the device.
+    target has computed them, with two exceptions. Those that are generated without drafts are put
+    off: some are computed together, at the latest before others can find them. Those of rows for
+    which a plan has no blocks are left out, and others may find them without this model's KV: they
+    are made up for when a later plan has blocks for the row. Nothing here waits for the device.
     """
 
     def __init__(
@@ -247,8 +250,15 @@ class DraftModel:
         """Whether the passes of the last step that a row was in computed it."""
         self._decodes = np.zeros(max_rows, np.bool_)
         """Whether a row has sampled: from then on others find what it computes when it has gone."""
-        self._lag = np.zeros(max_rows, np.int32)
-        """Tokens that the target has computed and this model has not."""
+        self._missing, self._least = np.zeros((2, max_rows), np.int32)
+        """Tokens that the target has computed and this model has not, as if all drafts in these
+        steps were accepted; and how many the target has computed at least."""
+        self._is_put_off = np.zeros(max_rows, np.bool_)
+        """Whether what a row lacks was put off, and not left out."""
+        self.text: NgramDrafter | None = None
+        """Drafts for rows that no passes draft for."""
+        self.num_repeated: Tensor | None = None
+        """How many drafts that has found for each row that sampled."""
         self._others: StepPlan | None = None
         """Of the step, what no passes compute."""
         self._rows, self._places, self._room = empty_ints(), empty_ints(), empty_ints()
@@ -281,12 +291,13 @@ class DraftModel:
     # --- a step -----------------------------------------------------------------------------------
 
     def settle(self, plan: StepPlan) -> None:
-        """Compute what rows lag behind that others may go on from, or that are cut."""
-        if not self._lag.any():
+        """Compute what was put off of rows that others may go on from, or that are cut."""
+        if not self._is_put_off.any():
             return
         forked = [added.fork_of for added in plan.added_rows if added.fork_of >= 0]
-        rows = np.unique(np.concatenate((plan.freed_rows, plan.cut_rows, forked)).astype(np.int32))
-        rows = rows[self._lag[rows] > 0]
+        going = plan.freed_rows, plan.drained_rows, plan.cut_rows
+        rows = np.unique(np.concatenate((*going, forked)).astype(np.int32))
+        rows = rows[self._is_put_off[rows]]
         if len(rows):
             self._compute(self._plan(rows, np.zeros_like(rows)))
 
@@ -294,29 +305,44 @@ class DraftModel:
         """Follow the rows of a plan, before its step moves their lengths."""
         for added in plan.added_rows:
             self._has_passed[added.row] = self._decodes[added.row] = False
+            self._missing[added.row], self._least[added.row] = 0, added.num_computed_tokens
+            self._is_put_off[added.row] = False
             self._wanted[added.row] = wants_drafts(added)
         # These have become shorter, or longer by more than what passes compute.
         self._has_passed[plan.cut_rows] = False
         self._has_passed[plan.append_rows] = False
-        rows, samples = plan.rows, plan.samples
+        if len(cuts := plan.cut_rows):
+            self._least[cuts] = np.minimum(self._least[cuts], plan.cut_lengths - 1)
+        rows, samples, counts = plan.rows, plan.samples, plan.num_new_tokens
         num_sampling = int(np.count_nonzero(samples))
         self._count = scheduled_drafts(self._schedule, num_sampling, self._num_drafts)
-        drafting = samples & self._wanted[rows] & (self._count > 0)
-        others = ~(drafting & self._has_passed[rows])
-        may_lag = self._decodes[rows] & ~self._wanted[rows] & (plan.num_new_tokens == samples)
+        # Steps of the warm-up say nothing of blocks.
+        num_blocks = plan.num_blocks if len(plan.num_blocks) else np.zeros_like(rows)
+        left_out = (num_blocks == 0) & (len(plan.num_blocks) > 0)
+        drafting = samples & self._wanted[rows] & (self._count > 0) & ~left_out
+        put_off = self._put_off(plan, left_out)
         self._decodes[rows] |= samples
-        lag = self._lag[rows] + may_lag
-        if lag.max(initial=0) < MAX_LAG and lag.sum() < MAX_TOTAL_LAG:
-            others &= ~may_lag
-            self._lag[rows[may_lag]] += 1
-        self._others = None
-        if others.any():
-            self._others = self._plan(rows[others], plan.num_new_tokens[others])
+        now = np.where(left_out | put_off, 0, counts)
+        # Of a row that is left out from now on, others may find what was put off before.
+        others = (now > 0) & ~(drafting & self._has_passed[rows])
+        others |= left_out & self._is_put_off[rows]
+        self._others = self._plan(rows[others], now[others]) if others.any() else None
+        self._missing[rows] += counts - now
+        self._least[rows] += counts - np.maximum(plan.num_samples - 1, 0)
+        self._is_put_off[rows] = put_off
         self._has_passed[rows] = drafting
         self._rows = rows[drafting]
-        num_blocks = plan.num_blocks if len(plan.num_blocks) else np.zeros_like(rows)
         self._room = num_blocks[drafting] * self._table.block_size
         self._places = np.flatnonzero(drafting[samples]).astype(np.int32)
+
+    def _put_off(self, plan: StepPlan, left_out: BoolArray) -> BoolArray:
+        """Rows of a plan whose token is computed later, together with others of theirs."""
+        rows = plan.rows
+        may = self._decodes[rows] & ~self._wanted[rows] & ~left_out
+        may &= plan.num_new_tokens == plan.samples
+        lag = self._missing[rows[may]] + 1
+        is_much = lag.max(initial=0) >= MAX_LAG or lag.sum() >= MAX_TOTAL_LAG
+        return np.zeros_like(may) if is_much else may
 
     def accepted(self, rows: Tensor, counts: Tensor | None) -> None:
         """Behind drafts that were rejected nothing of use is computed, and it is overwritten before
@@ -325,14 +351,15 @@ class DraftModel:
             self._compute(self._others)
 
     def _plan(self, rows: Int32Array, counts: Int32Array) -> StepPlan:
-        """To compute so many next tokens of rows, and what they lag behind."""
-        lag, own = self._lag[rows], self._own
+        """To compute so many next tokens of rows, and what they lack before these."""
+        own, missing = self._own, np.minimum(self._missing[rows], self._least[rows])
         own.num_computed.copy_(self._table.num_computed)
-        if lag.any():
-            sent_rows, sent_lag = own.staging.send(rows, lag)
-            own.num_computed.index_add_(0, sent_rows, -sent_lag)
-        self._lag[rows] = 0
-        return StepPlan(0, rows=rows, num_new_tokens=lag + counts, num_samples=np.zeros_like(rows))
+        if missing.any():
+            sent_rows, sent = own.staging.send(rows, missing)
+            own.num_computed.index_add_(0, sent_rows, sent, alpha=-1)
+        self._missing[rows], self._is_put_off[rows] = 0, False
+        counts = missing + counts
+        return StepPlan(0, rows=rows, num_new_tokens=counts, num_samples=np.zeros_like(rows))
 
     def _compute(self, plan: StepPlan) -> None:
         if self.graphs is not None and self.graphs.launch(plan):
@@ -345,14 +372,19 @@ class DraftModel:
         self._model(StepContext(positions, attention, token_ids))
 
     def propose(self, rows: Tensor) -> Tensor:
-        shape = (len(rows), self._num_drafts)
-        drafts = torch.full(shape, -1, dtype=torch.int32, device=rows.device)
+        if self.text is None:
+            shape = (len(rows), self._num_drafts)
+            drafts = torch.full(shape, -1, dtype=torch.int32, device=rows.device)
+        else:
+            drafts = self.text.propose(rows)
+            self.num_repeated = (drafts >= 0).sum(1, dtype=torch.int32)
         if not len(self._rows):
             return drafts
         found = self.passes.propose(self._rows, self._room, self._count)
         if self._is_whole:  # on each rank, which must not drift apart
             self._target_ranks.broadcast(found)
         places = self._table.staging.send(self._places)[0].long()
+        drafts[places] = -1
         drafts[places, : self._count] = found
         return drafts
 

@@ -35,6 +35,7 @@ from quire.protocol.plan import (
 )
 from quire.worker.adapters import HostAdapters
 from quire.worker.batch import gather_batch
+from quire.worker.draft_model import DraftModel
 from quire.worker.graphs import StepGraphs
 from quire.worker.kv_tensors import KVTensors
 from quire.worker.pooling import PooledRow, PooledTensors, pool
@@ -226,11 +227,12 @@ class ModelRunner:
 
     def _drafted(self, num_drafts: Tensor, host_rows: Int32Array, most: int) -> Drafted:
         """What the host must know of the drafts that wait now."""
-        places = self.sampler.constrained(host_rows)
-        if not len(places):
-            return Drafted(num_drafts, places, None)
-        rows = upload(host_rows[places].astype(np.int64), self.table.device)
-        return Drafted(num_drafts, places, self.table.drafts(rows, most))
+        places, token_ids = self.sampler.constrained(host_rows), None
+        if len(places):
+            rows = upload(host_rows[places].astype(np.int64), self.table.device)
+            token_ids = self.table.drafts(rows, most)
+        repeated = self.drafter.num_repeated if isinstance(self.drafter, DraftModel) else None
+        return Drafted(num_drafts, places, token_ids, repeated)
 
     def _sample(
         self,
@@ -360,6 +362,8 @@ class Drafted:
     """Which of these rows have a grammar."""
     token_ids: Tensor | None
     """[constrained, most drafts]"""
+    repeated: Tensor | None = None
+    """What the text would have given, where a model may draft instead."""
 
 
 class PendingStep:
@@ -391,7 +395,8 @@ class PendingStep:
         self._drafted = drafted
         if drafted is not None:
             ids = None if drafted.token_ids is None else _to_host(drafted.token_ids)
-            self._drafted = Drafted(_to_host(drafted.counts), drafted.constrained, ids)
+            repeated = None if drafted.repeated is None else _to_host(drafted.repeated)
+            self._drafted = Drafted(_to_host(drafted.counts), drafted.constrained, ids, repeated)
         self._done: torch.cuda.Event | None = None
         if tokens.is_cuda:
             self._done = torch.cuda.Event()
@@ -420,6 +425,7 @@ class PendingStep:
             None if pooled is None else PooledRows(pooled.rows, pooled.vectors.numpy()),
             None if drafted is None else drafted.counts.numpy(),
             drafts,
+            None if drafted is None or drafted.repeated is None else drafted.repeated.numpy(),
         )
 
 

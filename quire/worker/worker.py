@@ -399,14 +399,18 @@ class Worker:
             parallel=self._parallel,
         )
         runner.adapters = self.adapters
+        wanted, text = self._speculation, None
+        if wanted is not None and wanted.reads_text:
+            beyond = AUTO_BEYOND if wanted.is_measured else wanted.num_tokens
+            settings = NgramSettings(wanted.num_tokens, wanted.min_ngram, wanted.max_ngram, beyond)
+            text = NgramDrafter(settings, table.token_ids, table.num_tokens)
         if self._draft is not None:
             drafter = self._draft.build(table, runner.sampler, kv.num_blocks)
             runner.drafter, runner.draft_kv = drafter, drafter.kv
-        elif self._speculation is not None and self._parallel.stage.is_last:
-            wanted = self._speculation
-            beyond = AUTO_BEYOND if wanted.is_measured else wanted.num_tokens
-            settings = NgramSettings(wanted.num_tokens, wanted.min_ngram, wanted.max_ngram, beyond)
-            runner.drafter = NgramDrafter(settings, table.token_ids, table.num_tokens)
+            if isinstance(drafter, DraftModel):
+                drafter.text = text
+        elif self._parallel.stage.is_last:
+            runner.drafter = text
         return runner
 
     def _build_backend(

@@ -36,6 +36,16 @@ def test_auto_needs_no_number() -> None:
     assert found.num_tokens >= 2 and found.min_ngram < found.max_ngram
 
 
+def test_auto_may_have_a_model() -> None:
+    found = read(method="auto", model="x", max_model_len=9, prompt_lookup_max=4)
+    assert found is not None and found.is_measured and found.uses_model and found.reads_text
+    assert found.num_ahead == found.num_tokens == 4
+    assert (found.min_ngram, found.max_ngram, found.max_model_len) == (4, 4, 9)
+    for config in ({}, {"model": "ngram"}):
+        found = read(method="auto", **config)
+        assert found is not None and not found.uses_model and not found.num_ahead
+
+
 def test_methods_of_heads_may_be_left_out() -> None:
     """They follow from checkpoints, and so may the number of drafts."""
     found = read(model="x")
@@ -84,7 +94,6 @@ BAD: list[tuple[dict[Any, Any], tuple[str, ...]]] = [
     ({"method": "mimo_mtp"}, ("'mimo_mtp'", "not supported", "eagle3, mtp")),
     ({1: 2}, ("[1]", "unknown", "num_speculative_tokens")),
     ({1: 2, "model": "x"}, ("[1]", "unknown")),
-    ({"method": "auto", "model": "x"}, ("'model'", "left out", "'x'")),
     ({"method": "auto", "quantization": "fp8"}, ("'quantization'", "no model")),
     ({"method": "auto", "k": 1}, ("'k'", "unknown", "num_speculative_tokens")),
     ({"method": "eagle3", "num_speculative_tokens": 2}, ("'model'", "None")),

@@ -375,6 +375,7 @@ def test_methods_that_do_not_fit_a_model_are_refused(
     for config, message in (
         ({"method": "eagle3", "model": str(folder)}, "LlamaForCausalLM, not an EAGLE-3 head"),
         ({"method": "draft_model", "model": head}, "EAGLE-3 head; use method 'eagle3'"),
+        ({"method": "auto", "model": head}, "EAGLE-3 head; use method 'eagle3'"),
         ({"method": "mtp"}, "num_nextn_predict_layers"),
         ({}, "num_nextn_predict_layers"),
     ):

@@ -369,6 +369,62 @@ def test_drafts_by_a_model(
         assert_at_rest(llm)
 
 
+@pytest.mark.parametrize(
+    ("drafter", "options"),
+    [
+        ("folder", {}),
+        ("folder", {"max_steps_in_flight": 2, "block_size": 8, "num_gpu_blocks_override": 34}),
+        ("other_folder", {"block_size": 4, "max_num_batched_tokens": 21, "max_num_seqs": 9}),
+    ],
+    ids=["same", "same-pool-overlap", "other-chunks"],
+)
+def test_drafts_by_a_model_where_that_pays(
+    folder: Path,
+    plain: list[RequestOutput],
+    drafter: str,
+    options: dict[str, Any],
+    request: pytest.FixtureRequest,
+) -> None:
+    """From the text, by the model or none, as the times of these steps happen to be."""
+    config = {"method": "auto", "model": str(request.getfixturevalue(drafter))}
+    params = [one for kind in FEATURES for one in both(kind)]
+    options = {"device": "cpu", "max_model_len": MAX_LEN, **options}
+    with tiny_llm(folder, speculative_config=config, **options) as llm:
+        assert seen(generate(llm, prompts_of(len(params)), params)) == seen(plain)
+        assert_at_rest(llm)
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_a_model_makes_up_for_what_it_left_out(folder: Path, steps_in_flight: int) -> None:
+    """It drafts in some steps and rows, and what it drafts then is what the target samples."""
+    config = {"method": "auto", "model": str(folder), "num_speculative_tokens": 3}
+    params = [SamplingParams(**FEATURES[kind]) for kind in ALIKE if kind != "n"]
+    options = {"max_model_len": MAX_LEN, "max_steps_in_flight": steps_in_flight, "block_size": 8}
+    options["enable_prefix_caching"] = False  # what is found there may have been left out
+    with tiny_llm(folder, device="cpu", speculative_config=config, **options) as llm:
+        speculation = llm._core.scheduler.speculation
+        value, speculation._value = speculation._passes, None  # all that wait are verified
+        assert value is not None
+        value.is_measuring = lambda: False  # type: ignore[method-assign]
+        choose, calls = value.choose, [0, 0]
+
+        def now_and_then(plan: StepPlan, may: Any, num_drafts: int) -> Any:
+            value._pays, value._trial_steps = plan.step % 16 < 6, 0
+            value._decide = lambda rows, num_decoding: plan.step % 16 < 9  # type: ignore
+            uses = choose(plan, may, num_drafts)
+            calls[0] += int(uses.sum())
+            calls[1] += int((~uses).sum())
+            return uses
+
+        value.choose = now_and_then  # type: ignore[method-assign]
+        text = llm._core.executor.runner.drafter.text
+        text.propose = lambda rows: torch.full((len(rows), 3), -1, dtype=torch.int32)
+        recorder = Recorder(llm)
+        outputs = generate(llm, prompts_of(len(params)), params)
+        assert min(calls) > 30
+        assert_all_agree(llm, outputs, recorder.proposed)
+
+
 ALIKE = ("to_the_end", "drawn", "filters", "n", "bad_words", "allowed")
 """What a model that is its own target drafts without a mistake."""
 SAME: dict[str, dict[str, Any]] = {
@@ -475,6 +531,31 @@ def test_a_prompt_is_found_for_a_draft_model_while_it_is_computed(folder: Path) 
         assert metrics.accepted_tokens.value == metrics.draft_tokens.value > 20
 
 
+def test_what_was_put_off_is_computed_before_a_row_is_left_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text that has become longer than the model drafts for is found up to that length."""
+    monkeypatch.setattr(draft_model, "MAX_LAG", 100)
+    config = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+    options: dict[str, Any] = {"device": "cpu", "max_model_len": MAX_LEN, "block_size": 4}
+    options["speculative_config"] = {**config, "max_model_len": 60}
+    prompt = random_tokens(9, seed=4)
+    with tiny_llm(folder, **options) as llm:
+        llm._core.executor.runner.draft_kv.data.fill_(float("nan"))
+        passes: list[int] = []
+        model = llm._core.executor.runner.drafter._model
+        model.register_forward_hook(lambda *_: passes.append(1))
+        params = SamplingParams(**{**PLAIN["plain"], "max_tokens": 100})
+        (output,) = generate(llm, [prompt], params)
+        assert len(passes) == 2, "the prompt, and what was put off"
+        text = [*prompt, *output.outputs[0].token_ids][:33]
+        params = SamplingParams(**{**PLAIN["drafted"], "max_tokens": 20})
+        (turn,) = generate(llm, [text], params)
+        assert turn.num_cached_tokens == 32
+        metrics = llm._core.metrics
+        assert metrics.accepted_tokens.value == metrics.draft_tokens.value > 12
+
+
 def test_requests_without_drafts_are_computed_some_tokens_at_a_time(folder: Path) -> None:
     """So that they take little of the draft model."""
     config = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
@@ -523,9 +604,12 @@ def test_ranks_draft_together(
         assert_at_rest(llm)
 
 
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("key", ["max_model_len", "max_position_embeddings"])
-def test_a_model_drafts_for_texts_up_to_its_length(folder: Path, tmp_path: Path, key: str) -> None:
-    """Longer ones go on without drafts."""
+def test_a_model_drafts_for_texts_up_to_its_length(
+    folder: Path, tmp_path: Path, key: str, steps_in_flight: int
+) -> None:
+    """Longer ones go on without drafts, and the model computes nothing for them."""
     config: dict[str, Any] = {"model": str(folder), "num_speculative_tokens": 3}
     if key == "max_model_len":
         config[key] = 40
@@ -533,13 +617,24 @@ def test_a_model_drafts_for_texts_up_to_its_length(folder: Path, tmp_path: Path,
         save_tiny(tmp_path, max_position_embeddings=40)
         config["model"] = str(tmp_path)
     params = SamplingParams(**FEATURES["to_the_end"])
-    with tiny_llm(folder, device="cpu", max_model_len=MAX_LEN, speculative_config=config) as llm:
-        steps = Steps(llm)
+    options: dict[str, Any] = {"max_model_len": MAX_LEN, "max_steps_in_flight": steps_in_flight}
+    with tiny_llm(folder, device="cpu", speculative_config=config, **options) as llm:
+        steps, passes = Steps(llm), llm._core.executor.runner.drafter.passes
+        lengths: list[int] = []
+        table, forward = passes._table, passes._forward
+
+        def counting(size: int, is_first: bool) -> Tensor:
+            if is_first:
+                lengths.extend(table.num_tokens[passes._inputs[0, :size]].tolist())
+            return forward(size, is_first)
+
+        passes._forward = counting
         (output,) = generate(llm, prompts_of(1), params)
         known = len(output.prompt_token_ids or ())
         assert len(output.outputs[0].token_ids) == MAX_LEN - known
         drafted = 40 - known
-        assert drafted - 8 <= steps.num_drafts * 4 / 3 <= drafted
+        assert drafted - 8 <= steps.num_drafts * 4 / 3 <= drafted + 4 * (steps_in_flight - 1)
+        assert max(lengths) <= 40 + 4 * steps_in_flight
         # Others beside it have drafts, and a prompt may be too long from the start.
         outputs = generate(llm, [*prompts_of(2), list(range(1, 60))], params)
         assert outputs[0].outputs[0].token_ids == output.outputs[0].token_ids

@@ -184,6 +184,12 @@ class ToyStage:
         self.chunks: dict[int, int] = {}
         self.num_drafts = 0
         self.drafts_are_right = False
+        self.num_proposed: Callable[[int], int] | None = None
+        """How many drafts follow so many tokens; None: as many as there may be."""
+        self.num_verified = 0
+        self.repeats: Callable[[int], bool] | None = None
+        """Whether the text gives drafts behind so many tokens; where it does not, a model drafts in
+        rows that have blocks for it. None: drafts come from one or the other alone."""
         self.num_tokens_computed = 0
 
     def carry_out(self, plan: StepPlan) -> HiddenStates:
@@ -201,6 +207,7 @@ class ToyStage:
             self._cut(self.rows[row], length)
         for row, token in zip(plan.append_rows.tolist(), plan.append_tokens.tolist(), strict=True):
             self.rows[row].tokens.append(token)
+            self.rows[row].drafts = []
         for row, group, index, block in zip(
             plan.block_rows.tolist(),
             plan.block_groups.tolist(),
@@ -275,6 +282,7 @@ class ToyStage:
 
     def sample(self, plan: StepPlan, masks: TokenMasks | None) -> StepResult:
         tokens, counts, lines = [], [], []
+        has_blocks = dict(zip(plan.rows.tolist(), (plan.num_blocks > 0).tolist(), strict=False))
         of_lines = {} if masks is None else dict(zip(masks.lines.tolist(), masks.bits, strict=True))
         for row_id, num_samples, first in zip(
             plan.rows[plan.samples].tolist(),
@@ -288,6 +296,7 @@ class ToyStage:
                 "only a row that caught up may sample",
             )
             own_masks = [of_lines.get(first + i) for i in range(num_samples)]
+            self.num_verified += min(num_samples - 1, len(row.drafts))
             accepted = self._verify(row, own_masks)
             if row.added.num_logprobs >= 0:
                 lines += self._candidates(row, accepted, len(tokens))
@@ -297,6 +306,10 @@ class ToyStage:
                 row.tokens += accepted
                 row.num_computed = len(row.tokens) - 1
                 self._propose(row)
+                if self.repeats is not None and not (
+                    has_blocks[row_id] or self.repeats(len(row.tokens))
+                ):
+                    row.drafts = []
         result = StepResult(
             plan.step, np.array(tokens, np.int32), np.array(counts, np.int32), _logprobs(lines)
         )
@@ -306,6 +319,9 @@ class ToyStage:
             waiting = [len(self.rows[row].drafts) for row in drafted]
             result.num_drafts = np.array(waiting, np.int32)
             result.drafts = self._drafts(drafted)
+            if self.repeats is not None:
+                found = [self.repeats(len(self.rows[row].tokens)) for row in drafted]
+                result.num_repeated = self.num_drafts * np.array(found, np.int32)
         return result
 
     def _drafts(self, rows: list[int]) -> WaitingDrafts | None:
@@ -354,7 +370,8 @@ class ToyStage:
         row.drafts = []
         slot = row.added.adapter_slot
         adapter = "" if slot < 0 else self.slots[slot][0]
-        for _ in range(self.num_drafts):
+        count = self.num_drafts if self.num_proposed is None else self.num_proposed(len(tokens))
+        for _ in range(count):
             context = context_of(tokens, self.windows, adapter)
             token = next_token(context, row.added.seed, self.vocab)
             if not self.drafts_are_right and mix(row.added.seed, len(tokens), -1) % 3 == 0:

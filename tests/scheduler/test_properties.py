@@ -193,6 +193,12 @@ def build(setting: Setting, work: list[Job]) -> EngineCore:
         setting.load_polls,
     )
     executor.vanished.add("vanished")
+    if limits.num_ahead:
+        executor.last.repeats = lambda length: length % 7 < 2
+    if setting.num_drafts > 1:
+        executor.last.num_proposed = lambda length: (
+            (0, length, 1, 9)[length % 4] % (setting.num_drafts + 1)
+        )
     clock = iter(range(1_000_000))
     return EngineCore(
         executor,
@@ -206,9 +212,9 @@ def build(setting: Setting, work: list[Job]) -> EngineCore:
 def speculation_of(setting: Setting) -> SpeculativeConfig | None:
     if not setting.num_drafts:
         return None
-    method = "auto" if setting.measures_drafts else "ngram"
-    schedule = ((2, 3, setting.num_drafts - 1),) if setting.num_drafts == 2 else ()
     model = "drafts ahead" if setting.num_drafts == 5 else None
+    method = "auto" if setting.measures_drafts else "ngram" if model is None else "draft_model"
+    schedule = ((2, 3, setting.num_drafts - 1),) if setting.num_drafts == 2 else ()
     return SpeculativeConfig(method, setting.num_drafts, 1, 1, schedule, model)
 
 
@@ -399,11 +405,12 @@ def check_drafts(core: EngineCore) -> None:
     columns, rows = core.scheduler.columns, core.scheduler.ranked_rows()
     assert isinstance(core.executor, ToyExecutor)
     toy = core.executor.last.rows
-    known = rows[(columns.in_flight[rows] == 0) & (columns.num_waiting_drafts[rows] > 0)]
+    known = rows[(columns.in_flight[rows] == 0) & columns.has_sampled[rows]]
     for row in known.tolist():
-        if columns.has_sampled[row]:
+        if not columns.host_chooses[row]:
             waiting, drafts = columns.num_waiting_drafts[row], toy[row].drafts
             assert waiting == len(drafts) or (columns.constrained[row] and waiting < len(drafts))
+    assert core.metrics.draft_tokens.value <= core.executor.last.num_verified
 
 
 def check_windows(core: EngineCore) -> None:

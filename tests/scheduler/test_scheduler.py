@@ -59,6 +59,26 @@ def test_the_last_in_rank_is_preempted(policy: str, first: int, steps_in_flight:
     assert sum(int(plan.num_samples.sum()) for plan in engine.plans) == 40, "none is sampled again"
 
 
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 4])
+def test_a_row_drains_before_its_blocks_are_given_away(steps_in_flight: int) -> None:
+    """Workers hear of it with the plan that gives them away, at the latest: what a drafter has put
+    off goes into these blocks."""
+    engine = Engine(13, steps_in_flight, enable_prefix_caching=False)
+    keys = [engine.add(numbers(20, start=i), max_tokens=20) for i in range(3)]
+    for _ in range(5):
+        engine.step()
+    engine.core.abort(f"r{keys[0]}")
+    engine.finish()
+    assert engine.core.statistics().num_preemptions >= 1
+    held: dict[int, set[int]] = {}
+    for plan in engine.plans:
+        for row in (*plan.freed_rows.tolist(), *plan.drained_rows.tolist()):
+            held.pop(row, None)
+        for row, block in zip(plan.block_rows.tolist(), plan.block_ids.tolist(), strict=True):
+            assert not any(block in blocks for blocks in held.values()), plan.step
+            held.setdefault(row, set()).add(block)
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_among_equals_the_last_to_arrive_is_preempted(policy: str) -> None:
     """Whatever rows they have: the late one has the row that the first one left."""

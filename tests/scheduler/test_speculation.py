@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,8 @@ import pytest
 from quire.config.speculative import SpeculativeConfig
 from quire.protocol.plan import StepPlan, StepResult
 from quire.scheduler.sequence import Columns, SchedulerLimits
-from quire.scheduler.speculation import DraftValue, Speculation, StepCosts
+from quire.scheduler.speculation import MAX_BEHIND, DraftValue, Speculation, StepCosts
+from tests.engine.driver import Engine, numbers
 
 RUNS = itertools.count()
 """One clock for all of them."""
@@ -52,7 +55,7 @@ def run(
         result = StepResult(step, np.zeros(int(counts.sum()), np.int32), counts)
         value.costs.applied(step, now)
         if plan.has_drafts:
-            value.verified(plan, result, np.ones(len(rows), np.bool_))
+            value.verified(plan, drafts, result, np.ones(len(rows), np.bool_))
         tokens += float(counts.sum())
     return tokens, now - start
 
@@ -149,12 +152,222 @@ def test_the_schedule_bounds_drafts_by_rows() -> None:
     rows = ints(0, 1, 2)
     columns.has_sampled[rows] = columns.speculates[rows] = True
     columns.max_total[rows], columns.num_tokens[rows] = 60, 10
+    columns.num_waiting_drafts[rows] = 3
     config = SpeculativeConfig("ngram", 3, 1, 1, ((1, 2, 3), (3, 4, 1), (5, 9, 0)))
     speculation = Speculation(columns, config)
     assert speculation.drafts(rows, 2).tolist() == [3, 3, 3]
     assert speculation.drafts(rows, 3).tolist() == [1, 1, 1]
     assert speculation.drafts(rows, 9).tolist() == [0, 0, 0]
-    columns.num_waiting_drafts[rows] = [0, 2, -1]
+    columns.num_waiting_drafts[rows] = [0, 2, 3]
     assert speculation.drafts(rows, 2).tolist() == [0, 2, 3]
     columns.speculates[1], columns.num_tokens[2] = False, 58
     assert speculation.drafts(rows, 2).tolist() == [0, 0, 1]
+
+
+def engine_with(config: SpeculativeConfig, steps_in_flight: int) -> Engine:
+    """Its drafts are right wherever there are any."""
+    engine = Engine(steps_in_flight=steps_in_flight, speculation=config)
+    engine.toy.last.num_drafts, engine.toy.last.drafts_are_right = config.num_tokens, True
+    return engine
+
+
+def num_planned(engine: Engine) -> int:
+    """Lines beyond one of each row that samples."""
+    return sum(int((plan.num_samples[plan.samples] - 1).sum()) for plan in engine.plans)
+
+
+@pytest.mark.parametrize("method", ["ngram", "auto"])
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 4])
+def test_no_draft_is_verified_where_none_is_proposed(method: str, steps_in_flight: int) -> None:
+    engine = engine_with(SpeculativeConfig(method, 4, 1, 1), steps_in_flight)
+    engine.toy.last.num_proposed = lambda _: 0
+    for i in range(4):
+        engine.add(numbers(6, start=i), max_tokens=30)
+    engine.finish()
+    assert num_planned(engine) == engine.core.metrics.draft_tokens.value == 0
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 4])
+def test_drafts_count_as_far_as_they_were_there(steps_in_flight: int) -> None:
+    """In a text that repeats itself here and there, steps in flight are planned before it is known
+    whether it still does."""
+    engine = engine_with(SpeculativeConfig("ngram", 4, 1, 1), steps_in_flight)
+    engine.toy.last.num_proposed = lambda num_tokens: 4 if num_tokens // 40 % 2 else 0
+    for i in range(4):
+        engine.add(numbers(6, start=i), max_tokens=100)
+    engine.finish()
+    metrics, verified = engine.core.metrics, engine.toy.last.num_verified
+    assert metrics.draft_tokens.value == metrics.accepted_tokens.value == verified > 50
+    # Each of four texts begins to repeat itself once and ends it once.
+    assert num_planned(engine) - verified <= 4 * 4 * (steps_in_flight - 1)
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 4])
+def test_a_model_drafts_from_the_first_token_to_its_longest_text(steps_in_flight: int) -> None:
+    config = SpeculativeConfig("draft_model", 3, 0, 0, model="drafts", max_model_len=40)
+    engine = engine_with(config, steps_in_flight)
+    engine.toy.last.num_proposed = lambda num_tokens: 3 if num_tokens < 40 else 0
+    engine.add(numbers(6), max_tokens=100)
+    engine.step(2)
+    assert engine.plans[1].num_samples.tolist() == [4]
+    engine.run()
+    drafted = [plan for plan in engine.plans if plan.has_drafts]
+    assert len(drafted) < 9 + steps_in_flight
+    computing = [plan.num_blocks[0] > 0 for plan in engine.plans]
+    assert computing == sorted(computing, reverse=True)
+    assert len(drafted) <= sum(computing) <= len(drafted) + steps_in_flight + 1
+    engine.plans.clear()
+    key = engine.add(numbers(60, start=5), max_tokens=20)
+    engine.finish()
+    assert engine.ended[key].finish_reason == "length"
+    assert engine.plans[0].num_blocks[0] > 0 and not any(p.num_blocks[0] for p in engine.plans[2:])
+
+
+def test_drafts_that_were_not_there_were_not_rejected() -> None:
+    limits = SchedulerLimits(
+        num_blocks=64, block_size=4, max_model_len=64, max_num_seqs=8, max_num_batched_tokens=64
+    )
+    columns = Columns(limits)
+    speculation = Speculation(columns, SpeculativeConfig("auto", 3, 1, 1))
+    columns.num_waiting_drafts[:3] = [0, 1, 3]
+    plan = plan_of(0, ints(4, 4, 2))
+    assert speculation.num_verified(plan).tolist() == [0, 1, 1]
+    result = StepResult(0, ints(*range(4)), ints(1, 2, 1), num_drafts=ints(2, 0, 3))
+    speculation.planned(plan, 0.0)
+    speculation.applied(plan, result, np.array([True, True, False]), 1.0)
+    assert columns.num_waiting_drafts[:3].tolist() == [2, 0, 3]
+    value = speculation._value
+    assert value is not None
+    assert value._verified[:3].tolist() == [0, 1, 0] and value._accepted[:3].tolist() == [0, 1, 0]
+
+
+class Drafting:
+    """Rows that decode with drafts of the text and of a model. Of each row it is set how likely its
+    drafts are right. A step takes 1 + 0.02 for each line beyond one a row, and `passes` where the
+    model drafts."""
+
+    def __init__(self, num_rows: int, passes: float, steps_in_flight: int = 1) -> None:
+        limits = SchedulerLimits(
+            num_blocks=64,
+            block_size=4,
+            max_model_len=64,
+            max_num_seqs=num_rows,
+            max_num_batched_tokens=1 << 14,
+        )
+        self.columns, self.passes = Columns(limits), passes
+        self.columns.speculates[:] = self.columns.has_sampled[:] = True
+        self.columns.max_total[:], self.columns.num_blocks[:] = 1 << 20, 1
+        config = SpeculativeConfig("auto", 4, 2, 12, model="drafts")
+        self.speculation = Speculation(self.columns, config)
+        self.of_model = np.zeros(num_rows)
+        """How likely drafts of the model are right; text gives some where `repeats` says so, and
+        these are."""
+        self.repeats = np.zeros(num_rows, np.bool_)
+        self.num_used = np.zeros(num_rows, np.int64)
+        """Steps behind which the model drafted."""
+        self._dice, self._now, self._step = np.random.default_rng(0), 0.0, 0
+        self._num_lost = np.zeros(num_rows, np.int64)
+        self._right, self._waiting = np.zeros(num_rows), np.zeros(num_rows, np.int32)
+        """Of the drafts that wait, and how many these are."""
+        self._steps_in_flight, self._in_flight = steps_in_flight, deque[Any]()
+        for row in range(num_rows):
+            self.speculation.joined(row)
+
+    def run(self, num_steps: int) -> float:
+        """Tokens of a row in the time of a step without drafts."""
+        rows = np.arange(len(self._right), dtype=np.int32)
+        before, tokens = self._now, 0
+        for _ in range(num_steps):
+            drafts = self.speculation.drafts(rows, len(rows))
+            plan = plan_of(self._step, drafts + 1)
+            plan.num_blocks = self.speculation.blocks_for_drafts(plan)
+            used = plan.num_blocks > 0
+            self.speculation.planned(plan, self._now)
+            made_up = int(self._num_lost[used].sum())
+            seconds = 1.0 + 0.02 * int(drafts.sum()) + self.passes * bool(used.any())
+            seconds += 0.002 * self.passes * made_up
+            self._num_lost = np.where(used, 0, self._num_lost + drafts + 1)
+            self.num_used += used
+            right = self._dice.random((len(rows), 4)) < self._right[:, None]
+            verified = np.minimum(drafts, self._waiting)
+            counts = 1 + np.minimum(right.cumprod(1).sum(1), verified).astype(np.int32)
+            self._right = np.where(used, self.of_model, 1.0)
+            result = StepResult(self._step, ints(*[0] * int(counts.sum())), counts)
+            result.num_repeated = np.where(self.repeats, 4, 0).astype(np.int32)
+            self._waiting = np.where(used, 4, result.num_repeated).astype(np.int32)
+            result.num_drafts = self._waiting
+            self._in_flight.append((plan, result, seconds))
+            if len(self._in_flight) == self._steps_in_flight:
+                plan, result, seconds = self._in_flight.popleft()
+                self._now += seconds
+                live = np.ones(len(rows), np.bool_)
+                self.speculation.applied(plan, result, live, self._now)
+                tokens += int(result.counts.sum())
+            self._step += 1
+        return tokens / len(rows) / (self._now - before)
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_a_model_drafts_where_that_pays(num_rows: int, steps_in_flight: int) -> None:
+    drafting = Drafting(num_rows, 0.4, steps_in_flight)
+    drafting.of_model[:] = 0.9
+    drafting.run(50)
+    assert drafting.run(200) > (2.4 if num_rows == 1 else 1.9)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "right", "passes", "steps_in_flight"),
+    [(1, 0.0, 0.2, 1), (1, 0.0, 0.2, 2), (8, 0.0, 0.2, 1), (8, 0.3, 1.0, 1)],
+)
+def test_a_model_that_cannot_win_costs_one_percent_at_most(
+    num_rows: int, right: float, passes: float, steps_in_flight: int
+) -> None:
+    drafting = Drafting(num_rows, passes, steps_in_flight)
+    drafting.of_model[:] = right
+    drafting.run(100)
+    assert drafting.run(4000) > 0.99
+
+
+def test_a_model_does_not_draft_for_rows_whose_drafts_are_wrong() -> None:
+    drafting = Drafting(4, passes=0.2)
+    drafting.of_model[:] = [0.95, 0.0, 0.95, 0.0]
+    drafting.run(100)
+    drafting.num_used[:] = 0
+    drafting.run(200)
+    assert min(drafting.num_used[[0, 2]]) > 180 and max(drafting.num_used[[1, 3]]) < 120
+
+
+def test_a_model_does_not_draft_what_the_text_repeats() -> None:
+    drafting = Drafting(2, passes=0.4)
+    drafting.of_model[:], drafting.repeats[:] = 0.9, [True, False]
+    drafting.run(100)
+    drafting.num_used[:] = 0
+    drafting.run(60)
+    assert drafting.num_used[0] == 0 and drafting.num_used[1] > 50
+    drafting.repeats[:] = [False, False]
+    drafting.run(20)
+    assert drafting.num_used[0] > 15
+
+
+def test_drafts_of_a_model_that_become_right_are_found_again() -> None:
+    drafting = Drafting(1, passes=0.2)
+    drafting.run(300)
+    drafting.of_model[:] = 1.0
+    for _ in range(15):  # one text after the other
+        drafting.speculation.joined(0)
+        drafting.run(200)
+    assert drafting.run(100) > 2.5
+
+
+def test_what_a_model_lacks_is_bounded() -> None:
+    drafting = Drafting(1, passes=5.0)
+    drafting.run(MAX_BEHIND + 200)
+    drafting.num_used[:] = 0
+    drafting.passes, drafting.of_model[:] = 0.1, 1.0
+    drafting.speculation._passes._credit_s = 1e6  # type: ignore[union-attr]
+    drafting.run(50)
+    assert drafting.num_used[0] == 0
+    drafting.speculation.joined(0)
+    drafting.run(50)
+    assert drafting.num_used[0] > 10
