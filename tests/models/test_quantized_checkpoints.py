@@ -29,14 +29,14 @@ from quire.kernels.torch.quantized_weights import QuantizedWeights, ReferenceMat
 from quire.layers.linear import ColumnLinear, RowLinear
 from quire.layers.parallel import Parallel, Stage
 from quire.layers.quantization.packed import Packed, PackQuantized
-from quire.layers.quantization.readers import join_alike
+from quire.layers.quantization.readers import join_alike, unpack_bits
 from quire.layers.weights import Build, Matrix, MatrixLayer, Share
 from quire.models import loader
 from quire.models.loader import count_weight_bytes, held_weight_bytes, load_model
 from quire.protocol.errors import ModelError
 from tests.layers.ranks import on_ranks
 from tests.models import packers
-from tests.models.packers import CASES, Case, save_quantized
+from tests.models.packers import CASES, Case, save_quantized, words
 from tests.models.reference import (
     PagedRun,
     random_model,
@@ -710,3 +710,10 @@ def test_a_gpu_computes_the_same(name: str, fused: bool, tmp_path: Path) -> None
     found = logits(tmp_path, fused=fused, device="cuda", dtype=torch.float16).float().cpu()
     # Kernels may leave inputs as they are, or round them as the format says.
     assert (found - numbers).std() < 5e-3 * numbers.std() + 1.5 * noise
+
+
+@pytest.mark.parametrize("count", [8, 40, 64, 100])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_codes_that_do_not_fill_their_words(bits: int, count: int) -> None:
+    codes = torch.randint(2**bits, (3, count), dtype=torch.int32)
+    assert torch.equal(unpack_bits(words(codes, bits), bits)[:, :count].int(), codes)
