@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +18,7 @@ from quire.layers.attention.layer import StepContext
 from quire.layers.parallel import Parallel
 from quire.models.registry import CausalLM
 from quire.protocol.plan import Int32Array
-from quire.worker.graphs import DRAFTED_ROWS, GRAPHS_MEASURED, PREFIX_SIZES
-from quire.worker.memory import used_bytes
+from quire.worker.graphs import DRAFTED_ROWS, PREFIX_SIZES, CapturedGraphs, graph_bytes
 from quire.worker.rows import RowTable, aligned
 
 KINDS = (Kinds(False, False, False), Kinds(True, False, False), Kinds(True, True, True))
@@ -91,10 +90,9 @@ class DraftPasses:
         self._query_starts = {1: starts, 2: 2 * starts}
         sizes = {size for size in (*DRAFTED_ROWS, *PREFIX_SIZES) if size < max_rows}
         self._sizes = sorted({*sizes, max_rows})
-        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
+        self._graphs: CapturedGraphs[GraphKey] = CapturedGraphs()
         self._logits: Tensor | None = None
         """One for all graphs, as in `StepGraphs`."""
-        self._pool: Any = None
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -224,27 +222,17 @@ class DraftPasses:
         return found
 
     @torch.inference_mode()
-    def capture(self, keys: list[GraphKey]) -> None:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+    def capture(self, keys: Sequence[GraphKey]) -> None:
+        if self._logits is None:
             self._logits = self._model.new_logits(len(self._lens))
+        self._graphs.capture(keys, self._pad, self._run)
+
+    def _pad(self, key: GraphKey) -> None:
+        """No row drafts."""
         self._inputs[0], self._inputs[1] = 0, -1
-        for key in keys:
-            self._run(key)  # compiles kernels and sets up libraries outside of the graph
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                self._run(key)
-            self._graphs[key] = graph
-        torch.cuda.synchronize()
 
     def measure(self) -> int:
         """Bytes that capturing all graphs takes; some are captured for it, and given up again."""
-        before, keys = used_bytes(), self.all_keys()
-        self.capture(keys[:1])
-        largest = used_bytes() - before
-        others = keys[1:GRAPHS_MEASURED]
-        self.capture(others)
-        each = (used_bytes() - before - largest) / max(len(others), 1)
+        found = graph_bytes(self.all_keys(), self.capture)
         self._graphs.clear()
-        return largest + int(each * (len(keys) - 1))
+        return found

@@ -1,4 +1,5 @@
-"""`StepGraphs`: forward passes as CUDA graphs, captured once at start-up.
+"""`StepGraphs`: forward passes as CUDA graphs, captured once at start-up; `CapturedGraphs`: graphs
+and their memory, of whatever shapes.
 
 Launching the kernels of a step one by one takes the host longer than a GPU needs for some hundred
 tokens. So steps of one token for each row are graphs, one per batch size, and so are steps in which
@@ -8,8 +9,9 @@ for the launches otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -79,6 +81,46 @@ class MixedKey(NamedTuple):
 
 
 GraphKey = DecodeKey | MixedKey
+Key = TypeVar("Key", bound=Hashable)
+
+
+class CapturedGraphs(dict[Key, torch.cuda.CUDAGraph]):
+    """Graphs by their shapes. They share a pool of memory, which the largest one fills; the driver
+    adds some for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pool: Any = None
+
+    @torch.inference_mode()
+    def capture(
+        self, keys: Sequence[Key], prepare: Callable[[Key], None], run: Callable[[Key], None]
+    ) -> None:
+        """Graphs of `run`, the largest first so that the others fit into its memory."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        for key in keys:
+            prepare(key)
+            run(key)  # compiles kernels and sets up libraries outside of the graph
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                run(key)
+            self[key] = graph
+        torch.cuda.synchronize()
+
+
+def graph_bytes(keys: Sequence[Key], capture: Callable[[Sequence[Key]], None]) -> int:
+    """Bytes that capturing all of `keys` takes; some are captured for it."""
+    before = used_bytes()
+    capture(keys[:1])
+    largest = used_bytes() - before
+    others = keys[1:GRAPHS_MEASURED]
+    if not others:
+        return largest
+    capture(others)
+    each = (used_bytes() - before - largest) / len(others)
+    return largest + int(each * (len(keys) - 1))
 
 
 def decode_keys(max_rows: int, shares_prefixes: bool) -> list[DecodeKey]:
@@ -112,8 +154,8 @@ def mixed_keys(
 
 
 class StepGraphs:
-    """Owns the graphs and all their memory: captures them, pads a step to the shape of one, and
-    replays it.
+    """Owns the graphs of steps and what they work on: captures them, pads a step to the shape of
+    one, and replays it.
 
     A graph gathers the batch from the rows itself. What it is told, row numbers and how the step is
     cut, lies in one buffer and takes one copy per replay; each graph uses the beginning of it. The
@@ -182,8 +224,7 @@ class StepGraphs:
         most = self.keys[0].num_tokens
         self._received = None if stage.is_first else model.new_hidden(most)
         self._sent = None if stage.is_last else model.new_hidden(most)
-        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
-        self._pool: Any = None
+        self._graphs: CapturedGraphs[GraphKey] = CapturedGraphs()
 
     @property
     def max_mixed_tokens(self) -> int:
@@ -207,33 +248,14 @@ class StepGraphs:
             self._forward(key)
 
     @torch.inference_mode()
-    def capture(self, keys: list[GraphKey]) -> None:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        for key in keys:
-            self._pad(key, StepPlan(step=0))
-            self._forward(key)  # compiles kernels and sets up libraries outside of the graph
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                self._forward(key)
-            self._graphs[key] = graph
+    def capture(self, keys: Sequence[GraphKey]) -> None:
+        self._graphs.capture(keys, lambda key: self._pad(key, StepPlan(step=0)), self._forward)
         if self._adapters is not None:
             self._adapters.begin_step(None)  # it names tensors of the last graph
-        torch.cuda.synchronize()
 
     def measure(self) -> int:
-        """Bytes that capturing all graphs takes; some are captured for it. Graphs share a pool of
-        memory, which the largest one fills; the driver adds some for each."""
-        before = used_bytes()
-        first, *others = self.keys[:GRAPHS_MEASURED]
-        self.capture([first])
-        largest = used_bytes() - before
-        if not others:
-            return largest
-        self.capture(others)
-        each = (used_bytes() - before - largest) / len(others)
-        return largest + int(each * (len(self.keys) - 1))
+        """Bytes that capturing all graphs takes; some are captured for it."""
+        return graph_bytes(self.keys, self.capture)
 
     # --- pad --------------------------------------------------------------------------------------
 
