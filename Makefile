@@ -35,6 +35,7 @@ test: lint
 
 # Tests that only compute run two at a time; the others start processes, end them, and have deadlines.
 SIDE_BY_SIDE := tests/fuzz tests/kernels tests/loading tests/models tests/quantize \
+	tests/bench/test_perplexity.py tests/engine/test_parity.py tests/worker/test_ranks.py \
 	tests/test_embedded_model.py
 
 test-slow: $(VENV)/.installed-dev
